@@ -1,0 +1,69 @@
+# Every command of this project in one place. `make` alone says what there is.
+#
+# The first of them makes .venv and installs into it; later ones install again only when pyproject.toml or
+# constraints.txt has changed. Nothing outside this folder is touched.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BUF := npx --yes @bufbuild/buf@1.75.0
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test chaos lint lint-python lint-protos lint-deploy protos clean
+
+help: ## Say what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP) ## Train a small model through all services on this machine; about two minutes on two cores
+	$(BIN)/paceline demo
+
+test: $(STAMP) ## Run the tests (TESTS="tests/reward -k math" for some of them)
+	$(BIN)/python -m pytest $(TESTS)
+
+chaos: $(STAMP) ## Kill, stop and cut off every role in short runs (CHAOS="--faults 100 --seed 1")
+	$(BIN)/python tests/chaos/campaign.py $(CHAOS)
+
+lint: lint-python lint-protos lint-deploy ## Check style, types, the wire contract and the containers
+
+lint-python: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
+# therefore skips nothing.
+lint-protos: $(STAMP)
+	$(BIN)/python -m protos.generate --check
+	@if ! command -v npx >/dev/null; then \
+	    echo "SKIPPED: buf lint and buf breaking need npx (Node.js), which is not here"; exit 0; fi; \
+	set -x; $(BUF) lint protos || exit 1; \
+	for main in origin/main main; do \
+	    if git cat-file -e $$main:protos/buf.yaml 2>/dev/null; then \
+	        $(BUF) breaking protos --against ".git#ref=$$(git rev-parse $$main),subdir=protos"; exit $$?; fi; \
+	done; \
+	echo "SKIPPED: buf breaking, since there is no main branch with protos/ to compare with"
+
+lint-deploy: $(STAMP)
+	@if [ -x $(BIN)/hadolint ]; then set -x; $(BIN)/hadolint deploy/*.Dockerfile; \
+	else echo "SKIPPED: hadolint has no build for this platform"; fi
+	@if command -v npx >/dev/null; then set -x; npx --yes dclint@3.1.0 --quiet deploy/compose.yaml; \
+	else echo "SKIPPED: dclint needs npx (Node.js), which is not here"; fi
+
+protos: $(STAMP) ## Generate the Python stubs beside the .proto files
+	$(BIN)/python -m protos.generate
+
+clean: ## Remove .venv, caches and build output; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Some distributions split ensurepip from Python: there the system's pip installs into an empty environment.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is older than 3.11; say PYTHON=python3.12 or another one to make"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --clear --without-pip $(VENV)
+	@if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; \
+	else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
+	set -x; $$pip install -c constraints.txt -e '.[dev]'
+	@touch $@

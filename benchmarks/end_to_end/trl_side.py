@@ -1,0 +1,110 @@
+"""TRL's side: `GRPOTrainer` on the workload. Run by the Python of TRL's own environment; imports nothing of Paceline.
+
+    python trl_side.py <workload directory> <steps to warm up> <steps to measure>
+
+Prints one JSON line as its last: real completion tokens and seconds of the measured steps. Settings are TRL's defaults but
+for those of the workload, and `use_cpu`, `bf16` and `gradient_checkpointing`, whose defaults are meant for GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+MICRO_BATCH = 64
+
+
+class StepClock(TrainerCallback):
+    """When each optimizer step ended, and the mean completion length that TRL logged for it."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+        self.mean_lengths: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """After an optimizer step."""
+        self.ends_s.append(time.perf_counter())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        """After TRL averaged the step's metrics."""
+        if "completions/mean_length" in logs:
+            self.mean_lengths.append(logs["completions/mean_length"])
+
+
+def main() -> None:
+    """Trains and prints."""
+    directory, warm_up, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    load = json.loads((directory / "workload.json").read_text())
+    sequences = load["prompts_per_step"] * load["completions_per_prompt"]
+    clock = StepClock()
+    with tempfile.TemporaryDirectory() as output:
+        config = GRPOConfig(
+            output_dir=output,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=MICRO_BATCH,
+            gradient_accumulation_steps=sequences // MICRO_BATCH,
+            num_generations=load["completions_per_prompt"],
+            max_completion_length=load["max_new_tokens"],
+            temperature=load["temperature"],
+            learning_rate=load["learning_rate"],
+            lr_scheduler_type="constant",
+            max_steps=warm_up + steps,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32),
+            reward_funcs=_reward(directory),
+            args=config,
+            train_dataset=load_dataset("json", data_files=str(directory / "prompts.jsonl"), split="train"),
+            processing_class=AutoTokenizer.from_pretrained(directory / "model", padding_side="left"),
+            callbacks=[clock],
+        )
+        trainer.train()
+    measured = clock.mean_lengths[warm_up : warm_up + steps]
+    tokens = sum(length * sequences for length in measured)
+    ends_s = clock.ends_s[warm_up - 1 : warm_up + steps]
+    steps_s = [after - before for before, after in itertools.pairwise(ends_s)]
+    seconds = sum(steps_s)
+    result = {
+        "tokens": round(tokens),
+        "seconds": round(seconds, 3),
+        "steps": steps,
+        "mean_length": round(tokens / steps / sequences, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "median_step_s": round(statistics.median(steps_s), 3),
+        "step_s": round(seconds / steps, 3),
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps(result), flush=True)
+
+
+def _reward(directory: Path) -> Any:
+    """The workload's reward function, from the file that Paceline's side loads too."""
+    where = json.loads((directory / "reward.json").read_text())
+    spec = importlib.util.spec_from_file_location("benchmark_reward", where["file"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, where["name"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Tokens per second of the native engine against `model.generate`.
+
+    python benchmarks/engine.py [--size demo|bench|both] [--rounds 3] [--device cpu] [--json]
+
+Both sides run in this one process, in turns, on the same random Qwen3 weights and the same prompts (groups of eight
+samples of one prompt), on one thread. `fixed` lets every sequence run to the full length; `mixed` draws each length
+from 1 to the full one: there `model.generate` has to decode until its longest row ends, and only wanted tokens count.
+
+Recorded results: docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from paceline.groups import Version
+from paceline.spec import RunSpec
+from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
+
+SAMPLES_PER_PROMPT = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and a load."""
+
+    hidden: int
+    layers: int
+    sequences: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+SIZES = {"demo": Size(128, 2, 64, 6, 6), "bench": Size(256, 4, 256, 16, 128)}
+
+
+def make_model(size: Size) -> Any:
+    """Random weights; three hidden sizes of MLP, heads of a quarter of the hidden size, 32 tokens of vocabulary."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=size.hidden,
+        intermediate_size=3 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=size.hidden // 4,
+        max_position_embeddings=512,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_engine(size: Size, model: Any, device: str) -> Engine:
+    """A native engine for the model's structure."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        generation = {"max_new_tokens": size.new_tokens, "max_batch_size": size.sequences}
+        policy = {"model_name": folder, "max_total_sequence_length": 512, "generation": generation}
+        spec = {"policy": policy, "data": {"train": "none"}, "rewards": [{"function": "none"}]}
+        return create_engine(RunSpec.model_validate(spec), device=device)
+
+
+async def time_native(engine: Engine, prompts: np.ndarray, lengths: list[int], round_: int) -> float:
+    """Seconds for all sequences."""
+    requests = [
+        GenerationRequest(f"{round_}-{i}", prompt, SamplingParams(length), seed=round_ * 10_000 + i)
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    start = time.perf_counter()
+    completions = await asyncio.gather(*map(engine.generate, requests))
+    elapsed_s = time.perf_counter() - start
+    assert [len(completion.token_ids) for completion in completions] == lengths
+    return elapsed_s
+
+
+def time_generate(model: Any, prompts: np.ndarray, num_tokens: int) -> float:
+    """Seconds of one `model.generate` call over the same prompts, to the longest length."""
+    ids = torch.from_numpy(prompts.astype(np.int64)).to(model.device)
+    start = time.perf_counter()
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=num_tokens,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    output.sequences.cpu()
+    elapsed_s = time.perf_counter() - start
+    assert output.sequences.shape[1] == prompts.shape[1] + num_tokens
+    return elapsed_s
+
+
+async def measure(name: str, rounds: int, device: str) -> list[dict[str, Any]]:
+    """One row of results for `fixed` and one for `mixed` lengths; medians over `rounds` after one to warm up."""
+    size = SIZES[name]
+    model = make_model(size).to(device)
+    engine = make_engine(size, model, device)
+    pauses_s = [await engine.update_weights(Version(1, step), model.state_dict()) for step in range(3)]
+    random = np.random.default_rng(0)
+    num_prompts = size.sequences // SAMPLES_PER_PROMPT
+    prompts = random.integers(0, 32, (num_prompts, size.prompt_tokens)).astype(np.int32)
+    prompts = prompts.repeat(SAMPLES_PER_PROMPT, 0)
+    results = []
+    for lengths_name, lengths in (
+        ("fixed", [size.new_tokens] * size.sequences),
+        ("mixed", random.integers(1, size.new_tokens + 1, size.sequences).tolist()),
+    ):
+        native_s, generate_s = [], []
+        for round_ in range(rounds + 1):
+            native_s.append(await time_native(engine, prompts, lengths, round_))
+            generate_s.append(time_generate(model, prompts, max(lengths)))
+        native, generate = (sum(lengths) / statistics.median(times[1:]) for times in (native_s, generate_s))
+        results.append(
+            {
+                "size": name,
+                **asdict(size),
+                "lengths": lengths_name,
+                "native_tokens_per_s": round(native),
+                "generate_tokens_per_s": round(generate),
+                "ratio": round(native / generate, 2),
+                "idle_weight_pause_ms": round(1e3 * statistics.median(pauses_s), 2),
+            }
+        )
+    await engine.close()
+    return results
+
+
+def main() -> None:
+    """Parses, measures, prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    names = list(SIZES) if options.size == "both" else [options.size]
+    rows = [row for name in names for row in asyncio.run(measure(name, options.rounds, options.device))]
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": 1,
+        "torch": torch.__version__,
+        "device": options.device,
+    }
+    if options.json:
+        json.dump({"machine": machine, "results": rows}, sys.stdout, indent=2)
+        print()
+        return
+    print(machine)
+    for row in rows:
+        print(
+            f"{row['size']:6} {row['lengths']:6} native {row['native_tokens_per_s']:>7} tokens/s   "
+            f"model.generate {row['generate_tokens_per_s']:>7} tokens/s   ratio {row['ratio']}"
+        )
+
+
+if __name__ == "__main__":
+    main()

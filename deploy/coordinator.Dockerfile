@@ -1,0 +1,38 @@
+# syntax=docker/dockerfile:1
+# The coordinator: runs, members, exchange and ledger. Its state is in the volume /runs; keep that.
+#
+#   docker build -f deploy/coordinator.Dockerfile -t paceline-coordinator .
+#
+# BASE is any image with Python 3.11 or newer and its venv. pip asks the index that its own settings name; --build-arg
+# PIP_INDEX_URL=… or PIP_EXTRA_INDEX_URL=… chooses another, for example one with a CPU build of torch.
+ARG BASE=python:3.12-slim-bookworm
+
+FROM ${BASE} AS build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+WORKDIR /src
+RUN python3 -m venv /opt/paceline
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY protos protos
+COPY paceline paceline
+COPY services services
+COPY rollout rollout
+COPY reward reward
+COPY learner learner
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/paceline/bin/python -m pip install -c constraints.txt .
+
+FROM ${BASE}
+RUN useradd --uid 10001 --create-home paceline \
+    && mkdir /runs /work /cache \
+    && chown paceline:paceline /runs /work /cache
+COPY --from=build /opt/paceline /opt/paceline
+ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 HF_HOME=/cache
+USER 10001
+WORKDIR /work
+VOLUME /runs
+EXPOSE 7070 7071
+HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \
+    CMD ["python", "-m", "services.healthcheck", "127.0.0.1:7070"]
+ENTRYPOINT ["paceline-coordinator", "--host", "0.0.0.0", "--port", "7070", "--exchange-port", "7071"]
+CMD ["--directory", "/runs"]

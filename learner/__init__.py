@@ -1,0 +1,1 @@
+"""Model, objectives, packing, optimizer, checkpoints, publishing weights. Knows no server."""

@@ -1,0 +1,307 @@
+"""Checkpoints of the learner: model, optimizer, generators and position, written by all ranks, complete or worthless.
+
+A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
+of every other file; a folder without it is torn and nobody takes it for a checkpoint. The promise: what `load` accepts
+is, byte for byte, what `save` wrote, and training goes on from it as if it had never stopped (bit for bit on CPUs at the
+same world size and thread count, both of which are recorded).
+
+Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. Unpickling runs
+code, so `load` compares every file with the manifest, and the manifest with a hash from elsewhere, before it opens
+one. Pass only a hash that the ledger gave you; a hash computed from the folder itself proves nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_collectively
+from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
+
+from learner.checkpoint_manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    check_files,
+    hash_files,
+    read_manifest,
+    write_manifest,
+)
+from learner.collectives import max_over_ranks, world_size
+from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
+
+NAME = re.compile(r"(\d+)-(\d+)")
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint, as far as its folder shows without reading the state."""
+
+    path: Path
+    manifest_sha256: str
+    """What the ledger registers and what `load` asks for."""
+    manifest: CheckpointManifest
+
+
+def save(
+    directory: Path,
+    *,
+    session: int,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    chain_hash: str = "",
+    extra: Mapping[str, Any] | None = None,
+) -> Checkpoint | None:
+    """Writes the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
+
+    `chain_hash` is the position in the ledger's hash chain and `extra` anything that JSON can hold. The learning rate
+    is a function of the step, so there is no scheduler state. Returns the checkpoint on rank 0, once everything is
+    on disk, and None on the others. Raises Conflict when that checkpoint exists and is complete, Unavailable when writing
+    failed (a full disk), which leaves it torn.
+    """
+    path = prepare(directory, session, step)
+    return write(
+        whole_state(model, optimizer), path, session=session, step=step, chain_hash=chain_hash, extra=extra
+    )
+
+
+def prepare(directory: Path, session: int, step: int) -> Path:
+    """The empty folder of a checkpoint to be, made by rank 0. Raises Conflict when it exists and is complete."""
+    path = directory / f"{session}-{step}"
+    if _rank() == 0:
+        if (path / MANIFEST).exists():
+            raise Conflict(f"checkpoint {path} exists and is complete")
+        if path.exists():
+            shutil.rmtree(path)  # torn, of this session, so nobody else's
+        path.mkdir(parents=True, exist_ok=True)  # another rank's writer may make it in the meantime
+    return path
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a checkpoint holds of this rank; the tensors are those that training goes on with."""
+    return _state(model, optimizer) | {"rng": {str(_rank()): _generators(model)}}
+
+
+def write(
+    state: dict[str, Any],
+    path: Path,
+    *,
+    session: int,
+    step: int,
+    chain_hash: str = "",
+    extra: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    num_threads: int | None = None,
+) -> Checkpoint | None:
+    """Writes `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
+
+    `num_threads` are those that computed the state, when another thread calls. Returns the checkpoint on rank 0 and None
+    on the others. Raises Unavailable.
+    """
+    _save_state(state, path, group)
+    if _rank() != 0:
+        return None
+    manifest = CheckpointManifest(
+        session=session,
+        step=step,
+        chain_hash=chain_hash,
+        world_size=world_size(),
+        num_threads=num_threads or torch.get_num_threads(),
+        torch_version=str(torch.__version__),
+        extra=dict(extra or {}),
+        files=hash_files(path),
+    )
+    return Checkpoint(path, write_manifest(path, manifest), manifest)
+
+
+def load(
+    path: Path, *, expected_sha256: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> CheckpointManifest:
+    """Puts a checkpoint into `model` and `optimizer` and returns its manifest. A collective call of all ranks.
+
+    Works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
+    it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
+    manifest is not the expected one or a file is not the manifest's; nothing was unpickled then.
+    """
+    rank, ranks = _rank(), world_size()
+    manifest = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
+    state = _state(model, optimizer)
+    if ranks == manifest.world_size:
+        state["rng"] = {str(rank): _generators(model)}
+    read_state(path, state)
+    set_model_state_dict(model, state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if ranks == manifest.world_size:
+        _restore_generators(model, state["rng"][str(rank)])
+    return manifest
+
+
+def verify(
+    path: Path,
+    expected_sha256: str,
+    rank: int = 0,
+    ranks: int = 1,
+    device: torch.device | None = None,
+) -> CheckpointManifest:
+    """Compares the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
+
+    Raises what `load` raises, on every rank when any of them found something.
+    """
+    problem: NotFound | Conflict | None = None
+    manifest = None
+    try:
+        manifest, manifest_sha256 = read_manifest(path)
+        if manifest_sha256 != expected_sha256:
+            raise Conflict(
+                f"checkpoint {path} refused: its manifest has SHA-256 {manifest_sha256}, "
+                f"expected was {expected_sha256}"
+            )
+        check_files(path, manifest, part=rank, parts=ranks)
+    except (NotFound, Conflict) as error:
+        problem = error
+    if ranks > 1:
+        found = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+        if int(max_over_ranks(found).item()) and problem is None:
+            problem = Conflict(f"checkpoint {path} refused: another rank found it damaged")
+    if problem is not None:
+        raise problem
+    assert manifest is not None
+    return manifest
+
+
+def list_complete(directory: Path) -> list[Checkpoint]:
+    """The checkpoints of `directory` that have a manifest and files of its sizes, oldest (session, step) first.
+
+    Torn and foreign folders are passed over; contents are compared by `load`, not here.
+    """
+    found = []
+    for path in _folders(directory):
+        try:
+            manifest, manifest_sha256 = read_manifest(path)
+            check_files(path, manifest, contents=False)
+        except (NotFound, Conflict):
+            continue
+        if path.name == f"{manifest.session}-{manifest.step}":
+            found.append(Checkpoint(path, manifest_sha256, manifest))
+    return sorted(found, key=lambda checkpoint: _position(checkpoint.path))
+
+
+def latest(directory: Path) -> Checkpoint | None:
+    """The newest complete checkpoint. A later session's is newer whatever its step: it is the living lineage."""
+    complete = list_complete(directory)
+    return complete[-1] if complete else None
+
+
+def prune(directory: Path, keep: int) -> list[Path]:
+    """Deletes all but the newest `keep` complete checkpoints, and torn ones older than the newest; returns which.
+
+    What is newer than the newest complete one may be in the making and stays.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; the newest checkpoint is never deleted")
+    complete = [checkpoint.path for checkpoint in list_complete(directory)]
+    if not complete:
+        return []
+    kept = set(complete[-keep:])
+    deleted = []
+    for path in sorted(_folders(directory), key=_position):
+        if path not in kept and _position(path) < _position(complete[-1]):
+            # The manifest first: should this be interrupted, what is left is torn and not a lie.
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+            deleted.append(path)
+    return deleted
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        fresh = not optimizer.state
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        if fresh:
+            # torch fills a fresh optimizer's state by a step with zero gradients at rate 0, which counts as a step
+            # in the bias correction; unlike that step, this checkpoint must not be felt.
+            for moments in optimizer.state.values():
+                moments["step"].zero_()
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def read_state(path: Path, state: dict[str, Any]) -> None:
+    """Fills the tensors of `state` from a checkpoint. Unpickles: only after `verify` (see the module's docstring).
+
+    Raises Conflict when the checkpoint has not what `state` asks for: it is of another model.
+    """
+    with _as_error(Conflict, f"checkpoint {path} refused: it does not fit"):
+        load_collectively(state, storage_reader=FileSystemReader(path), no_dist=not dist.is_initialized())
+
+
+def _save_state(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
+    with _as_error(Unavailable, f"checkpoint {path} could not be written"):
+        save_collectively(
+            state,
+            storage_writer=FileSystemWriter(path, sync_files=True),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+@contextmanager
+def _as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
+    """torch's failure as one of ours: its own is no Exception and would pass every handler on its way out.
+
+    Also keeps quiet about a process without a process group, which is a way of running that is meant.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            reasons = {f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()}
+            raise kind(f"{what}: {'; '.join(sorted(reasons))}") from error
+
+
+def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
+    """State of this rank's torch generators: the CPU's and, where the model is on a GPU, that GPU's."""
+    device = next(model.parameters()).device
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_generators(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], next(model.parameters()).device)
+
+
+def _folders(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
+
+
+def _position(path: Path) -> tuple[int, int]:
+    session, step = path.name.split("-")
+    return int(session), int(step)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

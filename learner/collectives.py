@@ -1,0 +1,92 @@
+"""The few small collectives of a training step, over the default process group; without one, a rank alone.
+
+Promise: only tensors travel (object collectives pickle), and every rank returns the same values.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def world_size() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Elementwise sum, in place."""
+    if world_size() > 1:
+        dist.all_reduce(values, dist.ReduceOp.SUM)
+    return values
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """Elementwise maximum, in place."""
+    if world_size() > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """All distinct numbers that any rank has, ascending."""
+    own = sorted(set(numbers))
+    if world_size() == 1:
+        return own
+    longest = int(max_over_ranks(torch.tensor([len(own)], device=device)).item())
+    # Ranks have unequal counts, a gather needs equal ones: the flag says which places are filled.
+    padded = torch.zeros(2, max(longest, 1), dtype=torch.int64, device=device)
+    padded[0, : len(own)] = torch.tensor(own, dtype=torch.int64)
+    padded[1, : len(own)] = 1
+    gathered = [torch.empty_like(padded) for _ in range(world_size())]
+    dist.all_gather(gathered, padded)
+    return sorted({int(n) for part in gathered for n in part[0][part[1] == 1].tolist()})
+
+
+def rows_of_all_ranks(own_RK: Tensor) -> tuple[Tensor, int]:
+    """(the rows of all ranks in order of rank, where this rank's begin); any number of rows of K numbers each."""
+    if world_size() == 1:
+        return own_RK, 0
+    counts = [torch.zeros(1, dtype=torch.int64, device=own_RK.device) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor([len(own_RK)], device=own_RK.device))
+    lengths = [int(count.item()) for count in counts]
+    padded = own_RK.new_zeros(max(lengths), own_RK.shape[1])
+    padded[: len(own_RK)] = own_RK
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    if max(lengths):
+        dist.all_gather(gathered, padded)
+    rows = torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
+    return rows, sum(lengths[: dist.get_rank()])
+
+
+def broadcast_bytes(data: bytes) -> bytes:
+    """Rank 0's `data` on every rank; what the others pass is ignored."""
+    if world_size() == 1:
+        return data
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, 0)
+    buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if dist.get_rank() == 0 and data:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if len(buffer):
+        dist.broadcast(buffer, 0)
+    return buffer.numpy().tobytes()
+
+
+def end_process(status: int = 0) -> NoReturn:
+    """Ends a rank once all its work is done and saved, without the interpreter's finalisation.
+
+    A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL for
+    it. When that meets the finalisation, the thread is unwound and the process aborts (`std::terminate` in
+    `ProcessGroupGloo::runLoop`; seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group`
+    does not join the thread while any DTensor keeps the group. Exit handlers do not run.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,171 @@
+"""Exporting the policy as a Hugging Face folder: safetensors, config, generation config and tokenizer files.
+
+The promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the very weights that were trained, converted to
+the asked type, tied embeddings still tied; the folder appears whole under its name or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from learner.checkpoint import read_state, verify
+from paceline.errors import Conflict, InvalidInput
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+"""What a tokenizer may consist of, as the libraries that write them name it."""
+
+
+def export_pretrained(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    model_name: str,
+    tokenizer_name: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Writes `tensors` (a whole state dict by Hugging Face names, as `gather_weights` gives it) as a model folder.
+
+    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name` or else from there too,
+    if it has one. `dtype` None keeps the tensors' own. Raises Conflict when `directory` exists, InvalidInput when names
+    or shapes are not the model's.
+    """
+    if directory.exists():
+        raise Conflict(f"{directory} exists; an export never overwrites")
+    model = _skeleton(model_name)
+    converted = {name: _converted(tensor, dtype) for name, tensor in tensors.items()}
+    _fill(model, converted, model_name)
+    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        model.save_pretrained(partial)
+        _copy_tokenizer(tokenizer_name or model_name, partial, required=tokenizer_name is not None)
+        os.rename(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return directory
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    directory: Path,
+    *,
+    expected_sha256: str,
+    model_name: str,
+    tokenizer_name: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """The same from a checkpoint's folder, in one process and without a process group.
+
+    Host memory must hold the float32 weights. Raises also what `learner.checkpoint.verify` raises.
+    """
+    tensors = checkpoint_weights(checkpoint, expected_sha256, model_name)
+    return export_pretrained(
+        directory, tensors, model_name=model_name, tokenizer_name=tokenizer_name, dtype=dtype
+    )
+
+
+def checkpoint_weights(checkpoint: Path, expected_sha256: str, model_name: str) -> dict[str, torch.Tensor]:
+    """The whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
+
+    Raises what `learner.checkpoint.verify` raises.
+    """
+    verify(checkpoint, expected_sha256)
+    wanted = {
+        name: torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in _skeleton(model_name).state_dict().items()
+    }
+    read_state(checkpoint, {"model": wanted})
+    return wanted
+
+
+def compare_weights(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> tuple[list[str], float]:
+    """Names of the tensors whose bits differ (or that only one side has), and the largest absolute difference."""
+    names = sorted(one.keys() ^ other.keys())
+    largest = 0.0
+    for name in sorted(one.keys() & other.keys()):
+        a, b = one[name].contiguous(), other[name].contiguous()
+        if (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        ):
+            continue
+        names.append(name)
+        if a.shape == b.shape:
+            largest = max(largest, float((a.double() - b.double()).abs().max()))
+    return names, largest
+
+
+def _skeleton(model_name: str) -> PreTrainedModel:
+    """The model's modules without memory for weights."""
+    config = AutoConfig.from_pretrained(model_name)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.tie_weights()
+    return model
+
+
+def _fill(model: PreTrainedModel, tensors: dict[str, torch.Tensor], model_name: str) -> None:
+    try:
+        model.load_state_dict(cast(dict[str, Any], tensors), assign=True)
+    except RuntimeError as error:
+        raise InvalidInput(f"these weights are not of model {model_name!r}: {error}") from error
+    model.tie_weights()
+    floating = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(floating) == 1:
+        model.config.dtype = floating.pop()
+    if model.can_generate():
+        _copy_generation_config(model, model_name)
+
+
+def _copy_generation_config(model: PreTrainedModel, model_name: str) -> None:
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(model_name)
+    except OSError:
+        return  # the model has none; transformers derives it from the config
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _copy_tokenizer(source: str, directory: Path, *, required: bool) -> None:
+    """A local folder's files as they are, byte for byte; a hub model's through its tokenizer class."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+        return
+    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)})
+    if required and not files:
+        raise InvalidInput(f"tokenizer_name {source!r}: no tokenizer files in that folder")
+    for file in files:
+        if file.is_dir():
+            shutil.copytree(file, directory / file.name)
+        else:
+            shutil.copyfile(file, directory / file.name)

@@ -1,0 +1,288 @@
+"""The sending side of one rollout member: a thread that keeps that member at the newest staged version.
+
+Who waits for whom: the link's thread waits for a newer version, then for its transfer with a deadline, then backs off
+after a failure. The transfer runs in a second thread, because forming and sending block outside Python and may outlast
+every time-out; the link's thread never enters them. A transfer that fails or passes its deadline is left behind with
+its group, and the next attempt starts with a fresh prefix. Nobody else waits for either thread.
+
+State is guarded by one condition per member. Only the member's own answer counts as delivered.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from learner.staged import StagedWeights
+from paceline.groups import Version
+from paceline.weight_link import SENDER, WeightLink, first_line, form_link
+from paceline.weights import WeightOffer
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.2
+
+
+@dataclass(frozen=True)
+class PublishResult:
+    """How one attempt to bring one version to one member ended."""
+
+    member_id: str
+    epoch: int
+    attempt: int
+    version: Version
+    ok: bool
+    """The member acknowledged the version; the only proof there is."""
+    form_s: float = 0.0
+    """Forming the link; 0 when it was there."""
+    transfer_s: float = 0.0
+    """Sending the buckets."""
+    ack_s: float = 0.0
+    """From the last bucket to the member's answer: checksums and the engine's swap."""
+    size_bytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """What all links of a publisher share."""
+
+    run_id: str
+    backend: str
+    device: str
+    host: str
+    """This side's address for the member, and where the store is."""
+    store_host: str
+    """The store as this process reaches it."""
+    store_port: int
+    prefix: str
+    """Unique for the publisher; each attempt adds to it."""
+    max_wait_s: float
+    send_offer: Callable[[WeightOffer], None]
+    on_result: Callable[[PublishResult], None]
+
+
+@dataclass
+class _Transfer:
+    """One attempt under way. Written by its thread, read by the link's, both under the link's condition."""
+
+    staged: StagedWeights
+    attempt: int
+    link: WeightLink | None
+    phase: str = "pack"
+    deadline: float = math.inf
+    phase_started: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    size_bytes: int = 0
+    error: str = ""
+
+
+class MemberLink:
+    """Keeps one member at the newest version, until `leave`."""
+
+    def __init__(self, settings: LinkSettings, member_id: str, epoch: int, attempts_before: int = 0) -> None:
+        self._settings = settings
+        self.member_id = member_id
+        self.epoch = epoch
+        self.attempt = attempts_before
+        self.held: Version | None = None
+        self._changed = threading.Condition()
+        self._newest: StagedWeights | None = None
+        self._transfer: _Transfer | None = None
+        self._answer: tuple[bool, str] | None = None
+        self._link: WeightLink | None = None
+        self._left = False
+        self._thread = threading.Thread(target=self._run, name=f"weights-{member_id}", daemon=True)
+        self._transfer_threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def publish(self, staged: StagedWeights) -> None:
+        """Makes `staged` what the member should hold. Returns at once; a version not begun yet is overtaken."""
+        with self._changed:
+            self._newest = staged
+            self._changed.notify_all()
+
+    def answer(self, version: Version, ok: bool, message: str) -> None:
+        """The member's word on `version`. A late yes counts too: the member does hold it."""
+        late = None
+        with self._changed:
+            transfer = self._transfer
+            if transfer is not None and transfer.staged.version == version and self._answer is None:
+                self._answer = (ok, message)
+                self._changed.notify_all()
+            elif ok and not self._left and (self.held is None or version > self.held):
+                self.held = version
+                late = PublishResult(self.member_id, self.epoch, self.attempt, version, ok=True)
+        if late is not None:
+            self._report(late)
+
+    def interrupt(self, reason: str) -> None:
+        """Gives up the transfer under way, if there is one, and tries again with a fresh link: the offer or the answer
+        may have been lost on its way."""
+        with self._changed:
+            if self._transfer is not None and self._answer is None and not self._transfer.error:
+                self._transfer.error = reason
+                self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Ends the link without waiting for anything."""
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+
+    def join(self, deadline: float) -> bool:
+        """Waits for the threads up to the monotonic instant `deadline`; False when one is still stuck."""
+        for thread in (self._thread, *self._transfer_threads):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in (self._thread, *self._transfer_threads))
+
+    def _run(self) -> None:
+        failures = 0
+        while (staged := self._next_version()) is not None:
+            result = self._deliver(staged)
+            if result is None:
+                break
+            self._report(result)
+            failures = 0 if result.ok else failures + 1
+            if failures:
+                self._back_off(min(FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 20), self._settings.max_wait_s))
+        self._link = None
+
+    def _next_version(self) -> StagedWeights | None:
+        with self._changed:
+            # No deadline: a member may be up to date for as long as a step takes. `leave` ends it.
+            self._changed.wait_for(lambda: self._left or self._is_behind())
+            return None if self._left else self._newest
+
+    def _is_behind(self) -> bool:
+        return self._newest is not None and (self.held is None or self._newest.version > self.held)
+
+    def _back_off(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._left, seconds)
+
+    def _deliver(self, staged: StagedWeights) -> PublishResult | None:
+        """One attempt; None when the member left in the middle."""
+        with self._changed:
+            if self._link is None:
+                self.attempt += 1
+            transfer = _Transfer(staged, self.attempt, self._link, phase_started=time.monotonic())
+            self._transfer, self._answer, self._link = transfer, None, None
+            thread = threading.Thread(
+                target=self._carry, args=(transfer,), name=f"weights-{self.member_id}-send", daemon=True
+            )
+            self._transfer_threads = [t for t in self._transfer_threads if t.is_alive()] + [thread]
+            thread.start()
+            self._wait_while(transfer, lambda: self._answer is None and not transfer.error)
+            left, answer = self._left, self._answer
+            if answer is not None and answer[0]:
+                self.held = staged.version
+                # The answer may overtake this side's own completion by a moment; the link is good only after it.
+                grace = min(1.0, self._settings.max_wait_s)
+                transfer.deadline = min(transfer.deadline, time.monotonic() + grace)
+                self._wait_while(transfer, lambda: transfer.phase != "answer" and not transfer.error)
+                if transfer.phase == "answer" and not transfer.error:
+                    self._link = transfer.link
+            self._transfer = None
+            if left and answer is None:
+                return None
+            return self._result(transfer, answer)
+
+    def _wait_while(self, transfer: _Transfer, pending: Callable[[], bool]) -> None:
+        while pending() and not self._left:
+            remaining = transfer.deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            self._changed.wait(None if remaining == math.inf else remaining)
+
+    def _result(self, transfer: _Transfer, answer: tuple[bool, str] | None) -> PublishResult:
+        seconds = dict(transfer.seconds)
+        seconds[transfer.phase] = seconds.get(transfer.phase, 0.0) + time.monotonic() - transfer.phase_started
+        error = transfer.error or f"{transfer.phase}: nothing within {self._settings.max_wait_s} s"
+        if answer is not None:
+            error = "" if answer[0] else f"the member refused: {answer[1]}"
+        return PublishResult(
+            self.member_id,
+            self.epoch,
+            transfer.attempt,
+            transfer.staged.version,
+            ok=answer is not None and answer[0],
+            form_s=seconds.get("form", 0.0),
+            transfer_s=seconds.get("transfer", 0.0),
+            ack_s=seconds.get("answer", 0.0),
+            size_bytes=transfer.size_bytes,
+            error=error,
+        )
+
+    def _report(self, result: PublishResult) -> None:
+        try:
+            self._settings.on_result(result)
+        except Exception:
+            # A fault in the listener must not leave the member without its link.
+            log.exception("on_result failed for member %s, version %s", result.member_id, result.version)
+
+    def _carry(self, transfer: _Transfer) -> None:
+        """The transfer's thread: every call in here may block outside Python."""
+        try:
+            manifest, manifest_bytes, flat = transfer.staged.ready()
+            transfer.size_bytes = manifest.total_bytes
+            self._enter(transfer, "offer")
+            offer = self._offer(transfer, manifest_bytes)
+            self._settings.send_offer(offer)
+            link = transfer.link
+            if link is None:
+                self._enter(transfer, "form")
+                link = self._form(offer)
+            self._enter(transfer, "transfer")
+            link.send(flat, manifest, lambda _: self._enter(transfer, "transfer"))
+            transfer.link = link
+            self._enter(transfer, "answer")
+        except Exception as error:
+            with self._changed:
+                transfer.error = f"{transfer.phase}: {first_line(error)}"
+                self._changed.notify_all()
+
+    def _enter(self, transfer: _Transfer, phase: str) -> None:
+        now = time.monotonic()
+        with self._changed:
+            spent = transfer.seconds.get(transfer.phase, 0.0) + now - transfer.phase_started
+            transfer.seconds[transfer.phase] = spent
+            transfer.phase, transfer.phase_started = phase, now
+            transfer.deadline = now + self._settings.max_wait_s
+            self._changed.notify_all()
+
+    def _offer(self, transfer: _Transfer, manifest_bytes: bytes) -> WeightOffer:
+        settings, version = self._settings, transfer.staged.version
+        return WeightOffer(
+            run_id=settings.run_id,
+            epoch=self.epoch,
+            member_id=self.member_id,
+            attempt=transfer.attempt,
+            backend=settings.backend,
+            store_host=settings.host,
+            store_port=settings.store_port,
+            prefix=f"{settings.prefix}/{self.member_id}/{transfer.attempt}",
+            session=version.session,
+            step=version.step,
+            manifest=manifest_bytes,
+        )
+
+    def _form(self, offer: WeightOffer) -> WeightLink:
+        return form_link(
+            backend=offer.backend,
+            store_host=self._settings.store_host,
+            store_port=offer.store_port,
+            prefix=offer.prefix,
+            rank=SENDER,
+            max_wait_s=self._settings.max_wait_s,
+            host=self._settings.host,
+            device=self._settings.device,
+        )

@@ -1,0 +1,51 @@
+"""One version of the weights, ready to be sent: a copy that no later optimizer step touches.
+
+Packing and checksums are work for seconds with a large model, so they happen once, in whichever link's thread needs
+them first, and never in the thread that trains. The bytes never change afterwards, so any number of links may send
+them at once, and a send that is stuck for ever keeps them alive without harm.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import torch
+
+from paceline.flat_weights import checksums, pack, plan
+from paceline.groups import Version
+from paceline.weights import Algorithm, WeightManifest
+
+
+class StagedWeights:
+    """The tensors of `version`, which belong to this object from now on."""
+
+    def __init__(
+        self,
+        version: Version,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        bucket_bytes: int,
+        algorithm: Algorithm,
+        manifest: WeightManifest | None = None,
+    ) -> None:
+        self.version = version
+        self._tensors: Mapping[str, torch.Tensor] | None = tensors
+        self._bucket_bytes = bucket_bytes
+        self._algorithm = algorithm
+        self._given = manifest
+        self._ready: tuple[WeightManifest, bytes, torch.Tensor] | None = None
+        self._lock = threading.Lock()
+
+    def ready(self) -> tuple[WeightManifest, bytes, torch.Tensor]:
+        """The manifest, the same as bytes, and the flat run ([total_bytes] uint8) that it describes."""
+        with self._lock:
+            if self._ready is None:
+                assert self._tensors is not None
+                manifest = self._given or plan(self._tensors, self._bucket_bytes, self._algorithm)
+                flat = pack(self._tensors, manifest)
+                if self._given is None:
+                    manifest = manifest.with_checksums(checksums(flat, manifest))
+                self._ready = (manifest, manifest.to_bytes(), flat)
+                self._tensors = None
+            return self._ready

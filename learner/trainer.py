@@ -1,0 +1,285 @@
+"""One training step: a batch of sequences becomes one or more optimizer updates.
+
+Promise: loss and gradient are those of the global batch, however it is split over micro-batches and ranks (`bnpo`
+excepted); either every rank steps its optimizer or none does.
+
+All ranks call `train_step` together, each with its own part of the batch (which may be empty). Inside, they meet in
+this order: counts of the batch; then for each update every rank runs the same number of forward and backward passes
+(a rank with fewer micro-batches fills up with a dummy of zero weight, since under FSDP each pass is a collective),
+agrees on sums and gradient norm, and steps. Nothing else in the process may use the default group meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel
+
+from learner.batch import PackedRow, TrainSequence, pack_row
+from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
+from learner.model import load_policy, load_reference, row_logprobs
+from learner.objectives import (
+    Denominators,
+    LossResult,
+    TokenArrays,
+    metrics_from_sums,
+    policy_loss,
+    sft_loss,
+)
+from learner.optimizer import lr_factor, make_optimizer, set_learning_rate
+from learner.packing import pack
+from learner.stopwatch import Stopwatch
+from learner.update import MicroBatch, Update, needs_proximal, settle
+from paceline.errors import NonFiniteLoss
+from paceline.spec import RunSpec
+
+
+class Trainer:
+    """Model, optimizer and the step. One per rank, after the process group was made (if there is more than one rank).
+
+    `model` (a transformers model, its parameters DTensors when sharded) and `optimizer` are public: checkpoints, export and
+    publishing read them between steps.
+    """
+
+    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.device = device
+        self.world_size = world_size()
+        self.model: PreTrainedModel = load_policy(spec.policy, device)
+        self.reference: PreTrainedModel | None = None
+        if spec.algorithm == "grpo" and spec.loss_fn.reference_policy_kl_penalty > 0:
+            self.reference = load_reference(spec.policy, device)
+        self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
+        self._temperature = spec.policy.generation.temperature if spec.algorithm == "grpo" else 1.0
+        self._objective = policy_loss if spec.algorithm == "grpo" else sft_loss
+
+    def train_step(self, batch: Sequence[TrainSequence], step: int) -> dict[str, float]:
+        """Trains this rank's part of the batch of `step`; returns metrics of the global batch, equal on all ranks.
+
+        Raises:
+            NonFiniteLoss: loss or gradient norm is NaN or infinite. Raised on every rank, the optimizer untouched by
+                that update and the gradients cleared; earlier updates of the same step stay.
+        """
+        started_s = time.perf_counter()
+        watch = Stopwatch(self.device)
+        lr = self.spec.policy.optimizer.lr * lr_factor(
+            step, self.spec.max_num_steps, self.spec.policy.scheduler
+        )
+        set_learning_rate(self.optimizer, lr)
+        updates = self._plan(batch, step)
+        with watch.measure("frozen_s"):
+            self._ask_frozen_policies(updates)
+            settle(batch, updates, self.spec, self.device)
+        sums: dict[str, float] = {}
+        grad_norms = []
+        for update in updates:
+            self._accumulate_gradients(update, watch)
+            update_sums = self._sum_metrics(update)
+            grad_norms.append(self._clip_gradients(update, update_sums["loss"]))
+            with watch.measure("optimizer_s"):
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+            for name, value in update_sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {
+            "loss": sums["loss"] / len(updates),
+            "grad_norm": sum(grad_norms) / len(grad_norms),
+            "lr": lr,
+            **metrics_from_sums(sums),
+            **self._workload(batch, updates, step),
+            **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
+        }
+
+    def _plan(self, batch: Sequence[TrainSequence], step: int) -> list[Update]:
+        """Splits the batch into updates and those into micro-batches, with counts agreed over the ranks."""
+        parts = self._split_into_updates(batch)
+        packed = [
+            pack([batch[i].num_row_tokens for i in part], self.spec.policy.train_mb_tokens) for part in parts
+        ]
+        counts_U3 = torch.tensor(
+            [
+                [sum(len(batch[i].completion_ids) for i in part), len(part), len(micro_batches)]
+                for part, micro_batches in zip(parts, packed, strict=True)
+            ],
+            device=self.device,
+        )
+        passes_U = max_over_ranks(counts_U3[:, 2].clone()).tolist()
+        updates = []
+        for part, micro_batches, passes, (tokens, sequences, total) in zip(
+            parts, packed, passes_U, sum_over_ranks(counts_U3).tolist(), strict=True
+        ):
+            rows = [
+                self._micro_batch(batch, tuple(part[i] for i in indices), step) for indices in micro_batches
+            ]
+            rows += [self._dummy() for _ in range(max(passes, 1) - len(rows))]
+            max_tokens = self.spec.policy.generation.max_new_tokens
+            updates.append(Update(rows, Denominators(tokens, sequences, max_tokens, total)))
+        return updates
+
+    def _split_into_updates(self, batch: Sequence[TrainSequence]) -> list[list[int]]:
+        """Indices in the batch: whole groups in order of their id, the same split whatever rank a group's sequences
+        are on."""
+        count = self.spec.policy.num_updates_per_step
+        if count == 1:
+            return [list(range(len(batch)))]
+        group_ids = union_over_ranks([s.group_id for s in batch], self.device)
+        update_of = {group_id: i * count // len(group_ids) for i, group_id in enumerate(group_ids)}
+        return [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(count)]
+
+    def _micro_batch(self, batch: Sequence[TrainSequence], places: tuple[int, ...], step: int) -> MicroBatch:
+        row = pack_row([batch[i] for i in places], self.device)
+        return MicroBatch(row, places, ages_N=None if row.versions_N is None else step - row.versions_N)
+
+    def _dummy(self) -> MicroBatch:
+        zero = np.zeros(1, np.int32)
+        if self.spec.algorithm == "sft":
+            return MicroBatch(pack_row([TrainSequence(-1, zero, zero)], self.device), is_dummy=True)
+        sequence = TrainSequence(-1, zero, zero, np.zeros(1, np.float32), versions_T=zero)
+        row = pack_row([sequence], self.device)
+        return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)
+
+    @torch.no_grad()
+    def _ask_frozen_policies(self, updates: list[Update]) -> None:
+        """π_prox where it is not π itself or is needed before the loss, π_ref where the KL penalty is on."""
+        for micro in (micro for update in updates for micro in update.micro_batches):
+            if needs_proximal(self.spec):
+                micro.proximal_N = self._logprobs(self.model, micro.row)[0]
+            if self.reference is not None:
+                micro.reference_N = self._logprobs(self.reference, micro.row)[0]
+
+    def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> None:
+        """Forward and backward of every micro-batch; afterwards the gradients are those of the global batch."""
+        for i, micro in enumerate(update.micro_batches):
+            self._set_gradient_sync(is_last=i == len(update.micro_batches) - 1)
+            with watch.measure("forward_s"):
+                result = self._loss(micro, update)
+            with watch.measure("backward_s"):
+                # FSDP averages gradients over ranks, the loss is a sum over them.
+                (result.loss * self.world_size).backward()  # type: ignore[no-untyped-call]
+            update.results.append(replace(result, loss=result.loss.detach()))
+
+    def _set_gradient_sync(self, is_last: bool) -> None:
+        """On CPUs, gradients are reduced and parameters freed once per update, since each collective costs more than
+        the memory it saves; on GPUs every backward reduces, so that no rank holds a full gradient."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_is_last_backward(is_last)
+            if self.device.type == "cpu":
+                self.model.set_requires_gradient_sync(is_last)
+                self.model.set_reshard_after_backward(is_last)
+
+    def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
+        with_bonus = self.spec.algorithm == "grpo" and self.spec.loss_fn.entropy_bonus > 0
+        logprobs_N, entropy_N = self._logprobs(self.model, micro.row, entropy_gradient=with_bonus)
+        tokens = TokenArrays(
+            current_N=logprobs_N,
+            entropy_N=entropy_N,
+            lengths_N=micro.row.lengths_N,
+            sequence_N=micro.row.sequence_N,
+            num_sequences=len(micro.row.group_ids_S),
+            behaviour_N=micro.row.behaviour_N,
+            proximal_N=micro.proximal_N,
+            reference_N=micro.reference_N,
+            advantages_N=micro.row.advantages_N,
+            ages_N=micro.ages_N,
+            m2_limit=update.m2_limit,
+        )
+        result = self._objective(tokens, update.denominators, self.spec.loss_fn)
+        if not micro.is_dummy:
+            return result
+        return LossResult(
+            result.loss * 0.0,
+            {name: torch.zeros_like(value) for name, value in result.sums.items()},
+            result.token_losses_N,
+        )
+
+    def _logprobs(
+        self, model: PreTrainedModel, row: PackedRow, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return row_logprobs(
+            model,
+            row,
+            temperature=self._temperature,
+            chunk_tokens=self.spec.policy.logprob_chunk_tokens,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def _sum_metrics(self, update: Update) -> dict[str, float]:
+        """The metric sums over micro-batches and ranks."""
+        names = list(update.results[0].sums)
+        totals = torch.stack(
+            [torch.stack([result.sums[name].double() for name in names]) for result in update.results]
+        ).sum(0)
+        return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
+
+    def _clip_gradients(self, update: Update, loss: float) -> float:
+        """Clips to the global norm and returns it as it was. Loss and norm are the same numbers on every rank, so
+        every rank takes the same branch."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise self._non_finite(update, loss, norm.item())
+        clip_grads_with_norm_(parameters, self.spec.policy.max_grad_norm, norm)
+        return norm.item()
+
+    def _non_finite(self, update: Update, loss: float, norm: float) -> NonFiniteLoss:
+        suspects: set[int] = set()
+        for micro, result in zip(update.micro_batches, update.results, strict=True):
+            bad_N = ~result.token_losses_N.isfinite()
+            suspects.update(micro.row.group_ids_S[i] for i in micro.row.sequence_N[bad_N].tolist())
+        group_ids = union_over_ranks([g for g in suspects if g >= 0], self.device)
+        if group_ids:
+            return NonFiniteLoss(
+                f"loss {loss} (gradient norm {norm}) from groups {group_ids}", tuple(group_ids)
+            )
+        everyone = [g for micro in update.micro_batches if not micro.is_dummy for g in micro.row.group_ids_S]
+        group_ids = union_over_ranks(everyone, self.device)
+        return NonFiniteLoss(
+            f"loss {loss}, gradient norm {norm}; every token's loss is finite, the update had groups {group_ids}",
+            tuple(group_ids),
+        )
+
+    def _workload(self, batch: Sequence[TrainSequence], updates: list[Update], step: int) -> dict[str, float]:
+        """How much was trained, how full the micro-batches were, how old the tokens were."""
+        rows = [micro for update in updates for micro in update.micro_batches]
+        versions = [s.versions_T for s in batch if s.versions_T is not None]
+        ages = step - np.concatenate(versions) if versions else np.zeros(0)
+        row_tokens, real_rows, age_sum, aged_tokens = sum_over_ranks(
+            torch.tensor(
+                [
+                    sum(m.row.input_ids.numel() for m in rows if not m.is_dummy),
+                    sum(not m.is_dummy for m in rows),
+                    float(ages.sum()),
+                    len(ages),
+                ],
+                dtype=torch.float64,
+                device=self.device,
+            )
+        ).tolist()
+        # Rows are dense; what is empty is the budget of passes that were not full (dummies included).
+        room = len(rows) * self.world_size * self.spec.policy.train_mb_tokens
+        metrics = {
+            "tokens": float(sum(u.denominators.tokens for u in updates)),
+            "sequences": float(sum(u.denominators.sequences for u in updates)),
+            "row_tokens": row_tokens,
+            "micro_batches": real_rows,
+            "unfilled_fraction": max(1.0 - row_tokens / room, 0.0),
+        }
+        if aged_tokens:
+            metrics["age"] = age_sum / aged_tokens
+        return metrics
+
+    def _mean_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
+        tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        means = (sum_over_ranks(tensor) / self.world_size).tolist()
+        return dict(zip(values, means, strict=True))

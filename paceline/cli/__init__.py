@@ -1,0 +1,56 @@
+"""The command line: `paceline --help` says what there is, each command's module is imported when it runs.
+
+Promise: help is instant and imports neither torch nor gRPC, and a user's mistake is one line on stderr with exit
+status 1, never a traceback.
+"""
+
+from __future__ import annotations
+
+import click
+
+from paceline import __version__
+from paceline.cli.lazy import LazyGroup
+
+COMMANDS = {
+    "demo": (
+        "paceline.demo.run:main",
+        "Train a small model on this machine with all services, in a few minutes.",
+    ),
+    "up": ("paceline.cli.up:up", "Start all services on this host, submit a spec and watch it."),
+    "submit": ("paceline.cli.runs:submit", "Queue a run from a spec."),
+    "runs": ("paceline.cli.runs:runs", "List the runs."),
+    "watch": ("paceline.cli.runs:watch", "Follow a run until it ends."),
+    "cancel": ("paceline.cli.runs:cancel", "End a run."),
+    "pause": ("paceline.cli.runs:pause", "Hold a run."),
+    "resume": ("paceline.cli.runs:resume", "Go on with a run that is paused."),
+    "members": ("paceline.cli.workers:members", "List the workers."),
+    "generate": ("paceline.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
+    "samples": (
+        "paceline.cli.records:samples",
+        "Show what was trained in a step: completions, rewards, versions.",
+    ),
+    "ledger": ("paceline.cli.records:ledger", "Verify or back up the record of every group."),
+    "export": (
+        "paceline.cli.records:export",
+        "Write a Hugging Face model folder from a run's newest checkpoint.",
+    ),
+    "replay": (
+        "paceline.cli.replay:replay",
+        "Train recorded steps of a run again, alone, and compare the weights.",
+    ),
+    "serve": ("paceline.cli.serve:serve", "Run one service: coordinator, rollout, reward or learner."),
+    "doctor": ("paceline.cli.doctor:doctor", "Say what this machine has, what is missing and how to get it."),
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    entries=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="paceline")
+def main() -> None:
+    """Asynchronous, off-policy GRPO as plain services: kill any of them, add any, at any time.
+
+    Start with `paceline doctor` and `paceline demo`; your own run is `paceline up spec.yaml`.
+    """

@@ -1,0 +1,52 @@
+"""A group whose commands are imported when they run, and whose help needs none of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from paceline.errors import PacelineError
+
+
+class LazyGroup(click.Group):
+    """`entries` maps a command's name to "module:attribute" and its one line of help.
+
+    The attribute is a click command, or a plain function without parameters. A PacelineError of any command becomes
+    "Error: …" on stderr with exit status 1.
+    """
+
+    def __init__(self, *args: Any, entries: Mapping[str, tuple[str, str]], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._entries = entries
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the table."""
+        return list(self._entries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the command."""
+        if cmd_name not in self._entries:
+            return None
+        target, summary = self._entries[cmd_name]
+        module, _, attribute = target.partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        return (
+            found
+            if isinstance(found, click.Command)
+            else click.Command(cmd_name, callback=found, help=summary)
+        )
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the commands from the table, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self._entries.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command; what it raises on purpose is for the user to read."""
+        try:
+            return super().invoke(ctx)
+        except PacelineError as error:
+            raise click.ClickException(str(error)) from None

@@ -1,0 +1,55 @@
+"""Options that several commands share, and the one way in which they print JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.client import DEFAULT_ADDRESS
+
+LEDGER_NAME = "ledger.sqlite"
+
+coordinator_option = click.option(
+    "--coordinator",
+    default=DEFAULT_ADDRESS,
+    envvar="PACELINE_COORDINATOR",
+    show_default=True,
+    show_envvar=True,
+    metavar="HOST:PORT",
+    help="Address of the coordinator.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+directory_option = click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="Where the coordinator keeps its ledger and runs.",
+)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on one line. Not-a-number becomes null, which is what JSON has."""
+    click.echo(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+
+
+def find_run(run: str, directory: Path) -> tuple[Path, str]:
+    """Ledger file and id of a run that is named by its id, or by its folder."""
+    folder = Path(run)
+    if folder.is_dir() and (folder.resolve().parent / LEDGER_NAME).is_file():
+        return folder.resolve().parent / LEDGER_NAME, folder.resolve().name
+    return directory / LEDGER_NAME, run
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case float() if value != value or value in (float("inf"), float("-inf")):
+            return None
+    return value

@@ -1,0 +1,170 @@
+"""Commands that read what a run left behind: samples, samples export, ledger verify, ledger backup, export. None needs a coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline import view
+from paceline.cli.options import LEDGER_NAME, directory_option, find_run, json_option, print_json
+from paceline.errors import NotFound
+
+if TYPE_CHECKING:
+    from services.coordinator.ledger import Ledger
+
+
+class _ShowByDefault(click.Group):
+    """`samples RUN` is `samples show RUN`; no run is called like a command, since every run's id ends with a number."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_ShowByDefault)
+def samples() -> None:
+    """Show what a step trained on (samples RUN --step STEP), or write all of it to a file."""
+
+
+@samples.command("export")
+@click.argument("run")
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@directory_option
+@json_option
+def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> None:
+    """Write every completion that RUN (its id, or its folder) trained on to the Parquet file DESTINATION.
+
+    A row has prompt, completion, tokens, log-probabilities and versions by token, rewards by function, final_reward.
+    """
+    from paceline.cli.samples import export_samples
+    from paceline.spec_io import spec_from_yaml
+
+    path, run_id = find_run(run, directory)
+    with contextlib.closing(open_ledger(path)) as opened:
+        spec = spec_from_yaml(opened.run(run_id)["spec_yaml"])
+        weights = [reward.weight for reward in spec.rewards]
+        rows = export_samples(opened.db, run_id, weights, destination)
+    if as_json:
+        print_json({"path": str(destination), "rows": rows})
+    else:
+        click.echo(f"{destination}: {rows:,} completions of {run_id}")
+
+
+@samples.command()
+@click.argument("run")
+@click.option("--step", type=int, required=True, help="Which step's batch.")
+@directory_option
+@json_option
+def show(run: str, step: int, directory: Path, as_json: bool) -> None:
+    """Show what step STEP of RUN (its id, or its folder) trained on; as JSON lines, one for each group, with --json."""
+    from paceline.cli.samples import samples_of_step
+
+    path, run_id = find_run(run, directory)
+    with contextlib.closing(open_ledger(path)) as opened:
+        opened.run(run_id)  # says which runs there are when this is none
+        groups = samples_of_step(opened.db, run_id, step)
+    for group in groups:
+        if as_json:
+            print_json(group)
+        else:
+            click.echo(view.sample_text(group))
+
+
+@click.group()
+def ledger() -> None:
+    """Verify or back up the record of every group."""
+
+
+@ledger.command()
+@click.argument("run")
+@directory_option
+@json_option
+def verify(run: str, directory: Path, as_json: bool) -> None:
+    """Compare everything that was recorded of RUN (its id, or its folder); exit status 1 if anything disagrees."""
+    from services.coordinator.verify import verify as verify_records
+
+    path, run_id = find_run(run, directory)
+    with contextlib.closing(open_ledger(path)) as opened:
+        report = verify_records(opened, run_id)
+    if as_json:
+        print_json({"problems": report.problems, "facts": report.facts})
+    else:
+        click.echo(view.verify_text(run_id, report.problems, report.facts))
+    if report.problems:
+        raise click.exceptions.Exit(1)
+
+
+@ledger.command()
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@directory_option
+@json_option
+def backup(destination: Path, directory: Path, as_json: bool) -> None:
+    """Write a consistent copy of the ledger to the file DESTINATION, also while the coordinator runs."""
+    from paceline.cli.samples import back_up
+
+    with contextlib.closing(open_ledger(directory / LEDGER_NAME)) as opened:
+        size_bytes = back_up(opened.db, destination)
+    if as_json:
+        print_json({"path": str(destination), "size_bytes": size_bytes})
+    else:
+        click.echo(f"{destination}: {size_bytes:,} bytes")
+
+
+@click.command()
+@click.argument("run")
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Type of the weights; default float32."
+)
+@directory_option
+@json_option
+def export(run: str, destination: Path, dtype: str | None, directory: Path, as_json: bool) -> None:
+    """Write the Hugging Face model folder DESTINATION from the newest complete checkpoint of RUN (id or folder)."""
+    from paceline.spec_io import spec_from_yaml
+
+    path, run_id = find_run(run, directory)
+    with contextlib.closing(open_ledger(path)) as opened:
+        policy = spec_from_yaml(opened.run(run_id)["spec_yaml"]).policy
+        checkpoint = opened.newest_checkpoint(run_id)
+    if checkpoint is None:
+        raise NotFound(
+            f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
+        )
+    import torch
+
+    from learner.export import export_checkpoint
+
+    export_checkpoint(
+        Path(checkpoint["path"]),
+        destination,
+        expected_sha256=checkpoint["sha256"],
+        model_name=policy.model_name,
+        tokenizer_name=policy.tokenizer_name,
+        dtype=getattr(torch, dtype) if dtype else None,
+    )
+    facts = {
+        "run_id": run_id,
+        "step": checkpoint["step"],
+        "session": checkpoint["session"],
+        "path": str(destination),
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(f"{destination}: the weights of {run_id} after {checkpoint['step']} steps")
+
+
+def open_ledger(path: Path) -> Ledger:
+    """The ledger at `path`, read-only. Raises NotFound."""
+    from services.coordinator.ledger import Ledger
+
+    try:
+        return Ledger(path, read_only=True)
+    except NotFound:
+        raise NotFound(
+            f"no ledger at {path}; name the coordinator's --directory, or the run's folder"
+        ) from None

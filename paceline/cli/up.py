@@ -1,0 +1,122 @@
+"""`paceline up`: every service of this host under one supervisor, then the run on the screen."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from paceline.cli.options import LEDGER_NAME, directory_option, json_option
+from paceline.cli.watching import follow
+from paceline.client import ENDED_STATES, Client
+from paceline.errors import NotFound, PacelineError
+from paceline.spec import RunSpec
+from paceline.up import LocalCluster
+
+USUAL_PORT = 7070
+
+
+@click.command()
+@click.argument("spec", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@directory_option
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address that the coordinator listens on."
+)
+@click.option(
+    "--port", type=int, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
+)
+@click.option(
+    "--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C."
+)
+@json_option
+def up(
+    spec: str | None,
+    overrides: tuple[str, ...],
+    directory: Path,
+    host: str,
+    port: int | None,
+    keep: bool,
+    as_json: bool,
+) -> None:
+    """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
+
+    Without SPEC it goes on with the runs that were left open in the directory. Services that die are started again;
+    their output is in the directory's logs/.
+    """
+    from paceline.spec_io import load_spec
+
+    opened = open_runs(directory / LEDGER_NAME)
+    if spec is None and not opened:
+        raise click.UsageError(f"no run is open in {directory}; name a SPEC to start one")
+    wanted = load_spec(spec, overrides) if spec else opened[0][1]
+    say = functools.partial(click.echo, err=True)
+    cluster = LocalCluster(directory, wanted.cluster, host=host, port=_port(host, port), say=say)
+    with _ends_with_signals(), contextlib.ExitStack() as stack:
+        stack.callback(cluster.stop)
+        say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
+        client = stack.enter_context(Client(cluster.address))
+        cluster.on_failure = client.close
+        run_ids = [client.submit(wanted).run_id] if spec else [run_id for run_id, _ in opened]
+        if spec and opened:
+            say(f"{opened[0][0]} is still open and goes first; `paceline cancel` ends it")
+        cluster.start_workers()
+        try:
+            for run_id in run_ids:
+                follow(client, run_id, as_json=as_json)
+            if keep:
+                say("the services go on until Ctrl-C")
+                while not cluster.wait(3600.0):
+                    pass
+        except KeyboardInterrupt:
+            say(f"stopping; `paceline up --directory {directory}` goes on with what is open")
+            raise click.exceptions.Exit(130) from None
+        except PacelineError:
+            cluster.check()  # a service that was given up is the cause of whatever failed here
+            raise
+        cluster.check()
+
+
+def open_runs(ledger_path: Path) -> list[tuple[str, RunSpec]]:
+    """Id and spec of the runs that have not ended, oldest first; none without a ledger."""
+    from paceline.spec_io import spec_from_yaml
+    from services.coordinator.ledger import Ledger
+
+    try:
+        ledger = Ledger(ledger_path, read_only=True)
+    except NotFound:
+        return []
+    with contextlib.closing(ledger):
+        rows = [row for row in ledger.runs() if row["state"] not in ENDED_STATES]
+        return [(row["run_id"], spec_from_yaml(row["spec_yaml"])) for row in rows]
+
+
+def _port(host: str, port: int | None) -> int:
+    """The port that was asked for, else the usual one, else 0 for any."""
+    if port is not None:
+        return port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, USUAL_PORT))
+        except OSError:
+            return 0
+    return USUAL_PORT
+
+
+@contextlib.contextmanager
+def _ends_with_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as Ctrl-C does, so that the services stop in good order."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

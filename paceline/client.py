@@ -1,0 +1,323 @@
+"""The Python client: submit runs, watch and steer them, ask workers for completions and scores.
+
+    with Client("127.0.0.1:7070") as client:
+        run = client.submit("spec.yaml", ["grpo.max_num_steps=50"])
+        for event in client.watch(run.run_id): ...
+
+Runs, members and completions are the messages of protos/paceline/v1, whose files document each field. Every call has
+a deadline; a fault is one of paceline.errors with a message for the caller, never a bare gRPC error. gRPC itself is
+imported by the first `Client`, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+
+if TYPE_CHECKING:
+    import grpc
+
+    from paceline.spec import RunSpec
+    from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
+    from protos.paceline.v1.run_pb2 import Run
+    from protos.paceline.v1.worker_pb2 import Member
+
+DEFAULT_ADDRESS = "127.0.0.1:7070"
+ENDED_STATES = ("succeeded", "failed", "cancelled")
+MAX_BACKOFF_S = 2.0
+OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+ERRORS = {
+    "INVALID_ARGUMENT": InvalidInput,
+    "NOT_FOUND": NotFound,
+    "FAILED_PRECONDITION": Conflict,
+    "UNAVAILABLE": Unavailable,
+    "DEADLINE_EXCEEDED": Unavailable,
+    "CANCELLED": Unavailable,
+}
+"""By status name; anything else is a plain PacelineError."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run."""
+
+    sequence: int
+    """Grows by one with each event of the run."""
+    kind: str
+    """`state`, `step`, `evaluation`, `member`, `checkpoint`, `session` or `warning`."""
+    content: dict[str, Any]
+    """What it says; a step's are its metrics by name."""
+
+
+class Client:
+    """One coordinator, and through it the workers. Safe to use from several threads."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout_s: float = 30.0, reconnect_s: float = 60.0):
+        """`timeout_s` limits each call; `reconnect_s` is how long `watch` looks for a coordinator that went away."""
+        from protos.paceline.v1 import run_pb2_grpc, worker_pb2_grpc
+
+        self.address = address
+        self._timeout_s = timeout_s
+        self._reconnect_s = reconnect_s
+        self._closed = threading.Event()
+        self._channel = _channel(address)
+        self._runs = run_pb2_grpc.RunServiceStub(self._channel)
+        self._workers = worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all calls under way, in whatever thread; they raise Unavailable."""
+        self._closed.set()
+        self._channel.close()
+
+    # Runs
+
+    def submit(self, spec: RunSpec | str | Path, overrides: Sequence[str] = ()) -> Run:
+        """Queues a run from a spec or a YAML file with "section.key=value" overrides.
+
+        Raises InvalidInput (SpecError for what can be told here): a misspelt or contradictory spec, bad data.
+        """
+        from paceline.spec_io import load_spec, spec_to_yaml
+        from protos.paceline.v1.run_pb2 import SubmitRequest
+
+        if isinstance(spec, str | Path):
+            spec = load_spec(spec, tuple(overrides))
+        elif overrides:
+            raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
+        request = SubmitRequest(spec_yaml=spec_to_yaml(spec))
+        return self._call(lambda: self._runs.Submit(request, timeout=self._timeout_s)).run
+
+    def get(self, run_id: str) -> Run:
+        """One run. Raises NotFound."""
+        from protos.paceline.v1.run_pb2 import GetRequest
+
+        return self._call(lambda: self._runs.Get(GetRequest(run_id=run_id), timeout=self._timeout_s)).run
+
+    def runs(self) -> list[Run]:
+        """All runs of the coordinator, oldest first."""
+        from protos.paceline.v1.run_pb2 import ListRequest
+
+        return list(self._call(lambda: self._runs.List(ListRequest(), timeout=self._timeout_s)).runs)
+
+    def cancel(self, run_id: str) -> Run:
+        """Ends a run. Raises NotFound, Conflict."""
+        from protos.paceline.v1.run_pb2 import CancelRequest
+
+        request = CancelRequest(run_id=run_id)
+        return self._call(lambda: self._runs.Cancel(request, timeout=self._timeout_s)).run
+
+    def pause(self, run_id: str) -> Run:
+        """Holds a running run: no further lease and no further batch. Raises NotFound, Conflict."""
+        from protos.paceline.v1.run_pb2 import PauseRequest
+
+        return self._call(lambda: self._runs.Pause(PauseRequest(run_id=run_id), timeout=self._timeout_s)).run
+
+    def resume(self, run_id: str) -> Run:
+        """Goes on with a paused run. Raises NotFound, Conflict."""
+        from protos.paceline.v1.run_pb2 import ResumeRequest
+
+        request = ResumeRequest(run_id=run_id)
+        return self._call(lambda: self._runs.Resume(request, timeout=self._timeout_s)).run
+
+    def watch(self, run_id: str, after: int = 0) -> Iterator[Event]:
+        """Events of a run after a sequence number, as they happen, until the run has ended.
+
+        A broken stream is taken up where it broke, each event once: a coordinator's restart shows only as a pause.
+        Raises NotFound; Unavailable when there is no coordinator at first, or none for `reconnect_s` seconds later.
+        """
+        import grpc
+
+        from protos.paceline.v1.run_pb2 import WatchRequest
+
+        heard_s, backoff_s, first = time.monotonic(), 0.1, True
+        while True:
+            try:
+                for response in self._runs.Watch(WatchRequest(run_id=run_id, after=after)):
+                    after, heard_s, backoff_s, first = response.sequence, time.monotonic(), 0.1, False
+                    yield Event(response.sequence, response.kind, json.loads(response.json))
+                return
+            except grpc.RpcError as error:
+                lasting = status_name(error) in ("NOT_FOUND", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+                silent = time.monotonic() - heard_s > self._reconnect_s
+                if first or lasting or silent or self._closed.is_set():
+                    raise self._translated(error) from None
+            except ValueError:  # grpc's word for a call on a closed channel
+                raise Unavailable(f"the client of {self.address} is closed") from None
+            self._closed.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def wait(self, run_id: str, timeout_s: float | None = None) -> Run:
+        """The run once it has ended, in whatever way. A coordinator that restarts meanwhile shows only as a pause.
+
+        Raises NotFound; Unavailable after `timeout_s` seconds, or when no coordinator answers for `reconnect_s`.
+        """
+        started_s = heard_s = time.monotonic()
+        pause_s = 0.05
+        while True:
+            try:
+                run, heard_s = self.get(run_id), time.monotonic()
+                if state_name(run) in ENDED_STATES:
+                    return run
+            except Unavailable:
+                if time.monotonic() - heard_s > self._reconnect_s:
+                    raise
+            if timeout_s is not None and time.monotonic() - started_s > timeout_s:
+                raise Unavailable(f"run {run_id} has not ended after {timeout_s:g} s")
+            if self._closed.wait(pause_s):
+                raise Unavailable(f"the client of {self.address} is closed")
+            pause_s = min(2 * pause_s, 1.0)
+
+    # Workers
+
+    def members(self) -> list[Member]:
+        """Every worker that belongs to the coordinator now."""
+        from protos.paceline.v1.worker_pb2 import ListMembersRequest
+
+        call = lambda: self._workers.ListMembers(ListMembersRequest(), timeout=self._timeout_s)  # noqa: E731
+        return list(self._call(call).members)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+        seed: int = 0,
+        worker: str | None = None,
+        timeout_s: float = 300.0,
+    ) -> list[GeneratedCompletion]:
+        """`n` completions of a prompt under the newest weights; what is left out is as the worker's run has it.
+
+        `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable
+        when there is none, Conflict when it holds no weights yet, InvalidInput.
+        """
+        if n < 1 or (temperature is not None and temperature <= 0):
+            raise InvalidInput(f"n is {n} and temperature {temperature}; both have to be above 0")
+        from protos.paceline.v1 import rollout_pb2, rollout_pb2_grpc
+
+        request = rollout_pb2.GenerateRequest(prompt=prompt, n=n, seed=seed)
+        if temperature is not None:
+            request.params.temperature = temperature
+        if max_new_tokens is not None:
+            request.params.max_new_tokens = max_new_tokens
+        address = worker or self._address_of("ROLE_ROLLOUT")
+        with _channel(address) as channel:
+            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+            reply = self._call(
+                lambda: stub.Generate(request, timeout=timeout_s), f"rollout worker at {address}"
+            )
+        return list(reply.completions)
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        functions: Sequence[str] = (),
+        columns: dict[str, list[Any]] | None = None,
+        *,
+        worker: str | None = None,
+        timeout_s: float = 300.0,
+    ) -> dict[str, list[float | None]]:
+        """Scores by function, one for each completion, None where the function does not apply.
+
+        `functions` are built-ins or of the current run (default: all of it); `columns` are lists as long as
+        `completions`; `worker` is the host:port of a reward worker. Raises Unavailable when there is none.
+        """
+        from protos.paceline.v1 import reward_pb2, reward_pb2_grpc
+
+        request = reward_pb2.ScoreRequest(
+            functions=functions,
+            prompts=prompts,
+            completions=completions,
+            columns_json=json.dumps(columns or {}),
+        )
+        address = worker or self._address_of("ROLE_REWARD")
+        with _channel(address) as channel:
+            stub = reward_pb2_grpc.RewardServiceStub(channel)
+            reply = self._call(lambda: stub.Score(request, timeout=timeout_s), f"reward worker at {address}")
+        return {
+            said.function: [score.value if score.HasField("value") else None for score in said.scores]
+            for said in reply.scores
+        }
+
+    def _address_of(self, role: str) -> str:
+        """Address of a live worker of the role, the one with the newest weights."""
+        from protos.paceline.v1.common_pb2 import Role
+
+        found = [m for m in self.members() if m.role == Role.Value(role) and m.address]
+        if not found:
+            kind = role.removeprefix("ROLE_").lower()
+            raise Unavailable(f"no {kind} worker with an address belongs to {self.address}; start one with "
+                              f"`paceline serve {kind} --coordinator {self.address} --port 0`")  # fmt: skip
+        newest = max(found, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))
+        return str(newest.address)
+
+    # Errors
+
+    def _call(self, call: Callable[[], T], other: str | None = None) -> T:
+        import grpc
+
+        try:
+            return call()
+        except grpc.RpcError as error:
+            raise self._translated(error, other) from None
+        except ValueError:
+            if self._closed.is_set():  # grpc's word for a call on a closed channel
+                raise Unavailable(f"the client of {self.address} is closed") from None
+            raise
+
+    def _translated(self, error: grpc.RpcError, other: str | None = None) -> PacelineError:
+        """The error that the caller should see in place of a gRPC one."""
+        name = status_name(error)
+        details = str(getattr(error, "details", lambda: error)() or error)
+        kind = ERRORS.get(name, PacelineError)
+        if self._closed.is_set():
+            return Unavailable(f"the client of {self.address} is closed")
+        if name == "UNAVAILABLE" and other is None:
+            return Unavailable(
+                f"no coordinator answers at {self.address}; start one with `paceline serve coordinator` or name "
+                "another with --coordinator"
+            )
+        if name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+            return Unavailable(f"the {other or f'coordinator at {self.address}'} does not answer: {details}")
+        return kind(details)
+
+
+def state_name(run: Run) -> str:
+    """A run's state in lower case: queued, running, paused, succeeded, failed or cancelled."""
+    from protos.paceline.v1.run_pb2 import RunState
+
+    return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+
+
+def status_name(error: grpc.RpcError) -> str:
+    """The name of a gRPC error's status, such as UNAVAILABLE."""
+    code = getattr(error, "code", lambda: None)()
+    return str(code.name) if code is not None else "UNKNOWN"
+
+
+def _channel(address: str) -> grpc.Channel:
+    import grpc
+
+    return grpc.insecure_channel(address, options=OPTIONS)

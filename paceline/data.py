@@ -1,0 +1,199 @@
+"""Data sets of prompts: JSONL, Parquet, and everything that `datasets` loads, behind one small reader.
+
+A file is indexed, not held: row i is read when it is asked for, and a malformed row is an error with its line
+number at opening time, before anything trains on it. The order is seeded and anew in every epoch; given (seed,
+cursor) it is always the same, which is what a restart relies on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from paceline.errors import DataError
+from paceline.prompts import with_system_prompt
+from paceline.spec import DataSection
+
+
+class Rows(Protocol):
+    """A sequence of rows."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+class PromptSource:
+    """Prompts in a seeded order without end: `draw(cursor)` gives the prompt and the other columns."""
+
+    def __init__(self, rows: Rows, data: DataSection, seed: int, *, shuffle: bool):
+        self._rows = rows
+        self._data = data
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def index(self, cursor: int) -> int:
+        """Row that the `cursor`-th draw takes: a permutation of the rows in every epoch."""
+        epoch, position = divmod(cursor, len(self._rows))
+        if not self._shuffle:
+            return position
+        if epoch != self._epoch:
+            self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+            self._epoch = epoch
+        return int(self._order[position])
+
+    def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
+        """Prompt (text or messages) and columns of the `cursor`-th draw."""
+        row = dict(self._rows[self.index(cursor)])
+        prompt = row.pop(self._data.prompt_key)
+        return with_system_prompt(prompt, self._data), row
+
+
+def open_prompts(data: DataSection, seed: int, *, validation: bool = False) -> PromptSource:
+    """The training (or validation) prompts. Raises DataError: missing, empty, malformed row, no prompt column."""
+    name = data.validation if validation else data.train
+    assert name is not None, "RunSpec refuses evaluation without data.validation"
+    split = data.validation_split if validation else data.train_split
+    field = "data.validation" if validation else "data.train"
+    rows = open_rows(name, split, field, lambda row: check_prompt(row, data.prompt_key))
+    return PromptSource(rows, data, seed, shuffle=data.shuffle and not validation)
+
+
+def open_rows(
+    name: str, split: str, field: str = "data.train", check: Callable[[dict[str, Any]], None] | None = None
+) -> Rows:
+    """Rows of the data set `name`; `check` sees every row of a JSONL file, the first of others, and raises
+    DataError. Raises DataError, naming `field`, or the line.
+    """
+    path = Path(name)
+    rows: Rows
+    if path.suffix in (".jsonl", ".json") and path.is_file():
+        rows = JsonLines(path, check)
+    elif path.suffix == ".parquet" and path.is_file():
+        rows = _table("parquet", name, None)
+    elif path.suffix in (".jsonl", ".json", ".parquet") and not path.exists():
+        raise DataError(
+            f"{field}: no file {name!r}; check the path (relative paths start at the spec's folder)"
+        )
+    else:
+        rows = _table(None, name, split)
+    if len(rows) == 0:
+        raise DataError(f"{field}: {name!r} has no rows; at least one is needed")
+    if check and not isinstance(rows, JsonLines):
+        check(rows[0])
+    return rows
+
+
+class JsonLines:
+    """A JSONL file by line offsets; every line is checked once when it is opened."""
+
+    def __init__(self, path: Path, check: Callable[[dict[str, Any]], None] | None = None):
+        self._path = path
+        with path.open("rb") as file:
+            self._offsets = np.array(self._index(file, check), np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self._path.open("rb") as file:
+            file.seek(int(self._offsets[index]))
+            row: dict[str, Any] = json.loads(file.readline())
+        return row
+
+    def _index(self, file: IO[bytes], check: Callable[[dict[str, Any]], None] | None) -> list[int]:
+        """Where each row starts, in bytes."""
+        offsets, keys, position, path = [], None, 0, self._path
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                row = _parse_line(path, number, line)
+                keys = keys or row.keys()
+                if missing := keys - row.keys():
+                    raise DataError(
+                        f"{path}, line {number}: no column {sorted(missing)[0]!r}, which earlier rows have; "
+                        "give every row the same columns"
+                    )
+                if check:
+                    try:
+                        check(row)
+                    except DataError as error:
+                        raise DataError(f"{path}, line {number}: {error}") from None
+                offsets.append(position)
+            position += len(line)
+        return offsets
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            f"{path}, line {number}: not valid JSON ({error}): {line[:60]!r}; mend or remove it"
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {number}: {type(row).__name__} instead of an object with columns")
+    return row
+
+
+def check_prompt(row: dict[str, Any], prompt_key: str) -> None:
+    """Raises DataError when `row` has no usable prompt in column `prompt_key`."""
+    if prompt_key not in row:
+        raise DataError(
+            f"data.prompt_key is {prompt_key!r}, but the columns are {sorted(row)}; set it to one of them"
+        )
+    prompt = row[prompt_key]
+    messages = isinstance(prompt, list) and all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
+    )
+    if not (isinstance(prompt, str) and prompt) and not (messages and prompt):
+        raise DataError(f"column {prompt_key!r} has to be text or chat messages, not {prompt!r:.80}")
+
+
+def check_columns(row: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Raises DataError when `row` lacks one of the columns."""
+    for key in keys:
+        if row.get(key) in (None, ""):
+            raise DataError(
+                f"no {key!r} in a row with the columns {sorted(row)}; name the columns in data.*_key"
+            )
+
+
+def _table(builder: str | None, name: str, split: str | None) -> Rows:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        if builder:
+            return _Table(datasets.load_dataset(builder, data_files=name, split="train"))
+        if (Path(name) / "dataset_info.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(name)
+        else:
+            loaded = datasets.load_dataset(name)
+    except Exception as error:  # `datasets` raises dozens of kinds; each means that the set cannot be read
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"cannot load the data set {name!r}: {reason}") from None
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"the data set {name!r} has the splits {sorted(loaded)}, not {split!r}")
+        loaded = loaded[split]
+    return _Table(loaded)
+
+
+class _Table:
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self._dataset[index])

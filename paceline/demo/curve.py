@@ -1,0 +1,41 @@
+"""Draws a curve with characters: the reward over steps, for a terminal or a log."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """One line of at most `width` characters for values in [0, 1], neighbours averaged where there are more."""
+    return "".join(BLOCKS[round(_clamped(value) * (len(BLOCKS) - 1))] for value in _averaged(values, width))
+
+
+def chart(values: list[float], *, width: int = 60, height: int = 10, label: str = "step") -> str:
+    """A chart of values in [0, 1] over their index, with its axes, `height` lines and two for the axis."""
+    columns = _averaged(values, width)
+    lines = []
+    for row in range(height, 0, -1):
+        cells = "".join(_cell(_clamped(value) * height - (row - 1)) for value in columns)
+        mark = f"{row / height:4.1f} ┤" if row % 2 == 0 else "     │"
+        lines.append(mark + cells)
+    lines.append(" 0.0 └" + "─" * len(columns))
+    last = f"{label} {len(values)}"
+    lines.append("      0" + " " * max(1, len(columns) - 1 - len(last)) + last)
+    return "\n".join(lines)
+
+
+def _cell(filled: float) -> str:
+    return BLOCKS[max(0, min(len(BLOCKS) - 1, round(filled * (len(BLOCKS) - 1))))]
+
+
+def _averaged(values: list[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [i * len(values) // width for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def _clamped(value: float) -> float:
+    return min(1.0, max(0.0, value))

@@ -1,0 +1,57 @@
+"""Every error that Paceline raises on purpose.
+
+PacelineError
+├── InvalidInput          the caller's input cannot be accepted; says field, value and remedy
+│   ├── SpecError         a RunSpec
+│   └── DataError         a data set, with the row where there is one
+├── WireError             a message that is truncated, foreign, oversized or of another version
+├── NotFound              no such run, group, checkpoint
+├── Conflict              the state does not allow it (a stale term, a run that ended, a locked ledger)
+├── Unavailable           the other side does not answer (now); trying again may help
+└── NonFiniteLoss         a training step met NaN or infinity; names the groups
+"""
+
+
+class PacelineError(Exception):
+    """Base of every error raised on purpose. The message is written for the person who has to act."""
+
+
+class InvalidInput(PacelineError):
+    """The caller's input cannot be accepted. Says which field, which value, and what to do."""
+
+
+class SpecError(InvalidInput):
+    """A run spec that is misspelt, contradicts itself, or asks for what cannot work."""
+
+
+class DataError(InvalidInput):
+    """A data set or a row of it that cannot be used."""
+
+
+class WireError(PacelineError):
+    """A ZeroMQ message that is not ours, not whole, too large, or of another protocol version."""
+
+
+class NotFound(PacelineError):
+    """No such run, group, step or checkpoint."""
+
+
+class Conflict(PacelineError):
+    """The current state does not allow the call: a stale term or session, an ended run, a locked ledger."""
+
+
+class Unavailable(PacelineError):
+    """The other side does not answer now; the same call may succeed later."""
+
+
+class NonFiniteLoss(PacelineError):
+    """A loss or gradient norm that is not finite. Raised on every rank before the optimizer moved any weight."""
+
+    def __init__(self, message: str, group_ids: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.group_ids = group_ids
+        """The groups at fault where the loss tells, else every group of the update; the same on all ranks."""
+
+
+class EngineDied(Unavailable):
+    """The rollout engine stopped on an error of its own; its worker has to start a new one."""

@@ -1,0 +1,101 @@
+"""The nouns of the life of a sample: version, completion, group.
+
+Suffixes of array names: P prompt tokens, T completion tokens, C completions of a group, F reward functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+class Version(NamedTuple):
+    """A policy version within a run: the learner session that made it and the step it was made for.
+
+    Step s starts from version s and makes version s + 1. A later session publishes from the highest step on that an
+    earlier one published, so versions are ordered as tuples, and their steps never fall.
+    """
+
+    session: int
+    step: int
+
+
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of a completion were sampled under version (session, step)."""
+
+    session: int
+    step: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation of a prompt."""
+
+    token_ids: IntArray
+    """[T] sampled tokens, the stop token included."""
+    logprobs: FloatArray
+    """[T] behaviour log-probabilities: of each token under the distribution it was sampled from, in nats."""
+    spans: tuple[VersionSpan, ...]
+    """Cover [0, T) without gaps, oldest first."""
+    finish_reason: str
+    """`stop` (a stop token), `length` (max_new_tokens or the model's length) or `abort` (handed back unfinished)."""
+    text: str = ""
+    """The decoded completion without special tokens; what reward functions read."""
+
+    @property
+    def oldest_step(self) -> int:
+        """Step of the oldest version among the tokens; -1 without tokens."""
+        return min((span.step for span in self.spans), default=-1)
+
+    def versions(self) -> IntArray:
+        """[T] step of the version of each token."""
+        steps_T = np.empty(len(self.token_ids), np.int32)
+        for span in self.spans:
+            steps_T[span.start : span.end] = span.step
+        return steps_T
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt with all its completions, as generated and, once rewards are there, scored."""
+
+    group_id: int
+    prompt_ids: IntArray
+    """[P] tokens of the prompt, chat template applied."""
+    completions: tuple[Completion, ...]
+    prompt: Any = ""
+    """The prompt as the data set has it: text or chat messages."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The data set's other columns, for the reward functions."""
+    rewards_CF: FloatArray | None = None
+    """[C, F] one number per completion and reward function; NaN where a function said None."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens in the group: what the books count."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def oldest_step(self) -> int:
+        """Step of the oldest version among all tokens; the group's age at step s is s minus this."""
+        return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)
+
+    def digest(self) -> str:
+        """SHA-256 over prompt, tokens, log-probabilities and spans: names this very text in scores and receipts."""
+        sha = hashlib.sha256()
+        sha.update(np.ascontiguousarray(self.prompt_ids, dtype="<i4").tobytes())
+        for completion in self.completions:
+            sha.update(len(completion.token_ids).to_bytes(8, "little"))
+            sha.update(np.ascontiguousarray(completion.token_ids, dtype="<i4").tobytes())
+            sha.update(np.ascontiguousarray(completion.logprobs, dtype="<f4").tobytes())
+            sha.update(repr([tuple(span) for span in completion.spans]).encode())
+        return sha.hexdigest()

@@ -1,0 +1,164 @@
+"""Reads a `RunSpec` from YAML and dotted overrides, and says what was meant when it cannot.
+
+`load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is what `paceline submit` does. Relative paths in a file
+are relative to that file; the resolved spec holds absolute ones, so that every service reads the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from paceline.errors import SpecError
+from paceline.spec import RunSpec
+
+PATH_FIELDS = (
+    ("policy", "model_name"),
+    ("policy", "tokenizer_name"),
+    ("data", "train"),
+    ("data", "validation"),
+    ("checkpointing", "checkpoint_dir"),
+)
+
+
+def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
+    """The spec in YAML file `path` with `overrides` ("section.key=value") applied.
+
+    Raises SpecError: no such file, not YAML, unknown key (with the nearest known one), wrong type, contradiction.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise SpecError(f"cannot read the spec {str(path)!r}: {error.strerror}; check the path") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path} holds {type(tree).__name__}, a spec is a mapping of sections")
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_spec(tree, base=path.parent)
+
+
+def parse_spec(tree: dict[str, Any], base: Path | None = None) -> RunSpec:
+    """The spec in `tree`; relative paths that exist under `base` become absolute. Raises SpecError."""
+    try:
+        return RunSpec.model_validate(_with_absolute_paths(tree, base) if base else tree)
+    except ValidationError as error:
+        raise SpecError(explain(error)) from None
+
+
+def spec_from_yaml(text: str) -> RunSpec:
+    """The spec in YAML `text`, as it travels between client, coordinator and workers. Raises SpecError."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"the spec is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise SpecError(f"the spec is {type(tree).__name__}, it has to be a mapping of sections")
+    return parse_spec(tree)
+
+
+def spec_to_yaml(spec: RunSpec) -> str:
+    """The resolved spec, defaults included."""
+    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets `a.b.c=value` in `tree`; the value is read as YAML, list items by index. Raises SpecError."""
+    dotted, equals, raw = override.partition("=")
+    if not equals or not dotted:
+        raise SpecError(f"override {override!r} has to look like section.key=value")
+    keys = dotted.split(".")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise SpecError(f"override {override!r}: the value {raw!r} is not valid YAML; quote it") from None
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d+)?[eE][+-]?\d+", value):
+        value = float(value)  # YAML 1.1 reads 1e-6 as a string
+    node: Any = tree
+    for key in keys[:-1]:
+        if isinstance(node, list):
+            node = _item(node, key, override)
+        elif isinstance(node, dict):
+            if node.get(key) is None:
+                node[key] = {}
+            node = node[key]
+        else:
+            raise SpecError(f"override {override!r}: {key!r} is below a plain value")
+    if isinstance(node, list):
+        node[_index(node, keys[-1], override)] = value
+    elif isinstance(node, dict):
+        node[keys[-1]] = value
+    else:
+        raise SpecError(f"override {override!r}: {keys[-1]!r} is below a plain value")
+
+
+def explain(error: ValidationError) -> str:
+    """One line per fault: the dotted field, the value, what is wrong, what was meant."""
+    return "\n".join(_explain_one(item) for item in error.errors())
+
+
+def _explain_one(item: Any) -> str:
+    location = ".".join(str(part) for part in item["loc"])
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(item["loc"][:-1])
+        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        return f"{location}: unknown key; {hint}"
+    if item["type"] == "missing":
+        return f"{location}: missing; every spec has to set it"
+    if item["type"] == "value_error":
+        return f"{location}: {message}" if location else message
+    return f"{location}: {message} (got {item['input']!r})"
+
+
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    model: Any = RunSpec
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if model is None:
+            return []
+    return list(model.model_fields)
+
+
+def _item(node: list[Any], key: str, override: str) -> Any:
+    return node[_index(node, key, override)]
+
+
+def _index(node: list[Any], key: str, override: str) -> int:
+    if not key.isdigit() or int(key) >= len(node):
+        raise SpecError(f"override {override!r}: {key!r} has to be an index below {len(node)}")
+    return int(key)
+
+
+def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
+    tree = {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    for section, key in PATH_FIELDS:
+        value = tree.get(section, {}).get(key) if isinstance(tree.get(section), dict) else None
+        if isinstance(value, str) and (value.startswith(("./", "../", "~")) or (base / value).exists()):
+            tree[section][key] = str((base / Path(value).expanduser()).resolve())
+    rewards = tree.get("rewards")
+    if isinstance(rewards, list | tuple):
+        tree["rewards"] = [_with_absolute_function(item, base) for item in rewards]
+    return tree
+
+
+def _with_absolute_function(item: Any, base: Path) -> Any:
+    function = item.get("function") if isinstance(item, dict) else None
+    if not isinstance(function, str) or ":" not in function:
+        return item
+    file, _, name = function.rpartition(":")
+    return {**item, "function": f"{(base / Path(file).expanduser()).resolve()}:{name}"}

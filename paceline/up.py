@@ -1,0 +1,227 @@
+"""All services of one host as child processes: what `paceline up`, the demo and the end-to-end tests start.
+
+    with LocalCluster(Path("runs"), spec.cluster) as cluster:
+        client = Client(cluster.address)
+
+Promises: every service has a log file of its own under `<directory>/logs/`; one that dies is started again and the
+death is said in one line; all of them end with the cluster. The coordinator keeps its port over its deaths, so nobody
+has to be told a new address. Losing any of them loses no sample: that is the services' own doing, not this module's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.errors import NotFound, PacelineError, SpecError, Unavailable
+from paceline.spec import ClusterSection
+from paceline.supervise import MAX_DEATHS, Service
+
+READY_S = 60.0
+"""How long the coordinator may take to listen."""
+
+GRACE_S = {"rollout": 25.0, "reward": 25.0, "learner": 45.0, "coordinator": 15.0}
+"""Seconds from SIGTERM to SIGKILL by role, in the order in which the roles are stopped; longer than their own grace."""
+
+log = logging.getLogger(__name__)
+
+
+class LocalCluster:
+    """A coordinator, rollout × N, reward × M and one learner of K ranks on this host, supervised."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        cluster: ClusterSection,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        say: Callable[[str], None] = log.warning,
+    ):
+        """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free one; `say` gets one line for
+        each death. Raises SpecError when the GPUs cannot be shared out.
+        """
+        self.directory = Path(directory).resolve()
+        self.cluster = cluster
+        self.address = ""
+        """host:port of the coordinator, once it has started."""
+        self.failure: PacelineError | None = None
+        """Why a service was given up, if one was."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called once, from another thread, when a service is given up."""
+        self._host = host
+        self._port = port
+        self._say = say
+        self._failed = threading.Event()
+        self._gpus = {
+            "rollout": share_gpus(cluster.rollout_gpus, cluster.rollout_workers),
+            "learner": [_learner_gpus(cluster)],
+        }
+        self._services: dict[str, list[Service]] = {role: [] for role in GRACE_S}
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            self.start_coordinator()
+            self.start_workers()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start_coordinator(self) -> str:
+        """Starts the coordinator, waits until it listens and returns its address. Raises PacelineError when it does
+        not, with the end of its log: a coordinator that cannot start once will not start the second time.
+        """
+        logs = self.directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        ready_file = logs / "coordinator.address"
+        ready_file.unlink(missing_ok=True)
+        command = ["services.coordinator.main", "--directory", str(self.directory), "--host", self._host]
+        ready = ["--ready-file", str(ready_file)]
+        service = self._add("coordinator", [*command, "--port", str(self._port), *ready], max_deaths=1)
+        deadline_s = time.monotonic() + READY_S
+        while not ready_file.exists():
+            if self._failed.wait(0.02):
+                self.check()
+            if time.monotonic() > deadline_s:
+                raise Unavailable(
+                    f"the coordinator did not listen within {READY_S:.0f} s; see {service.log_path}"
+                )
+        self.address = ready_file.read_text().strip()
+        port = self.address.rpartition(":")[2]
+        service.command = _python([*command, "--port", port, *ready])
+        service.max_deaths = MAX_DEATHS
+        return self.address
+
+    def start_workers(self) -> None:
+        """Starts the workers and the learner; they find the coordinator by themselves."""
+        for role, number in (
+            ("rollout", self.cluster.rollout_workers),
+            ("reward", self.cluster.reward_workers),
+            ("learner", 1),
+        ):
+            for _ in range(number):
+                self.add(role)
+
+    def add(self, role: str) -> str:
+        """Starts one more service of `role` and returns its name. A rollout worker beyond `cluster.rollout_workers`
+        takes its turn among the GPUs of the others.
+        """
+        name = f"{role}-{len(self._services[role])}"
+        ranks = ["--ranks", str(self.cluster.learner_ranks)] if role == "learner" else []
+        command = [f"services.{role}", "--coordinator", self.address, "--port", "0", "--name", name, *ranks]
+        self._add(role, command)
+        return name
+
+    def pids(self, role: str) -> dict[int, int]:
+        """Process ids of the services of `role` by their index; a service that is being restarted has none."""
+        found = {index: service.pid for index, service in enumerate(self._services[role])}
+        return {index: pid for index, pid in found.items() if pid is not None}
+
+    def deaths(self, role: str, index: int = 0) -> list[str]:
+        """How each life of a service has ended, in words, oldest first."""
+        return list(self._service(role, index).deaths)
+
+    def log_path(self, role: str, index: int = 0) -> Path:
+        """Where a service's output goes."""
+        return self._service(role, index).log_path
+
+    def kill(self, role: str, index: int = 0, number: signal.Signals = signal.SIGKILL) -> bool:
+        """Sends a signal to a service and everything that it started; it is brought back after half a second and the
+        death does not count against it. False when it is just being restarted. Raises NotFound.
+        """
+        return self._service(role, index).kill(number)
+
+    def check(self) -> None:
+        """Raises the reason when a service was given up."""
+        if self.failure is not None:
+            raise self.failure
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until a service is given up, at most `timeout_s`; whether one was."""
+        return self._failed.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ends all services: SIGTERM to the workers, then the learner, then the coordinator, each with its grace."""
+        for roles in (("rollout", "reward"), ("learner",), ("coordinator",)):
+            services = [(GRACE_S[role], service) for role in roles for service in self._services[role]]
+            for _, service in services:
+                service.terminate()
+            deadline_s = time.monotonic() + max((grace_s for grace_s, _ in services), default=0.0)
+            for _, service in services:
+                service.wait_ended(max(0.1, deadline_s - time.monotonic()))
+
+    def _add(self, role: str, command: list[str], max_deaths: int = MAX_DEATHS) -> Service:
+        services = self._services[role]
+        name = role if role == "coordinator" else f"{role}-{len(services)}"
+        gpus = self._gpus.get(role, [()])
+        service = Service(
+            name,
+            _python(command),
+            self._environment(gpus[len(services) % len(gpus)]),
+            self.directory / "logs" / f"{name}.log",
+            self._say,
+            self._give_up,
+            max_deaths,
+        )
+        services.append(service)
+        service.start()
+        return service
+
+    def _environment(self, gpus: tuple[int, ...]) -> dict[str, str]:
+        return os.environ | {
+            "OMP_NUM_THREADS": str(self.cluster.threads_per_process),
+            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONSAFEPATH": "1",  # a user's learner.py in the working directory must not shadow ours
+            "PACELINE_STARTER": str(os.getpid()),
+        }
+
+    def _service(self, role: str, index: int) -> Service:
+        services = self._services.get(role, [])
+        if not 0 <= index < len(services):
+            raise NotFound(f"there is no {role}-{index}; the roles are {', '.join(GRACE_S)}, counted from 0")
+        return services[index]
+
+    def _give_up(self, reason: PacelineError) -> None:
+        if self.failure is None:
+            self.failure = reason
+            self._failed.set()
+            self.on_failure()
+
+
+def share_gpus(gpus: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
+    """The GPUs of each worker: equal parts, or one GPU for several workers. Raises SpecError when that leaves a rest."""
+    if not gpus:
+        return [()] * workers
+    if len(gpus) % workers == 0:
+        each = len(gpus) // workers
+        return [gpus[index * each : (index + 1) * each] for index in range(workers)]
+    if workers % len(gpus) == 0:
+        return [(gpus[index % len(gpus)],) for index in range(workers)]
+    raise SpecError(
+        f"cluster.rollout_gpus has {len(gpus)} GPUs for cluster.rollout_workers {workers}; one number has to divide "
+        "the other"
+    )
+
+
+def _learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
+    if cluster.learner_gpus and len(cluster.learner_gpus) != cluster.learner_ranks:
+        raise SpecError(
+            f"cluster.learner_gpus has {len(cluster.learner_gpus)} GPUs for cluster.learner_ranks "
+            f"{cluster.learner_ranks}; a rank needs one each"
+        )
+    return cluster.learner_gpus
+
+
+def _python(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", *arguments]

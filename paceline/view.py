@@ -1,0 +1,232 @@
+"""What people see of runs, members, events and samples: plain facts first, then lines and tables made from them.
+
+The facts are what `--json` prints, so text and JSON never disagree. Lines fit 100 columns. rich is imported only when
+a table is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
+    from protos.paceline.v1.run_pb2 import Run
+    from protos.paceline.v1.worker_pb2 import Member
+
+Facts = dict[str, Any]
+
+RUN_COLUMNS = ("run", "state", "steps", "open groups", "trained tokens", "age", "message")
+MEMBER_COLUMNS = ("member", "role", "address", "version", "session", "holds", "silent")
+STYLES = {"warning": "yellow", "evaluation": "green", "state": "bold", "session": "cyan", "member": "cyan"}
+"""Colour of an event's line on a terminal, by kind."""
+
+VERBS = {"succeeded": "has", "failed": "has", "cancelled": "was"}
+OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
+
+
+def run_facts(run: Run) -> Facts:
+    """A run without its spec."""
+    from paceline.client import state_name
+
+    return {
+        "run_id": run.run_id,
+        "state": state_name(run),
+        "message": run.message,
+        "step": run.step,
+        "max_num_steps": run.max_num_steps,
+        "directory": run.directory,
+        "groups": dict(run.groups),
+        "tokens": dict(run.tokens),
+        "age_s": run.age_s,
+    }
+
+
+def run_row(facts: Facts) -> list[str]:
+    """A run as the cells of RUN_COLUMNS."""
+    opened = sum(facts["groups"].get(state, 0) for state in OPEN_STATES)
+    return [
+        facts["run_id"],
+        facts["state"],
+        f"{facts['step']}/{facts['max_num_steps']}",
+        str(opened),
+        f"{facts['tokens'].get('trained', 0):,}",
+        duration(facts["age_s"]),
+        facts["message"],
+    ]
+
+
+def member_facts(member: Member) -> Facts:
+    """A member; `version` is null until it has acknowledged one."""
+    from protos.paceline.v1.common_pb2 import Role
+
+    version = {"session": member.version.session, "step": member.version.step}
+    return {
+        "member_id": member.member_id,
+        "role": Role.Name(member.role).removeprefix("ROLE_").lower(),
+        "address": member.address,
+        "version": version if member.HasField("version") else None,
+        "silent_s": member.silent_s,
+        "held": member.held,
+    }
+
+
+def member_row(facts: Facts) -> list[str]:
+    """A member as the cells of MEMBER_COLUMNS."""
+    version = facts["version"] or {"step": "", "session": ""}
+    return [
+        facts["member_id"],
+        facts["role"],
+        facts["address"],
+        str(version["step"]),
+        str(version["session"]),
+        str(facts["held"]),
+        f"{facts['silent_s']:.1f} s",
+    ]
+
+
+def completion_facts(completion: GeneratedCompletion) -> Facts:
+    """A completion as a rollout worker gives it; `spans` are [start, end, session, step]."""
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "logprobs": list(completion.logprobs),
+        "finish_reason": completion.finish_reason,
+        "spans": [[s.start, s.end, s.version.session, s.version.step] for s in completion.spans],
+    }
+
+
+def event_line(kind: str, content: Mapping[str, Any]) -> str:
+    """One event of a run in one line."""
+    match kind:
+        case "step":
+            return step_line(content)
+        case "evaluation":
+            failed = f", {content['failed']} failed" if content.get("failed") else ""
+            return (
+                f"evaluation of version {content['step']}: reward {_number(content.get('reward'), '.3f')} over "
+                f"{content.get('samples', 0)} prompts{failed}, length {_number(content.get('completion_length'), '.1f')}"
+            )
+        case "state":
+            message = f": {content['message']}" if content.get("message") else ""
+            return f"the run {VERBS.get(content['state'], 'is')} {content['state']}{message}"
+        case "session":
+            return f"learner session {content['session']} begins"
+        case "member":
+            return f"{content['member_id']} ({content['role']}) {content['what']}"
+        case "checkpoint":
+            when = f"after step {content['step'] - 1}" if content["step"] else "before the first step"
+            return f"checkpoint {when} in {content['seconds']:.1f} s: {content['path']}"
+        case "warning":
+            return f"warning: {content['message']}"
+    return f"{kind}: {json.dumps(content)}"
+
+
+def step_line(metrics: Mapping[str, Any]) -> str:
+    """A trained step: reward (or loss), length, pace, the learner's wait for data, and the age of what was trained."""
+    parts = [f"step {metrics['step']:>4}"]
+    if "reward" in metrics:
+        parts.append(f"reward {_number(metrics['reward'], '6.3f')}")
+    elif "loss" in metrics:
+        parts.append(f"loss {_number(metrics['loss'], '7.4f')}")
+    if "completion_length" in metrics:
+        parts.append(f"length {_number(metrics['completion_length'], '6.1f')}")
+    if "rollout/tokens_per_s" in metrics:
+        pace = metrics["rollout/tokens_per_s"] or None  # 0 until the workers' first report
+        parts.append(f"{_number(pace, '7.0f')} tok/s")
+    if "step_s" in metrics:
+        parts.append(f"train {_number(metrics['step_s'], '5.2f')} s")
+    if "learner_wait_s" in metrics:
+        parts.append(f"wait {_number(metrics['learner_wait_s'], '5.2f')} s")
+    ages = {int(key.removeprefix("age/")): n for key, n in metrics.items() if key.startswith("age/") and n}
+    if ages:
+        mean = sum(age * n for age, n in ages.items()) / sum(ages.values())
+        parts.append(f"age {mean:.1f} (max {max(ages)})")
+    return "  ".join(parts)
+
+
+def outcome(facts: Facts, evaluations: Sequence[float], summary: Mapping[str, Any]) -> str:
+    """How a run ended, for its last lines."""
+    tokens = facts["tokens"]
+    lines = [
+        f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
+        + (f": {facts['message']}" if facts["message"] else ""),
+        f"tokens: {tokens.get('trained', 0):,} trained, {tokens.get('dropped', 0):,} dropped, "
+        f"{tokens.get('wasted', 0):,} wasted",
+    ]
+    if len(evaluations) > 1:
+        lines.append(f"evaluation reward: {evaluations[0]:.3f} at first, {evaluations[-1]:.3f} at last")
+    if summary.get("export_path"):
+        lines.append(f"model: {summary['export_path']}")
+    return "\n".join(lines)
+
+
+def sample_text(group: Mapping[str, Any]) -> str:
+    """A trained group: the prompt, then each completion with its rewards, tokens and versions."""
+    prompt = group["prompt"]
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt)
+    lines = [
+        f"── group {group['group_id']} · step {group['step']} · reward {_number(group['reward'], '.3f')}",
+        prompt,
+    ]
+    for completion in group["completions"]:
+        rewards = ", ".join(
+            f"{name} {_number(value, '.3g')}" for name, value in completion["rewards"].items()
+        )
+        versions = "→".join(str(step) for _, _, _, step in completion["spans"])
+        tokens = len(completion["token_ids"])
+        lines.append(f"  ▸ {rewards} · {tokens} tokens ({completion['finish_reason']}) · version {versions}")
+        lines += [f"    {line}" for line in completion["text"].splitlines() or [""]]
+    return "\n".join(lines)
+
+
+def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) -> str:
+    """What `ledger verify` found: every problem on a line of its own, then what was compared."""
+    compared = [
+        f"  {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in facts.items()
+    ]
+    plural = "problem" if len(problems) == 1 else "problems"
+    head = f"{len(problems)} {plural} in {run_id}:" if problems else f"{run_id}: all records agree"
+    return "\n".join([head, *(f"  ✗ {problem}" for problem in problems), *compared])
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
+    """A table on stdout, or the word for an empty one. Off a terminal cells are never cut."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        print(empty)
+        return
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*(_plain(cell) for cell in row))
+    console = Console() if sys.stdout.isatty() else Console(width=400)
+    console.print(table, highlight=False)
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: 8 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    whole = int(seconds)
+    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit_s:
+            return f"{whole // unit_s} {unit} {whole % unit_s // part_s} {part}"
+    return f"{whole} s"
+
+
+def _number(value: Any, form: str) -> str:
+    """A number in `form`, or a dash as wide for what is not known."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return format(value, form)
+    return "-".rjust(int(form.split(".")[0] or 1))
+
+
+def _plain(cell: str) -> Any:
+    from rich.text import Text
+
+    return Text(cell)

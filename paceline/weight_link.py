@@ -1,0 +1,235 @@
+"""A link: the two-rank process group that carries weights from the learner (rank 0) to one rollout member (rank 1).
+
+The promise: forming, sending and receiving each end by their deadline or raise; and what a link's failure can touch is
+that link alone. Learnt from gloo: `abort()` frees nothing, an operation ends at its own time-out, and a sender can
+report success while the receiver got nothing. So every operation gets a time-out, a link that failed once is dropped
+and never used again, and only the receiver's own acknowledgement, which does not travel here, proves anything.
+
+Torch is imported when a link is formed, not before.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import Unavailable
+from paceline.weights import WeightManifest
+
+if TYPE_CHECKING:
+    import torch
+
+SENDER, MEMBER = 0, 1
+IN_FLIGHT = 2
+"""Buckets under way at one time: one on the wire while the next is prepared."""
+
+_NCCL_LOCK = threading.Lock()
+
+
+class WeightLink:
+    """One formed group of two. Used by one thread at a time; after an error it is only good for dropping."""
+
+    def __init__(self, group: Any, rank: int, max_wait_s: float, device: torch.device) -> None:
+        self._group = group
+        self._peer = 1 - rank
+        self._max_wait_s = max_wait_s
+        self.device = device
+        """Where buckets must lie: the CPU for gloo, a GPU for NCCL."""
+
+    def send(
+        self,
+        flat: torch.Tensor,
+        manifest: WeightManifest,
+        on_bucket: Callable[[int], None] | None = None,
+    ) -> None:
+        """Sends `flat` ([total_bytes] uint8, any device) bucket by bucket; `on_bucket` gets the bytes handed over.
+
+        Returning proves nothing about the other side. Raises Unavailable when a bucket took longer than max_wait_s.
+        """
+
+        def start(begin: int, end: int) -> tuple[Any, torch.Tensor]:
+            bucket = flat[begin:end].to(self.device, non_blocking=True)
+            return self._group.send([bucket], self._peer, 0), bucket
+
+        self._run(manifest, start, on_bucket)
+
+    def receive(
+        self,
+        flat: torch.Tensor,
+        manifest: WeightManifest,
+        on_bucket: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fills `flat` ([total_bytes] uint8 on the link's device); `on_bucket` gets the bytes received so far."""
+
+        def start(begin: int, end: int) -> tuple[Any, torch.Tensor]:
+            bucket = flat[begin:end]
+            return self._group.recv([bucket], self._peer, 0), bucket
+
+        self._run(manifest, start, on_bucket)
+
+    def _run(
+        self,
+        manifest: WeightManifest,
+        start: Callable[[int, int], tuple[Any, torch.Tensor]],
+        on_bucket: Callable[[int], None] | None,
+    ) -> None:
+        under_way: deque[tuple[int, Any, torch.Tensor]] = deque()
+        for begin, end in manifest.buckets():
+            if len(under_way) == IN_FLIGHT:
+                self._finish(under_way.popleft(), on_bucket)
+            work, bucket = start(begin, end)
+            under_way.append((end, work, bucket))
+        while under_way:
+            self._finish(under_way.popleft(), on_bucket)
+
+    def _finish(
+        self, started: tuple[int, Any, torch.Tensor], on_bucket: Callable[[int], None] | None
+    ) -> None:
+        end, work, _ = started
+        try:
+            if self.device.type == "cpu":
+                work.wait(timedelta(seconds=self._max_wait_s))
+            else:
+                self._await_stream(work)
+        except RuntimeError as error:
+            raise Unavailable(f"weights stopped before byte {end}: {first_line(error)}") from error
+        if on_bucket is not None:
+            on_bucket(end)
+
+    def _await_stream(self, work: Any) -> None:
+        # NCCL's wait() only orders streams. Its own time-out would end the process, so ours is kept here by asking.
+        deadline = time.monotonic() + self._max_wait_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError(f"no completion within {self._max_wait_s} s")
+            time.sleep(0.0005)
+        work.wait()
+
+
+def serve_store(bind_host: str, port: int, max_wait_s: float) -> tuple[Any, int]:
+    """Starts the store where links are formed, on one address only, and returns it with its port (0: a free one)."""
+    import torch.distributed as dist
+
+    family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
+    # Left to itself the store listens on every interface.
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind_host, port))
+        listener.listen(512)
+    except OSError:
+        listener.close()
+        raise
+    bound_port = int(listener.getsockname()[1])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        reachable_from_here(bind_host),
+        bound_port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=max_wait_s),
+        master_listen_fd=listener.detach(),
+    )
+    return store, bound_port
+
+
+def form_link(
+    *,
+    backend: str,
+    store_host: str,
+    store_port: int,
+    prefix: str,
+    rank: int,
+    max_wait_s: float,
+    host: str = "127.0.0.1",
+    device: str = "cpu",
+) -> WeightLink:
+    """Meets the other rank under `prefix` and forms the group of two. Blocks up to about max_wait_s.
+
+    `host` is this side's address as the peer reaches it (gloo). `device` is the GPU of an NCCL link. A prefix serves
+    once. Raises Unavailable when the peer did not come. Forming with a peer that stopped in the middle may outlast
+    max_wait_s, so call it from a thread that can be left behind.
+    """
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=max_wait_s)
+    try:
+        client = dist.TCPStore(  # type: ignore[attr-defined]
+            store_host, store_port, is_master=False, timeout=timeout
+        )
+        store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+        # Both say they are here before either starts: a peer that is away then costs a wait with a deadline and
+        # not a half-formed group.
+        store.set(f"here/{rank}", "1")
+        store.wait([f"here/{1 - rank}"], timeout)
+        if backend == "gloo":
+            return WeightLink(_gloo(store, rank, timeout, host), rank, max_wait_s, torch.device("cpu"))
+        if backend == "nccl":
+            return WeightLink(_nccl(store, rank, device), rank, max_wait_s, torch.device(device))
+    except RuntimeError as error:
+        raise Unavailable(f"no link {prefix!r}: {first_line(error)}") from error
+    raise ValueError(f"weight backend {backend!r} is neither 'gloo' nor 'nccl'")
+
+
+def _gloo(store: Any, rank: int, timeout: timedelta, host: str) -> Any:
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(store, rank, 2, options)
+
+
+def _nccl(store: Any, rank: int, device: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        raise RuntimeError("this torch was built without NCCL")
+    torch.cuda.set_device(torch.device(device))
+    options = dist.ProcessGroupNCCL.Options()
+    # A member's fault must not end the learner: torch's watchdog would, so it is kept out of this group and
+    # WeightLink keeps the deadline itself.
+    options._timeout = timedelta(days=1)
+    with _NCCL_LOCK, _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def reachable_from_here(bind_host: str) -> str:
+    """The address under which this machine reaches what it bound to `bind_host`."""
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def first_line(error: BaseException) -> str:
+    """The error's message without the native stack trace that torch appends."""
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -1,0 +1,140 @@
+"""Messages of the exchange: a protobuf header frame and safetensors payload frames, nothing else.
+
+Tensors travel as safetensors, so no byte that a peer sends is ever executed. Whatever cannot be read becomes a
+WireError that says what was wrong with it; a service answers it and lives on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from google.protobuf.message import DecodeError, Message
+
+from paceline.errors import WireError
+from paceline.groups import Completion, FloatArray, Group, IntArray, VersionSpan
+
+PROTOCOL = 1
+"""Version of the exchange's messages and of the worker stream."""
+
+MAX_MESSAGE_BYTES = 256 << 20
+"""Largest frame that a socket takes; ZeroMQ closes the connection of a sender that exceeds it."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def parse_header(kind: type[MessageT], frame: bytes) -> MessageT:
+    """The header in `frame`. Raises WireError when it is truncated or not ours."""
+    try:
+        return kind.FromString(frame)
+    except DecodeError as error:
+        raise WireError(
+            f"the header frame of {len(frame)} bytes is no {kind.DESCRIPTOR.name}: {error}"
+        ) from None
+
+
+def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
+    """Payload frame of a group's arrays; `exchange.proto`, GroupResult, names them."""
+    spans = [(index, *span) for index, completion in enumerate(completions) for span in completion.spans]
+    return safetensors.numpy.save(
+        {
+            "prompt_ids": np.ascontiguousarray(prompt_ids, np.int32),
+            "token_ids": _concatenated([c.token_ids for c in completions], np.int32),
+            "logprobs": _concatenated([c.logprobs for c in completions], np.float32),
+            "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
+            "spans": np.array(spans, np.int64).reshape(-1, 5),
+        }
+    )
+
+
+def decode_completions(
+    payload: bytes, finish_reasons: Sequence[str], texts: Sequence[str]
+) -> tuple[IntArray, tuple[Completion, ...]]:
+    """Prompt tokens and completions of a payload frame. Raises WireError when anything does not fit together."""
+    arrays = _load(payload)
+    prompt_ids, token_ids = _array(arrays, "prompt_ids", "i4", 1), _array(arrays, "token_ids", "i4", 1)
+    lengths, logprobs = _array(arrays, "lengths", "i4", 1), _array(arrays, "logprobs", "f4", 1)
+    spans = _array(arrays, "spans", "i8", 2)
+    if (lengths < 0).any() or lengths.sum() != len(token_ids) or len(logprobs) != len(token_ids):
+        raise WireError(
+            f"lengths sum to {lengths.sum()}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
+        )
+    if not np.isfinite(logprobs).all():
+        raise WireError("logprobs holds values that are not finite")
+    if not len(lengths) == len(finish_reasons) == len(texts):
+        raise WireError(
+            f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
+        )
+    spans_of = _spans_by_completion(spans, len(lengths))
+    completions = []
+    ends = np.cumsum(lengths)
+    for index, (start, end) in enumerate(zip(ends - lengths, ends, strict=True)):
+        own = tuple(spans_of[index])
+        _check_spans(index, own, int(end - start))
+        completions.append(
+            Completion(token_ids[start:end], logprobs[start:end], own, finish_reasons[index], texts[index])
+        )
+    return prompt_ids, tuple(completions)
+
+
+def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray:
+    """[C, F] from the rows of a header. Raises WireError when they do not divide evenly."""
+    if num_completions == 0 or len(rewards) % num_completions:
+        raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
+    return np.array(rewards, np.float32).reshape(num_completions, -1)
+
+
+def decode_group(group_id: int, payload: bytes, rewards: Sequence[float]) -> Group:
+    """A group as a learner rank gets it: arrays and rewards, without texts. Raises WireError."""
+    count = len(_array(_load(payload), "lengths", "i4", 1))
+    prompt_ids, completions = decode_completions(payload, [""] * count, [""] * count)
+    return Group(group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, count))
+
+
+def _load(payload: bytes) -> dict[str, np.ndarray]:
+    try:
+        return safetensors.numpy.load(payload)
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise WireError(
+            f"the payload frame of {len(payload)} bytes is no safetensors blob: {error}"
+        ) from None
+
+
+def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan]]:
+    if spans.shape[1] != 5 or (spans < 0).any() or (spans[:, 0] >= count).any():
+        raise WireError(
+            f"spans of shape {spans.shape} have to be rows (completion, session, step, start, end), none negative, "
+            f"of the {count} completions"
+        )
+    by_completion: list[list[VersionSpan]] = [[] for _ in range(count)]
+    for index, *span in spans.tolist():
+        by_completion[index].append(VersionSpan(*span))
+    return by_completion
+
+
+def _check_spans(index: int, spans: tuple[VersionSpan, ...], length: int) -> None:
+    position = 0
+    for span in spans:
+        if span.start != position or span.end <= span.start:
+            raise WireError(f"completion {index}: span {tuple(span)} does not follow token {position}")
+        position = span.end
+    if position != length:
+        raise WireError(f"completion {index}: version spans end at {position}, the tokens at {length}")
+
+
+def _array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) -> np.ndarray:
+    array = arrays.get(name)
+    if array is None:
+        raise WireError(f"the payload has no array {name!r}; it has {sorted(arrays)}")
+    if array.dtype.str.lstrip("<=|") != kind or array.ndim != ndim:
+        raise WireError(
+            f"array {name!r} is {array.dtype} of {array.ndim} dimensions, has to be {kind} of {ndim}"
+        )
+    return array
+
+
+def _concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.asarray(a, dtype) for a in arrays]) if arrays else np.empty(0, dtype)

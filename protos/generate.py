@@ -1,0 +1,54 @@
+"""Generates the Python stubs beside the .proto files: `python -m protos.generate` (`--check`: only compare).
+
+protoc writes imports as `paceline.v1`, which is the wire's package name; the stubs live in the Python package
+`protos.paceline.v1`, so the imports are rewritten.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+STUBS = ROOT / "paceline" / "v1"
+
+
+def generate(into: Path) -> None:
+    """Writes the stubs of every .proto under `into`. Raises SystemExit when protoc fails."""
+    from grpc_tools import protoc
+
+    well_known = Path(protoc.__file__).parent / "_proto"
+    protos = sorted(str(path.relative_to(ROOT)) for path in STUBS.glob("*.proto"))
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # protoc's plugins
+    outputs = [f"--{kind}_out={into}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    if protoc.main(["protoc", f"-I{ROOT}", f"-I{well_known}", *outputs, *protos]) != 0:
+        raise SystemExit("protoc failed")
+    for stub in into.rglob("*_pb2*.py*"):
+        text = stub.read_text()
+        text = re.sub(r"\bfrom paceline\.v1 import", "from protos.paceline.v1 import", text)
+        text = re.sub(r"\bpaceline\.v1\.(\w+_pb2)", r"protos.paceline.v1.\1", text)
+        text = re.sub(r"^import paceline\.v1", "import protos.paceline.v1", text, flags=re.M)
+        stub.write_text(text)
+
+
+def main() -> None:
+    """Regenerates the stubs, or with --check exits with 1 when they are not current."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        fresh = {path.name: path.read_text() for path in (Path(folder) / "paceline" / "v1").iterdir()}
+    if "--check" in sys.argv[1:]:
+        stale = [
+            n for n, text in fresh.items() if not (STUBS / n).exists() or (STUBS / n).read_text() != text
+        ]
+        if stale:
+            raise SystemExit(f"stubs are not current: {', '.join(sorted(stale))}; run `make protos`")
+        return
+    for name, text in fresh.items():
+        (STUBS / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Reward functions and how they run. Knows no server and no learner."""

@@ -1,0 +1,24 @@
+"""The built-in reward functions, by the name that a spec uses.
+
+All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`; what a spec
+sets under `kwargs` are their keyword-only parameters. Importing this package stays cheap: no sympy, no numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from reward.builtin.formats import exact_match, format_regex, think_answer_format
+from reward.builtin.lengths import length, soft_overlong
+from reward.builtin.mathematics import math_accuracy
+
+BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "format_regex": format_regex,
+    "length": length,
+    "math_accuracy": math_accuracy,
+    "soft_overlong": soft_overlong,
+    "think_answer_format": think_answer_format,
+}
+"""Name in `RewardFunctionSection.function` to function."""

@@ -1,0 +1,81 @@
+"""Rewards for the form of a completion: exact text, a regular expression, the think/answer layout.
+
+Each returns 1.0 or 0.0 per completion; `exact_match` returns None where the data set has no answer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from reward.builtin.inputs import column_values, completion_text
+
+TAG_ORDER = ["<think>", "</think>", "<answer>", "</answer>"]
+TAG = re.compile(r"</?(?:think|answer)>")
+
+
+def exact_match(
+    prompts: list[Any],
+    completions: list[Any],
+    *,
+    answer_column: str = "answer",
+    strip: bool = True,
+    ignore_case: bool = False,
+    **columns: Any,
+) -> list[float | None]:
+    """[C] 1.0 where the whole completion equals the text in `answer_column`, None where that is null.
+
+    strip: ignore white space around both. Numbers in the column are compared by their usual text. Raises LookupError
+    when there is no such column.
+    """
+
+    def normal(text: str) -> str:
+        text = text.strip() if strip else text
+        return text.casefold() if ignore_case else text
+
+    return [
+        None if answer is None else float(normal(completion_text(completion)) == normal(str(answer)))
+        for completion, answer in zip(completions, column_values(columns, answer_column), strict=True)
+    ]
+
+
+def format_regex(
+    prompts: list[Any],
+    completions: list[Any],
+    *,
+    pattern: str,
+    match: Literal["full", "search"] = "full",
+    **columns: Any,
+) -> list[float | None]:
+    """[C] 1.0 where `pattern` (Python syntax, flags inline: `(?s)`) matches the completion.
+
+    match: `full` the whole text has to match, `search` any part. Raises re.error for a pattern that is none, and
+    ValueError for another `match`.
+    """
+    if match not in ("full", "search"):
+        raise ValueError(f"match is {match!r}, it has to be 'full' or 'search'")
+    compiled = re.compile(pattern)
+    matches = compiled.fullmatch if match == "full" else compiled.search
+    return [float(matches(completion_text(completion)) is not None) for completion in completions]
+
+
+def think_answer_format(
+    prompts: list[Any],
+    completions: list[Any],
+    *,
+    think_in_prompt: bool = False,
+    **columns: Any,
+) -> list[float | None]:
+    """[C] 1.0 where the completion is `<think>…</think><answer>…</answer>` and nothing else but white space.
+
+    Each tag has to appear exactly once. think_in_prompt: the chat template already wrote the opening `<think>`.
+    """
+    return [
+        float(_is_think_answer(("<think>" if think_in_prompt else "") + completion_text(completion)))
+        for completion in completions
+    ]
+
+
+def _is_think_answer(text: str) -> bool:
+    pieces = TAG.split(text)
+    return TAG.findall(text) == TAG_ORDER and not any(pieces[i].strip() for i in (0, 2, 4))

@@ -1,0 +1,49 @@
+"""What every built-in reads: the text of a completion and a column of the data set.
+
+Keeps the two shapes of a completion (text, or chat messages) out of the functions themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def completion_text(completion: Any) -> str:
+    """The text that the model wrote: `completion` itself, or the content of its last assistant message.
+
+    Raises TypeError for anything that is neither text nor a list of chat messages with an assistant's among them.
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, list | tuple):
+        for message in reversed(completion):
+            if isinstance(message, Mapping) and message.get("role") == "assistant":
+                return _content_text(message.get("content"))
+    raise TypeError(
+        f"a completion is text or a list of chat messages with an assistant's, not {_short(completion)}"
+    )
+
+
+def column_values(columns: Mapping[str, Any], name: str) -> list[Any]:
+    """Column `name`, one value per completion. Raises LookupError that names those that exist."""
+    if name not in columns:
+        known = ", ".join(sorted(columns)) or "none"
+        raise LookupError(
+            f"the data set has no column {name!r} (its columns: {known}); set answer_column in kwargs"
+        )
+    return list(columns[name])
+
+
+def _content_text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    raise TypeError(f"the content of a message is text or a list of parts, not {_short(content)}")
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:80]}"

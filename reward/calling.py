@@ -1,0 +1,105 @@
+"""Calls one reward function on one group and checks what it returns.
+
+Promise: what comes out is a list of C finite numbers or None, or an exception that says what the function did.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from reward.loading import RewardFunction
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+class InvalidRewards(Exception):
+    """A function cannot take the group's columns, or returned something that is not one reward per completion."""
+
+
+def call_function(
+    function: RewardFunction,
+    group: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    run: Callable[[Awaitable[Any]], Any],
+) -> list[float | None]:
+    """[C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
+
+    All arguments go by name; a function without `**` gets only those that it names; `kwargs` win over columns of the
+    same name. `run` waits for the result of an async function. Raises InvalidRewards, and what the function raises.
+    """
+    arguments = {
+        **group["columns"],
+        "prompts": group["prompts"],
+        "completions": group["completions"],
+        "completion_ids": group["completion_ids"],
+        **kwargs,
+    }
+    result = function(**_accepted(function, arguments))
+    if inspect.isawaitable(result):
+        result = run(result)
+    return checked_rewards(result, len(group["completions"]))
+
+
+def checked_rewards(result: Any, num_completions: int) -> list[float | None]:
+    """`result` as a list of floats and None. Raises InvalidRewards: no list, wrong length, not finite, no number."""
+    if not isinstance(result, list | tuple):
+        tolist = getattr(result, "tolist", None)
+        values = tolist() if tolist is not None else result
+        if not isinstance(values, list):
+            raise InvalidRewards(
+                f"returned {_short(result)}, it has to be a list with one reward per completion"
+            )
+        result = values
+    if len(result) != num_completions:
+        raise InvalidRewards(f"returned {len(result)} values for {num_completions} completions")
+    return [_checked_reward(value, index) for index, value in enumerate(result)]
+
+
+def _checked_reward(value: Any, index: int) -> float | None:
+    if value is None:
+        return None
+    item = getattr(value, "item", None)  # scalars of NumPy and torch, without importing either
+    try:
+        plain = item() if item is not None else value
+    except (TypeError, ValueError, RuntimeError):
+        plain = value
+    if not isinstance(plain, bool | int | float):
+        raise InvalidRewards(f"returned {_short(value)} at index {index}, it has to be a number or None")
+    try:
+        number = float(plain)
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number):
+        raise InvalidRewards(f"returned NaN at index {index}; return None where the reward does not apply")
+    if abs(number) > FLOAT32_MAX:
+        raise InvalidRewards(f"returned {_short(plain)} at index {index}, which is not a finite float32")
+    return number
+
+
+def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return arguments
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.default is parameter.empty
+        and name not in arguments
+    ]
+    if missing:
+        raise InvalidRewards(
+            f"needs {', '.join(missing)}, which is neither a column of the data set nor in its kwargs "
+            f"(given: {', '.join(arguments)})"
+        )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:60]}"

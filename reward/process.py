@@ -1,0 +1,164 @@
+"""The runner's side of one reward process: starts it, asks it, kills it.
+
+Tasks: one watch per process life waits for its end and then kills what is left of its process group, so that a
+grandchild that still holds the socket cannot hide the death; readers see EOF after that. `start` waits for the watch of
+the life before. The process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop has to run in
+one that lasts. Every wait for an answer has the caller's time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidInput, PacelineError, WireError
+from paceline.spec import RewardFunctionSection
+from reward.protocol import encode, receive_async
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+# -P keeps the working directory off the import path; the child has to import the same code as this process.
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from reward.worker import main; main()"
+
+
+class ProcessTimeout(PacelineError):
+    """No answer within the time limit. The process is killed."""
+
+
+class ProcessDied(PacelineError):
+    """The process ended instead of answering. The message says how, `died with signal SIGKILL`."""
+
+
+class RewardProcess:
+    """One child process with all functions of a run loaded. Used by one caller at a time."""
+
+    def __init__(self, functions: Sequence[RewardFunctionSection], start_timeout_s: float) -> None:
+        """Nothing runs before `start`. start_timeout_s: limit of starting and importing the functions."""
+        self._load_frame = encode(
+            {
+                "load": [
+                    {"function": f.function, "kwargs": f.kwargs, "memory_bytes": f.memory_mb << 20}
+                    for f in functions
+                ]
+            }
+        )
+        self._start_timeout_s = start_timeout_s
+        self._process: Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it is started and not killed."""
+        return self._process.pid if self._process else None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is started and, as far as is known, alive."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Starts a new process (ending the one before) and loads the functions.
+
+        Raises InvalidInput when a function cannot be loaded, ProcessTimeout, ProcessDied (also while importing).
+        """
+        await self.close()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-c", BOOT, ROOT, str(theirs.fileno()), str(os.getpid())),
+                    stdin=DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._watch = asyncio.create_task(self._wait_for_end(self._process), name="reward process")
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            self.kill()
+            raise
+        reply = await self.ask(self._load_frame, timeout_s=self._start_timeout_s)
+        if "refused" in reply:
+            await self.close()
+            raise InvalidInput(str(reply["refused"]))
+
+    async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
+        """Sends `frames` and gives the one reply. Raises ProcessTimeout, ProcessDied; the process is gone then.
+
+        Also when cancelled, for a process in the middle of a call cannot be used by the next caller.
+        """
+        if self._reader is None or self._writer is None or self._process is None or self._watch is None:
+            raise ProcessDied("was not running")
+        process, watch = self._process, self._watch
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.writelines(frames)
+                await self._writer.drain()
+                return await receive_async(self._reader)
+        except TimeoutError:
+            self.kill()
+            raise ProcessTimeout(f"timed out after {timeout_s:g} s") from None
+        except (EOFError, OSError):
+            if process.returncode is None:  # it closed the socket, or is just ending
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(watch), timeout=1.0)
+            description = describe_end(process.returncode)
+            self.kill()
+            raise ProcessDied(description) from None
+        except WireError as error:
+            self.kill()
+            raise ProcessDied(f"broke the protocol: {error}") from None
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """Ends the process and all that it started, now; `close` or `start` waits until it is gone."""
+        if self._process is not None and self._process.returncode is None:
+            _kill_group(self._process.pid)
+        self._process = None
+        if self._writer is not None:
+            self._writer.transport.abort()
+        self._reader = self._writer = None
+
+    async def close(self) -> None:
+        """Kills the process and waits for its end."""
+        self.kill()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            await watch  # no deadline: nothing outlives SIGKILL but the kernel's own waits
+
+    async def _wait_for_end(self, process: Process) -> None:
+        await process.wait()
+        _kill_group(process.pid)
+
+
+def describe_end(returncode: int | None) -> str:
+    """How a process ended, for people: the signal or the exit code, and the likely cause."""
+    if returncode is None:
+        return "closed its connection"
+    if returncode == -signal.SIGKILL:
+        return "died with signal SIGKILL, probably because the host ran out of memory"
+    if -returncode in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
+        return f"died with signal {signal.Signals(-returncode).name}, a crash in native code, perhaps beyond its memory_mb"
+    if returncode < 0:
+        return f"died with signal {signal.strsignal(-returncode) or -returncode}"
+    return f"ended its process with exit code {returncode}"
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,86 @@
+"""Messages between the runner and a reward process: a length, then JSON, over a socket pair that only the two hold.
+
+JSON and not pickle: a reply is made in a process that runs user code, and reading it must not run anything.
+
+runner → process    {"load": [{function, kwargs, memory_bytes}]}   once, first
+                    {"group": {prompts, completions, completion_ids, columns}}   no reply
+                    {"call": i}   function i on the last group
+process → runner    {"loaded": F} | {"refused": text}
+                    {"rewards": [C]} | {"raised": text, "worn": bool} | {"invalid": text}
+
+`worn` says that the process ran out of memory and should not be used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any
+
+from paceline.errors import InvalidInput, WireError
+
+LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = 256 * 2**20
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """The frame of `message`; NumPy scalars and arrays become numbers and lists.
+
+    Raises InvalidInput when something in it has no JSON form, or it is larger than MAX_FRAME_BYTES.
+    """
+    try:
+        body = json.dumps(message, default=_plain).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"a reward function gets JSON values only: {error}") from None
+    if len(body) > MAX_FRAME_BYTES:
+        raise InvalidInput(
+            f"a group of {len(body)} bytes exceeds the {MAX_FRAME_BYTES} that can be scored at once"
+        )
+    return LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The message in `body`. Raises WireError when it is not a JSON object."""
+    try:
+        message = json.loads(body)
+    except ValueError as error:
+        raise WireError(f"a reward process sent {body[:40]!r}, which is not JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise WireError(f"a reward process sent {type(message).__name__}, not an object")
+    return message
+
+
+def receive(connection: socket.socket) -> dict[str, Any]:
+    """The next message, waiting for it; for the process. Raises EOFError when the runner is gone.
+
+    Waits without a deadline: an idle process has nothing else to do, and the runner's end shows as EOF.
+    """
+    (size_bytes,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
+    return decode(_exactly(connection, size_bytes))
+
+
+async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The next message; for the runner, which sets the deadline. Raises EOFError when the process is gone, WireError."""
+    (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if size_bytes > MAX_FRAME_BYTES:
+        raise WireError(f"a reward process announced {size_bytes} bytes, at most {MAX_FRAME_BYTES} are read")
+    return decode(await reader.readexactly(size_bytes))
+
+
+def _exactly(connection: socket.socket, size_bytes: int) -> bytes:
+    received = bytearray()
+    while len(received) < size_bytes:
+        piece = connection.recv(min(size_bytes - len(received), 2**20))
+        if not piece:
+            raise EOFError("the runner closed the connection")
+        received += piece
+    return bytes(received)
+
+
+def _plain(value: Any) -> Any:
+    tolist = getattr(value, "tolist", None)
+    if tolist is None:
+        raise TypeError(f"{type(value).__name__} {repr(value)[:80]} has no JSON form")
+    return tolist()

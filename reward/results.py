@@ -1,0 +1,35 @@
+"""What scoring a group gives: rewards, or the one failure that prevented them. Never a zero in place of a failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.groups import FloatArray
+
+FailureKind = Literal["raised", "timeout", "died", "invalid"]
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """Why a reward function gave no rewards for a group."""
+
+    function: str
+    """The function's label."""
+    kind: FailureKind
+    """`raised` an exception; `timeout`: passed its time limit; `died`: its process ended; `invalid`: cannot take the data
+    set's columns, or returned something else than a finite number or None for each completion."""
+    message: str
+    """One line for people: what happened and where, the function's name included."""
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Exactly one of `rewards_CF` and `failure` is set."""
+
+    rewards_CF: FloatArray | None
+    """[C, F] finite rewards in the order of the spec, NaN where a function said None."""
+    failure: RewardFailure | None
+    """The first failure; functions behind it did not run."""
+    durations_s_F: tuple[float, ...]
+    """Seconds of each function that ran, a failed one included."""

@@ -1,0 +1,188 @@
+"""`RewardRunner`: scores groups with a run's reward functions, in processes of their own.
+
+Promises: a function that raises, hangs, dies or returns nonsense fails this group and nothing else; a failure is never a
+zero; after it the runner goes on with a fresh process. Owner of a process is whoever took it from `_free`; callers wait
+there for each other, each no longer than the sum of the time limits before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import Conflict, InvalidInput
+from paceline.groups import FloatArray
+from paceline.spec import RewardFunctionSection
+from reward.process import ProcessDied, ProcessTimeout, RewardProcess
+from reward.protocol import encode
+from reward.results import FailureKind, RewardFailure, RewardResult
+
+
+class RewardRunner:
+    """Runs reward functions on groups; an async context manager.
+
+    async with RewardRunner(spec.rewards, num_processes=4) as runner:
+        result = await runner.score(prompts, completions, completion_ids, columns)
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunctionSection],
+        num_processes: int = 1,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        """num_processes: groups that are scored at one time. start_timeout_s: limit of one process' start, the imports
+        of the functions' files included. Raises InvalidInput without functions or processes."""
+        if not functions:
+            raise InvalidInput("there are no reward functions to run; name at least one under rewards")
+        if num_processes < 1:
+            raise InvalidInput(f"num_processes {num_processes} has to be at least 1")
+        self._functions = tuple(functions)
+        self._processes = [RewardProcess(functions, start_timeout_s) for _ in range(num_processes)]
+        self._free: asyncio.Queue[RewardProcess] = asyncio.Queue()  # bounded by the processes that exist
+        self._state = "new"
+
+    async def __aenter__(self) -> RewardRunner:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def num_processes(self) -> int:
+        """Groups that are scored at one time."""
+        return len(self._processes)
+
+    async def start(self) -> None:
+        """Starts the processes. Raises InvalidInput when a function cannot be loaded; nothing runs then."""
+        if self._state != "new":
+            raise Conflict(f"the reward runner is {self._state}; make a new one")
+        self._state = "running"
+        outcomes: list[BaseException | None] = []
+        try:
+            outcomes = await asyncio.gather(*(p.start() for p in self._processes), return_exceptions=True)
+        finally:
+            if len(outcomes) < len(self._processes) or any(outcomes):
+                await self.close()
+        for outcome in outcomes:
+            if isinstance(outcome, ProcessDied | ProcessTimeout):
+                raise InvalidInput(f"the process of the reward functions {outcome} while it loaded them")
+            if outcome is not None:
+                raise outcome
+        for process in self._processes:
+            self._free.put_nowait(process)
+
+    async def score(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        columns: dict[str, list[Any]],
+    ) -> RewardResult:
+        """Rewards of one group by every function in turn, or the first failure.
+
+        prompts, completions, completion_ids: one for each of the C completions, likewise every column. Raises
+        InvalidInput when the lengths differ or a value has no JSON form, Conflict when the runner is not running.
+        """
+        _check_lengths(prompts, completions, completion_ids, columns)
+        group = encode(
+            {
+                "group": {
+                    "prompts": prompts,
+                    "completions": completions,
+                    "completion_ids": completion_ids,
+                    "columns": columns,
+                }
+            }
+        )
+        self._check_running()
+        process = await self._free.get()
+        try:
+            self._check_running()  # it may have been closed while this call waited
+            return await self._score_in(process, group, len(completions))
+        finally:
+            self._free.put_nowait(process)
+
+    async def close(self) -> None:
+        """Ends all processes. Calls that still run end with a failure or Conflict."""
+        self._state = "closed"
+        await asyncio.gather(*(process.close() for process in self._processes))
+
+    async def _score_in(self, process: RewardProcess, group: bytes, num_completions: int) -> RewardResult:
+        rewards_CF: FloatArray = np.empty((num_completions, len(self._functions)), np.float32)
+        durations_s: list[float] = []
+        failure = await self._revive(process)
+        if self._state == "closed":  # meanwhile, and close() could not see the process that was being started
+            await process.close()
+            self._check_running()
+        for index, function in enumerate(self._functions):
+            if failure is not None:
+                break
+            started_s = time.monotonic()
+            frames = [encode({"call": index})]
+            try:
+                reply = await process.ask(
+                    *([group] if index == 0 else []), *frames, timeout_s=function.timeout_s
+                )
+            except ProcessTimeout as error:
+                failure = _failure(function, "timeout", f"{error}, its timeout_s")
+            except ProcessDied as error:
+                failure = _failure(function, "died", str(error))
+            else:
+                failure = _failure_in(function, reply)
+                if reply.get("worn"):
+                    process.kill()
+                if failure is None:
+                    rewards_CF[:, index] = [np.nan if r is None else r for r in reply["rewards"]]
+            durations_s.append(time.monotonic() - started_s)
+        return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s))
+
+    async def _revive(self, process: RewardProcess) -> RewardFailure | None:
+        """Starts a process that an earlier failure ended; a file may have become unloadable since."""
+        if process.usable:
+            return None
+        try:
+            await process.start()
+        except (InvalidInput, ProcessDied, ProcessTimeout) as error:
+            labels = ", ".join(function.label for function in self._functions)
+            return RewardFailure(
+                labels, "died", f"the process of {labels} could not be started again: {error}"
+            )
+        return None
+
+    def _check_running(self) -> None:
+        if self._state != "running":
+            raise Conflict(f"the reward runner is {self._state}, it scores only between start and close")
+
+
+def _failure(function: RewardFunctionSection, kind: FailureKind, what: str) -> RewardFailure:
+    return RewardFailure(function.label, kind, f"reward function {function.label!r} {what}")
+
+
+def _failure_in(function: RewardFunctionSection, reply: dict[str, Any]) -> RewardFailure | None:
+    for kind in ("raised", "invalid"):
+        if kind in reply:
+            return _failure(function, "raised" if kind == "raised" else "invalid", str(reply[kind]))
+    return None
+
+
+def _check_lengths(
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    columns: dict[str, list[Any]],
+) -> None:
+    if not completions:
+        raise InvalidInput("a group without completions cannot be scored")
+    sized = {"prompts": prompts, "completion_ids": completion_ids, **columns}
+    for name, values in sized.items():
+        if len(values) != len(completions):
+            raise InvalidInput(f"{name} has {len(values)} values for {len(completions)} completions")

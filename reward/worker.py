@@ -1,0 +1,155 @@
+"""The process in which reward functions run: loads them once, then answers one call after another.
+
+Started by `reward.process` with one end of a socket pair. Promises: nothing that a function prints can get into the
+protocol, it cannot add more address space than its limit, and the process does not outlive the runner. Time limits
+are the runner's: it kills the process. Never imports torch or transformers itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import errno
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidInput
+from reward.calling import InvalidRewards, call_function
+from reward.loading import RewardFunction, describe_error, load_function
+from reward.protocol import encode, receive
+
+PR_SET_PDEATHSIG = 1
+MAX_LIMIT_BYTES = 2**62  # what setrlimit takes
+OOM_SCORE = 500  # of 1000: when the host runs out of memory, the kernel takes this process before the service
+
+
+@dataclass
+class LoadedFunction:
+    """A function, what it is called with, and how much address space it has added so far."""
+
+    function: RewardFunction
+    path: Path | None
+    kwargs: dict[str, Any]
+    memory_bytes: int
+    added_bytes: int = 0
+
+
+def main() -> None:
+    """Serves the socket whose descriptor is argv[2] until the runner, process argv[3], closes it."""
+    connection_fd, runner_pid = int(sys.argv[2]), int(sys.argv[3])
+    _die_with(runner_pid)
+    _print_to_stderr()
+    os.set_inheritable(connection_fd, False)
+    connection = socket.socket(fileno=connection_fd)
+    with connection, asyncio.Runner() as loop, contextlib.suppress(EOFError, ConnectionError):
+        _serve(connection, loop)
+
+
+def _serve(connection: socket.socket, loop: asyncio.Runner) -> None:
+    try:
+        functions = [_load(item) for item in receive(connection)["load"]]
+    except InvalidInput as error:
+        connection.sendall(encode({"refused": str(error)}))
+        return
+    connection.sendall(encode({"loaded": len(functions)}))
+    group: dict[str, Any] = {}
+    while True:
+        message = receive(connection)
+        if "group" in message:
+            group = message["group"]
+        else:
+            connection.sendall(encode(_answer(functions[message["call"]], group, loop)))
+
+
+def _load(item: dict[str, Any]) -> LoadedFunction:
+    function = load_function(item["function"], item["kwargs"])
+    path, colon, _ = item["function"].rpartition(":")
+    own_file = Path(path).expanduser().resolve() if colon else None
+    return LoadedFunction(function, own_file, item["kwargs"], item["memory_bytes"])
+
+
+def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner) -> dict[str, Any]:
+    async def wait(awaitable: Awaitable[Any]) -> Any:
+        return await awaitable
+
+    own_group = copy.deepcopy(group)  # a function that edits its arguments must not edit the next one's
+    try:
+        with _memory_limit(loaded):
+            rewards = call_function(
+                loaded.function, own_group, loaded.kwargs, lambda awaitable: loop.run(wait(awaitable))
+            )
+        return {"rewards": rewards}
+    except InvalidRewards as error:
+        return {"invalid": str(error)}
+    except BaseException as error:  # sys.exit() in a function is a failure of the function too
+        traceback.print_exc()
+        description = describe_error(error, loaded.path)
+        if _is_out_of_memory(error):
+            limit_mb = loaded.memory_bytes >> 20
+            return {"raised": f"ran out of memory, memory_mb is {limit_mb}: {description}", "worn": True}
+        return {"raised": f"raised {description}", "worn": False}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and "allocate memory" in str(error))  # torch
+    )
+
+
+@contextlib.contextmanager
+def _memory_limit(loaded: LoadedFunction) -> Iterator[None]:
+    """Lets the function's own additions to the address space, over all its calls, reach its limit and no more."""
+    mapped_bytes = _mapped_bytes()
+    if mapped_bytes is None:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit_bytes = min(mapped_bytes + max(0, loaded.memory_bytes - loaded.added_bytes), MAX_LIMIT_BYTES)
+    if hard != resource.RLIM_INFINITY:
+        limit_bytes = min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        loaded.added_bytes += (_mapped_bytes() or mapped_bytes) - mapped_bytes
+
+
+def _mapped_bytes() -> int | None:
+    """Address space of this process; None where the system does not say (not Linux)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+def _die_with(runner_pid: int) -> None:
+    if sys.platform != "linux":
+        return  # the closed socket still ends an idle process
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != runner_pid:  # it died before the call above
+        os._exit(1)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+
+
+def _print_to_stderr() -> None:
+    """What functions print, also below Python, joins the service's log."""
+    os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True, errors="backslashreplace")

@@ -1,0 +1,1 @@
+"""Generating completions: engines, sampling, receiving weights. Knows no server and no learner."""

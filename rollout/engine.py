@@ -1,0 +1,157 @@
+"""What an engine is: token ids in, sampled token ids with log-probabilities and version spans out.
+
+The promise, whichever engine runs: every token comes with the log-probability under the distribution that it was
+sampled from and with the version of the weights that made it; a request's tokens depend on its seed, not on what
+else is in the batch; weights change only between two decode steps; and nothing that was generated is lost on an abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from paceline.errors import InvalidInput
+from paceline.groups import Completion, IntArray, Version
+from paceline.spec import GenerationSection, RunSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn. Raises InvalidInput on a value that no distribution has."""
+
+    max_new_tokens: int
+    """Longest completion in tokens, a prefix included."""
+    min_new_tokens: int = 0
+    """No stop token before this many tokens; they have probability 0 until then."""
+    temperature: float = 1.0
+    """Logits are divided by it; above 0 (1e-4 is as good as greedy)."""
+    top_p: float = 1.0
+    """Smallest set of likeliest tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = 0
+    """Likeliest tokens kept; 0 keeps all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, besides the engine's own end of sequence."""
+
+    def __post_init__(self) -> None:
+        for name, good, wanted in (
+            ("max_new_tokens", self.max_new_tokens > 0, "positive"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
+            ("temperature", self.temperature > 0, "above 0; use 1e-4 for greedy decoding"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "0 or more"),
+        ):
+            if not good:
+                raise InvalidInput(f"{name} is {getattr(self, name)}, must be {wanted}")
+
+    @classmethod
+    def from_spec(cls, generation: GenerationSection) -> SamplingParams:
+        """What `policy.generation` asks for."""
+        return cls(
+            max_new_tokens=generation.max_new_tokens,
+            min_new_tokens=generation.min_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            stop_token_ids=generation.stop_token_ids,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """One completion to sample."""
+
+    request_id: str
+    """Names the request for `abort`; unique among those that run or wait."""
+    prompt_ids: IntArray
+    """[P] tokens of the prompt."""
+    params: SamplingParams
+    seed: int
+    """With the position it determines each token's random number, whatever the batch."""
+    prefix: Completion | None = None
+    """An unfinished completion, handed over by a worker that drained; generation goes on from its end."""
+
+
+class Engine(Protocol):
+    """A sampler with one set of weights, used from one asyncio loop."""
+
+    version: Version | None
+    """Of the weights in use; None before the first ones."""
+    max_batch_size: int
+    """Sequences that are decoded at a time; more may be submitted and wait."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not in the batch yet."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """The completion of `request`, its `text` left empty, a prefix included. Cancelling aborts the request.
+
+        Raises InvalidInput: the prompt leaves no room or holds unknown tokens, or the id is in use.
+        Raises Unavailable: no weights yet, closed, or logits that are not finite. Raises EngineDied: the engine stopped on an error.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Makes its `generate` return what exists, with finish_reason `abort`. An unknown id is no error."""
+
+    async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
+        """Puts `weights`, named as in the model's state_dict, in use as `version`, between two decode steps.
+
+        Returns the pause in seconds during which no token was sampled because of it. The tensors must not change
+        before it returns. A cancelled call may still take effect; `version` tells.
+        Raises InvalidInput: a name is missing or unknown, a shape is wrong, an element is not finite; the old weights
+        go on serving.
+        """
+
+    async def close(self) -> None:
+        """Ends the engine. Requests that are left return what exists, with finish_reason `abort`."""
+
+
+def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> Engine:
+    """The engine that `policy.generation.backend` names, for the model in `policy`, on `device`.
+
+    With `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without, only the structure is
+    read from there, and `generate` is refused until `update_weights` was called.
+    """
+    backend = spec.policy.generation.backend
+    if backend == "native":
+        from rollout.native import NativeEngine
+
+        return NativeEngine(spec, device=device, load_weights=load_weights)
+    if backend == "vllm":
+        raise InvalidInput(
+            "policy.generation.backend is 'vllm', which this version does not have yet; use 'native' "
+            "(the extra `pip install paceline[vllm]` will bring it)"
+        )
+    raise ValueError(f"unknown policy.generation.backend {backend!r}")
+
+
+def check_prefix(prefix: Completion) -> None:
+    """Raises InvalidInput if `prefix` cannot be continued: ended already, or tokens, numbers and spans disagree."""
+    num_tokens = len(prefix.token_ids)
+    if prefix.finish_reason != "abort":
+        raise InvalidInput(f"prefix ended with {prefix.finish_reason!r}; only 'abort' can be continued")
+    if len(prefix.logprobs) != num_tokens:
+        raise InvalidInput(f"prefix has {num_tokens} tokens but {len(prefix.logprobs)} log-probabilities")
+    ends = [0, *(span.end for span in prefix.spans)]
+    if ends[-1] != num_tokens or any(
+        span.start != end or span.end <= span.start for span, end in zip(prefix.spans, ends, strict=False)
+    ):
+        raise InvalidInput(
+            f"prefix spans {list(map(tuple, prefix.spans))} do not cover its {num_tokens} tokens"
+        )
+
+
+def empty_completion() -> Completion:
+    """What exists of a request that was aborted before its first token."""
+    return Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")

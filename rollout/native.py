@@ -1,0 +1,291 @@
+"""The native engine: continuous batching over a Hugging Face model, on a thread of its own, for any machine.
+
+The promise is that of `rollout.engine.Engine`, and that asyncio never waits for a forward pass. Who owns what: the
+thread alone touches model and batch; callers only append to the inbox (`_waiting`, `_aborted`, `_updates`) under
+`_wake`, and get their answers through futures on their own loop. A turn of the thread is: take the inbox, abort,
+change weights, let requests join, decode one token for every row. So aborts and new weights wait for one decode step,
+and new requests for free rows. When the thread dies of an error, everyone who waits is told why, and later callers too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import EngineDied, InvalidInput, Unavailable
+from paceline.groups import Completion, Version
+from paceline.spec import RunSpec
+from rollout.engine import GenerationRequest, check_prefix, empty_completion
+from rollout.native_batch import DecodeBatch, Ended, Row
+from rollout.native_model import load_native_model
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 60.0
+"""How long `close` waits for the decode step that is under way."""
+
+
+@dataclass(eq=False)
+class _Update:
+    version: Version
+    weights: Mapping[str, Tensor]
+    answer: asyncio.Future[float]
+
+
+class NativeEngine:
+    """See `rollout.engine.Engine`. `device` is a torch device; `load_weights` as in `create_engine`."""
+
+    def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
+        self._model = load_native_model(spec.policy, device, load_weights)
+        self.max_batch_size = spec.policy.generation.max_batch_size
+        self.version: Version | None = None
+        self._batch = DecodeBatch(self._model, self.max_batch_size)
+        self._in_flight = spec.async_grpo.in_flight_weight_updates
+        self._recompute = spec.async_grpo.recompute_kv_cache_after_weight_updates
+        if load_weights:
+            self.version = Version(0, 0)
+            self._batch.change_version(self.version, recompute=False)
+
+        self._wake = threading.Condition()
+        self._answers: dict[Row, asyncio.Future[Completion]] = {}
+        self._by_id: dict[str, Row] = {}
+        self._waiting: deque[Row] = deque()
+        self._aborted: list[Row] = []
+        self._updates: deque[_Update] = deque()
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._batch.rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not in the batch yet."""
+        return len(self._waiting)
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """See `Engine.generate`."""
+        row = self._admit(request)
+        done = 0 if request.prefix is None else len(request.prefix.token_ids)
+        if row.prompt_length + done >= row.limit and request.prefix is not None:
+            prefix = request.prefix
+            return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        with self._wake:
+            self._refuse_if_ended()
+            if self.version is None:
+                raise Unavailable("the engine has no weights yet; call update_weights first")
+            if request.request_id in self._by_id:
+                raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request its own")
+            self._by_id[request.request_id] = row
+            self._answers[row] = answer
+            self._waiting.append(row)
+            self._wake.notify()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._abort(row)
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+        row = self._by_id.get(request_id)
+        if row is not None:
+            self._abort(row)
+
+    async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
+        """See `Engine.update_weights`. The pause is the copy and the recomputation of keys and values.
+
+        Without in-flight updates running sequences are decoded to their end first, which is not part of the pause.
+        """
+        await asyncio.to_thread(self._model.check, weights)
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        with self._wake:
+            self._refuse_if_ended()
+            self._updates.append(_Update(version, weights, answer))
+            self._wake.notify()
+        return await answer
+
+    async def close(self) -> None:
+        """See `Engine.close`. Raises Unavailable if the step under way does not end."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise Unavailable(f"the engine's decode step has not ended after {CLOSE_TIMEOUT_S} s")
+
+    def _admit(self, request: GenerationRequest) -> Row:
+        """Checks everything about a request that could later hurt the batch. Raises InvalidInput."""
+        num_prompt = len(request.prompt_ids)
+        if request.prefix is not None:
+            check_prefix(request.prefix)
+        if not 0 < num_prompt < self._model.max_tokens:
+            raise InvalidInput(
+                f"the prompt has {num_prompt} tokens, must have 1 to {self._model.max_tokens - 1}: "
+                "policy.max_total_sequence_length (or the model) bounds prompt and completion together"
+            )
+        limit = min(num_prompt + request.params.max_new_tokens, self._model.max_tokens)
+        stop_ids = frozenset((*self._model.stop_token_ids, *request.params.stop_token_ids))
+        row = Row(request, stop_ids, limit, list(request.prefix.spans) if request.prefix else [])
+        known = row.known_ids()
+        if known.min() < 0 or known.max() >= self._model.vocab_size:
+            raise InvalidInput(
+                f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
+                f"{self._model.vocab_size - 1}; is it the model's own tokenizer?"
+            )
+        return row
+
+    def _abort(self, row: Row) -> None:
+        with self._wake:
+            if row in self._answers:
+                self._aborted.append(row)
+                # The id is free at once: a cancelled request may be submitted again under its name.
+                self._by_id.pop(row.request.request_id, None)
+                self._wake.notify()
+
+    def _refuse_if_ended(self) -> None:
+        if self._error is not None:
+            raise _died(self._error)
+        if self._closing:
+            raise Unavailable("the engine is closed")
+
+    # Everything below runs on the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except BaseException as error:
+            log.exception("the native engine died")
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _turn(self) -> bool:
+        """One round of the loop; False when the engine is closed."""
+        batch = self._batch
+        with self._wake:
+            # No deadline: an idle engine waits for its callers, and close() is one of them.
+            self._wake.wait_for(
+                lambda: batch.rows or self._waiting or self._aborted or self._updates or self._closing
+            )
+            if self._closing:
+                return False
+            aborted, self._aborted = list(dict.fromkeys(self._aborted)), []
+            never_ran = [row for row in aborted if row in self._waiting]
+            for row in never_ran:
+                self._waiting.remove(row)
+        self._answer([_unstarted(row) for row in never_ran])
+        self._answer(batch.remove([row for row in aborted if row in batch.rows]))
+        if self._updates and (self._in_flight or not batch.rows):
+            self._apply(self._updates[0])
+            self._updates.popleft()
+        if self._waiting and not self._updates:
+            self._answer(batch.add(self._joining()))
+        if batch.rows:
+            self._answer(batch.step())
+        return True
+
+    def _joining(self) -> list[Row]:
+        """Requests that join now: as soon as all that wait fit, else when an eighth of the batch is free.
+
+        A prefill pass for each single row that ends would cost as much as a decode step of the whole batch.
+        """
+        free = self._batch.num_free
+        with self._wake:
+            if free < min(len(self._waiting), max(1, self.max_batch_size // 8)):
+                return []
+            return [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+
+    def _apply(self, update: _Update) -> None:
+        start = time.perf_counter()
+        self._model.replace(update.weights)
+        self._batch.change_version(update.version, self._recompute)
+        self._model.synchronize()
+        self.version = update.version
+        _resolve([(update.answer, time.perf_counter() - start)])
+
+    def _answer(self, ended: Iterable[Ended]) -> None:
+        answers: list[tuple[asyncio.Future[Any], Any]] = []
+        with self._wake:
+            for row, completion in ended:
+                if self._by_id.get(row.request.request_id) is row:
+                    del self._by_id[row.request.request_id]
+                broken = not np.isfinite(completion.logprobs).all()
+                answers.append(
+                    (self._answers.pop(row), _not_finite(row, self.version) if broken else completion)
+                )
+        _resolve(answers)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Tells everyone who waits: after close what exists, after an error why."""
+        with self._wake:
+            self._error, self._closing = error, True
+            waiting, self._waiting = list(self._waiting), deque()
+            updates, self._updates = list(self._updates), deque()
+        if error is None:
+            with torch.inference_mode():
+                self._answer(self._batch.remove(list(self._batch.rows)))
+            self._answer([_unstarted(row) for row in waiting])
+            _resolve([(update.answer, Unavailable("the engine was closed")) for update in updates])
+            return
+        futures: list[asyncio.Future[Any]] = [*self._answers.values(), *(update.answer for update in updates)]
+        self._answers.clear()
+        self._by_id.clear()
+        _resolve([(future, _died(error)) for future in futures])
+
+
+def _died(error: BaseException) -> EngineDied:
+    died = EngineDied(f"the native engine died: {error!r}")
+    died.__cause__ = error
+    return died
+
+
+def _not_finite(row: Row, version: Version | None) -> Unavailable:
+    return Unavailable(
+        f"request {row.request.request_id!r}: the model's logits under {version} are not finite; "
+        "newer weights or policy.generation_precision=float32 may help"
+    )
+
+
+def _unstarted(row: Row) -> Ended:
+    return row, row.request.prefix or empty_completion()
+
+
+def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    """Sets results (or exceptions) from another thread, with one wake-up for each loop however many end together."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = defaultdict(list)
+    for future, value in answers:
+        by_loop[future.get_loop()].append((future, value))
+    for loop, items in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_set_all, items)
+        except RuntimeError:
+            # The loop was closed, so nobody waits any more.
+            log.debug("%d answers for a loop that is closed", len(items))
+
+
+def _set_all(items: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, value in items:
+        if future.done():
+            continue
+        if isinstance(value, BaseException):
+            future.set_exception(value)
+        else:
+            future.set_result(value)

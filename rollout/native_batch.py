@@ -1,0 +1,284 @@
+"""The running batch of the native engine: rows join, decode one token a step, and leave when they end.
+
+Rows [0, n) of every tensor are the running sequences; one that ends is overwritten by the last ones. What a step
+needs lives in tensors on the model's device and what only the host needs in `Row`, so a step has no Python work per
+row and reads back one flag per row. The promise: a row's tokens are those it would get alone.
+
+The last token of a row has no keys and values yet: it is the input of the next step. So the cache holds `total` - 1
+positions, and after a change of weights those are all that has to be computed anew.
+
+Axis suffixes: S slots, R rows in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.groups import Completion, IntArray, Version, VersionSpan
+from rollout.engine import GenerationRequest
+from rollout.kv_cache import SlotCache
+from rollout.native_model import NativeModel
+from rollout.sampling import mask_stop_tokens, mix_seed, sample, uniform
+
+PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill pass; bounds its activations. A single longer prompt still goes in whole."""
+
+TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
+TEMPERATURE, TOP_P = range(2)
+
+
+@dataclass(eq=False)
+class Row:
+    """The host's side of one running sequence."""
+
+    request: GenerationRequest
+    stop_ids: frozenset[int]
+    limit: int
+    """Tokens, prompt included, at which it ends for its length."""
+    spans: list[VersionSpan] = field(default_factory=list)
+    birth: int = 0
+    """Decode step at which it would have had 0 tokens: its `total` is the batch's step less this."""
+
+    @property
+    def prompt_length(self) -> int:
+        """P."""
+        return len(self.request.prompt_ids)
+
+    def known_ids(self) -> IntArray:
+        """Prompt and prefix: the tokens it joins with."""
+        prefix = self.request.prefix
+        ids = (
+            self.request.prompt_ids
+            if prefix is None
+            else np.concatenate([self.request.prompt_ids, prefix.token_ids])
+        )
+        return np.asarray(ids, np.int32)
+
+    def add_span(self, version: Version, num_tokens: int) -> None:
+        """Tokens up to `num_tokens` of the completion, as far as no span has them, are of `version`."""
+        start = self.spans[-1].end if self.spans else 0
+        if start == num_tokens:
+            return
+        if self.spans and self.spans[-1][:2] == tuple(version):
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(*version, start, num_tokens))
+
+
+Ended = tuple[Row, Completion]
+
+
+class DecodeBatch:
+    """Up to `num_slots` sequences under one version of the weights. All calls are made by one thread."""
+
+    def __init__(self, model: NativeModel, num_slots: int) -> None:
+        self.model = model
+        self.num_slots = num_slots
+        self.rows: list[Row] = []
+        self.version: Version | None = None
+        self._cache = SlotCache(num_slots)
+        self._step = 0
+        self._masks_top = self._masks_stop = False
+        self._longest = 0
+        device = model.device
+        self._index_S = torch.arange(num_slots, device=device)
+        self._tokens_SL = torch.zeros(num_slots, model.max_tokens, dtype=torch.int64, device=device)
+        self._logprobs_SL = torch.zeros(num_slots, model.max_tokens, device=device)
+        self._counts = torch.zeros(num_slots, 6, dtype=torch.int64, device=device)
+        self._floats = torch.ones(num_slots, 2, device=device)
+        self._stops_SK = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
+
+    @property
+    def num_free(self) -> int:
+        """Sequences that can join."""
+        return self.num_slots - len(self.rows)
+
+    def add(self, rows: Sequence[Row]) -> list[Ended]:
+        """Rows join with their prompts computed, equal ones once, and their first token sampled; some end by it."""
+        by_prompt: dict[bytes, list[Row]] = {}
+        for row in rows:
+            by_prompt.setdefault(row.known_ids().tobytes(), []).append(row)
+        for shared in _chunks(list(by_prompt.values())):
+            self._prefill(shared)
+        self._measure()
+        return self._remove_ended()
+
+    def step(self) -> list[Ended]:
+        """Every row gets one more token. Returns the rows that end by it, which have left."""
+        num_rows = len(self.rows)
+        total_R = self._counts[:num_rows, TOTAL]
+        positions_R = total_R - 1
+        rows_R = self._index_S[:num_rows]
+        self._cache.begin_decode(rows_R, positions_R, self._longest)
+        ids_R = self._tokens_SL[rows_R, positions_R]
+        self._append(self.model.decode(ids_R, positions_R, self._cache), 0, num_rows)
+        self._step += 1
+        self._longest += 1
+        return self._remove_ended()
+
+    def remove(self, rows: Sequence[Row]) -> list[Ended]:
+        """Takes `rows` out unfinished, with what they have."""
+        return self._take([self.rows.index(row) for row in rows], "abort")
+
+    def change_version(self, version: Version, recompute: bool) -> None:
+        """Tokens from now on are of `version`, whose weights the model has now; `recompute` renews keys and values."""
+        if self.version is not None:
+            for row in self.rows:
+                row.add_span(self.version, self._step - row.birth - row.prompt_length)
+        self.version = version
+        if recompute and self.rows:
+            self._recompute()
+
+    def _prefill(self, shared: list[list[Row]]) -> None:
+        """Adds rows; those in one list of `shared` have the same tokens."""
+        first, rows = len(self.rows), [row for group in shared for row in group]
+        end = first + len(rows)
+        known = [row.known_ids() for row in rows]
+        longest = max(map(len, known))
+        ids_RL = np.zeros((len(rows), longest), np.int64)
+        logprobs_RL = np.zeros((len(rows), longest), np.float32)
+        for index, (row, ids) in enumerate(zip(rows, known, strict=True)):
+            ids_RL[index, : len(ids)] = ids
+            if row.request.prefix is not None:
+                logprobs_RL[index, row.prompt_length : len(ids)] = row.request.prefix.logprobs
+        device = self.model.device
+        self._tokens_SL[first:end, :longest] = torch.from_numpy(ids_RL).to(device)
+        self._logprobs_SL[first:end, :longest] = torch.from_numpy(logprobs_RL).to(device)
+        self._write_parameters(rows, known, first, end)
+        self.rows += rows
+
+        source_R = None
+        leaders_U = self._index_S[first:end]
+        if len(shared) < len(rows):
+            sizes = [len(group) for group in shared]
+            source_R = torch.from_numpy(np.repeat(np.arange(len(shared)), sizes)).to(device)
+            leaders_U = torch.from_numpy(first + np.cumsum([0, *sizes[:-1]])).to(device)
+        self._cache.begin_prefill(first, len(rows), longest, source_R)
+        logits_UV = self.model.prefill(
+            self._tokens_SL[leaders_U, :longest], self._counts[leaders_U, TOTAL], self._cache
+        )
+        self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
+        for row, ids in zip(rows, known, strict=True):
+            row.birth = self._step - len(ids) - 1
+
+    def _write_parameters(self, rows: list[Row], known: list[IntArray], first: int, end: int) -> None:
+        counts, floats = [], []
+        for row, ids in zip(rows, known, strict=True):
+            params, prompt = row.request.params, row.prompt_length
+            min_total = prompt + params.min_new_tokens
+            counts.append((len(ids), prompt, row.limit, min_total, mix_seed(row.request.seed), params.top_k))
+            floats.append((params.temperature, params.top_p))
+        width = max(self._stops_SK.shape[1], *(len(row.stop_ids) for row in rows))
+        if width > self._stops_SK.shape[1]:
+            added = width - self._stops_SK.shape[1]
+            self._stops_SK = torch.nn.functional.pad(self._stops_SK, (0, added), value=-1)
+        stops = [sorted(row.stop_ids) + [-1] * (width - len(row.stop_ids)) for row in rows]
+        device = self.model.device
+        self._counts[first:end] = torch.tensor(counts, device=device)
+        self._floats[first:end] = torch.tensor(floats, device=device)
+        self._stops_SK[first:end] = torch.tensor(stops, device=device)
+        self._masks_top |= any(row.request.params.top_k > 0 or row.request.params.top_p < 1 for row in rows)
+        self._masks_stop |= any(row.request.params.min_new_tokens > 0 for row in rows)
+
+    def _append(self, logits_RV: Tensor, first: int, end: int) -> None:
+        """Samples the next token of rows [first, end) and writes it down."""
+        counts, floats = self._counts[first:end], self._floats[first:end]
+        total_R = counts[:, TOTAL]
+        if self._masks_stop:
+            logits_RV = mask_stop_tokens(logits_RV, self._stops_SK[first:end], total_R < counts[:, MIN_TOTAL])
+        tokens_R, logprobs_R = sample(
+            logits_RV,
+            uniform(counts[:, SEED], total_R - counts[:, PROMPT]),
+            floats[:, TEMPERATURE],
+            counts[:, TOP_K] if self._masks_top else None,
+            floats[:, TOP_P] if self._masks_top else None,
+        )
+        rows_R = self._index_S[first:end]
+        self._tokens_SL[rows_R, total_R] = tokens_R
+        self._logprobs_SL[rows_R, total_R] = logprobs_R
+        total_R += 1
+
+    def _remove_ended(self) -> list[Ended]:
+        num_rows = len(self.rows)
+        total_R = self._counts[:num_rows, TOTAL]
+        last_R1 = self._tokens_SL[self._index_S[:num_rows], total_R - 1][:, None]
+        ended_R = (last_R1 == self._stops_SK[:num_rows]).any(1) | (total_R >= self._counts[:num_rows, LIMIT])
+        return self._take(np.flatnonzero(ended_R.cpu().numpy()).tolist(), None)
+
+    def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
+        """Removes rows by index; without `reason` it is `stop` or `length` by their last token."""
+        if not leaving:
+            return []
+        index_R = torch.tensor(leaving, device=self.model.device)
+        rows = [self.rows[index] for index in leaving]
+        totals = [self._step - row.birth for row in rows]
+        tokens_RL = self._tokens_SL[index_R, : max(totals)].cpu().numpy().astype(np.int32)
+        logprobs_RL = self._logprobs_SL[index_R, : max(totals)].cpu().numpy()
+        ended = []
+        for row, total, ids_L, logprobs_L in zip(rows, totals, tokens_RL, logprobs_RL, strict=True):
+            assert self.version is not None
+            row.add_span(self.version, total - row.prompt_length)
+            why = reason or ("stop" if int(ids_L[total - 1]) in row.stop_ids else "length")
+            taken = slice(row.prompt_length, total)
+            # Copies, so that a completion does not keep its neighbours' rows alive.
+            ended.append(
+                (row, Completion(ids_L[taken].copy(), logprobs_L[taken].copy(), tuple(row.spans), why))
+            )
+        self._close_gaps(leaving)
+        self._measure()
+        if not all(np.isfinite(completion.logprobs).all() for _, completion in ended):
+            self._cache.wipe(len(self.rows))
+        return ended
+
+    def _close_gaps(self, leaving: list[int]) -> None:
+        """Moves the last rows that stay into the places of those that leave."""
+        num_left = len(self.rows) - len(leaving)
+        gone = set(leaving)
+        targets = [index for index in sorted(gone) if index < num_left]
+        sources = [index for index in range(num_left, len(self.rows)) if index not in gone]
+        if targets:
+            device = self.model.device
+            source_R, target_R = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+            self._cache.move_rows(source_R, target_R, self._longest)
+            for store in (self._tokens_SL, self._logprobs_SL, self._counts, self._floats, self._stops_SK):
+                store[target_R] = store[source_R]
+            for source, target in zip(sources, targets, strict=True):
+                self.rows[target] = self.rows[source]
+        del self.rows[num_left:]
+
+    def _measure(self) -> None:
+        """What the host has to know of all rows together, after rows came or went."""
+        self._longest = max((self._step - row.birth for row in self.rows), default=0)
+        params = [row.request.params for row in self.rows]
+        self._masks_top = any(one.top_k > 0 or one.top_p < 1 for one in params)
+        self._masks_stop = any(one.min_new_tokens > 0 for one in params)
+
+    def _recompute(self) -> None:
+        """Keys and values of all but each row's last token, with the weights of now."""
+        longest = self._longest - 1
+        rows_per_pass = max(1, PREFILL_TOKENS // longest)
+        for first in range(0, len(self.rows), rows_per_pass):
+            end = min(first + rows_per_pass, len(self.rows))
+            self._cache.begin_prefill(first, end - first, longest, None)
+            self.model.prefill(
+                self._tokens_SL[first:end, :longest], self._counts[first:end, TOTAL] - 1, self._cache
+            )
+
+
+def _chunks(groups: list[list[Row]]) -> Iterator[list[list[Row]]]:
+    """`groups` in parts whose prompts, padded to the longest of the part, stay within PREFILL_TOKENS."""
+    part: list[list[Row]] = []
+    longest = 0
+    for group in groups:
+        length = len(group[0].known_ids())
+        if part and max(longest, length) * (len(part) + 1) > PREFILL_TOKENS:
+            yield part
+            part, longest = [], 0
+        part.append(group)
+        longest = max(longest, length)
+    if part:
+        yield part

@@ -1,0 +1,200 @@
+"""A Hugging Face causal language model as the native engine uses it: prefill, decode one token, replace weights.
+
+The promise: `replace` changes all weights or none (what could be wrong is found by `check` before anything is
+written), and only the positions that are sampled from ever reach the LM head.
+
+Axis suffixes: R rows, T tokens of a padded prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from paceline.errors import InvalidInput
+from paceline.onednn import is_faster, product
+from paceline.spec import PolicySection
+from rollout.kv_cache import SlotCache
+
+NAMES_SHOWN = 5
+ONEDNN_ROWS = 32
+"""Fewest rows of a product that oneDNN is faster for."""
+
+
+class NativeModel:
+    """The forward passes and the weights. Not thread-safe: one thread runs it (`check` may run in another)."""
+
+    def __init__(self, module: Any, stop_token_ids: tuple[int, ...], max_tokens: int) -> None:
+        self.module = module.eval().requires_grad_(False)
+        self.stop_token_ids = stop_token_ids
+        """End of sequence: of the model's config, of its generation config and of the tokenizer."""
+        self.max_tokens = max_tokens
+        """Longest sequence, prompt and completion together."""
+        self.device: torch.device = module.device
+        self.dtype: torch.dtype = module.dtype
+        self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
+        self._parameters: dict[str, Tensor] = module.state_dict()
+        self._names = _names_by_storage(self._parameters)
+        self._last_R: Tensor | None = None
+        module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
+        if is_faster(self.device, self.dtype):
+            for layer in module.modules():
+                if type(layer) is nn.Linear and layer.bias is None:
+                    layer.forward = partial(_linear, layer)
+
+    def prefill(self, ids_RT: Tensor, lengths_R: Tensor, cache: SlotCache) -> Tensor:
+        """[R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` came before.
+
+        Needs no mask: attention is causal, so the padding on the right is never seen by what is left of it.
+        """
+        positions_1T = torch.arange(ids_RT.shape[1], device=self.device)[None]
+        self._last_R = lengths_R - 1
+        try:
+            output = self.module(
+                input_ids=ids_RT, position_ids=positions_1T, past_key_values=cache, use_cache=True
+            )
+        finally:
+            self._last_R = None
+        return output.logits[:, 0]  # type: ignore[no-any-return]
+
+    def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
+        """[R, V] logits after one more token for each row; `cache.begin_decode` came before."""
+        output = self.module(
+            input_ids=ids_R[:, None],
+            attention_mask=cache.decode_mask(self.dtype),
+            position_ids=positions_R[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1]  # type: ignore[no-any-return]
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises InvalidInput if `weights` does not fit: an unknown or missing name, a wrong shape, a NaN.
+
+        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal.
+        """
+        _refuse("unknown weights", [name for name in weights if name not in self._parameters])
+        _refuse(
+            "missing weights",
+            [names[0] for names in self._names if not any(name in weights for name in names)],
+        )
+        for name, tensor in weights.items():
+            if tensor.shape != self._parameters[name].shape:
+                raise InvalidInput(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is "
+                    f"{tuple(self._parameters[name].shape)}; the old weights go on serving"
+                )
+            if not torch.isfinite(tensor).all():
+                raise InvalidInput(
+                    f"weight {name!r} has NaN or infinite elements; the old weights go on serving"
+                )
+        for names in self._names:
+            first, *others = (name for name in names if name in weights)
+            for other in others:
+                if not torch.equal(weights[first], weights[other]):
+                    raise InvalidInput(
+                        f"weights {first!r} and {other!r} differ, but the model ties them; was the learner's "
+                        "model loaded with tie_word_embeddings off?"
+                    )
+
+    def replace(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies checked `weights` over the model's, in place and in the model's type."""
+        with torch.no_grad():
+            for names in self._names:
+                name = next(name for name in names if name in weights)
+                self._parameters[name].copy_(weights[name], non_blocking=True)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what was asked, so that a pause can be measured."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _keep_last(self, _: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        # In front of the LM head, so that it works for every architecture, scaled or soft-capped logits included.
+        if self._last_R is None:
+            return None
+        rows_R = torch.arange(len(self._last_R), device=self.device)
+        return (inputs[0][rows_R, self._last_R][:, None], *inputs[1:])
+
+
+def load_native_model(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
+    """The model that `policy.model_name` describes; its memory is not initialised unless `load_weights`.
+
+    Raises InvalidInput: an architecture whose attention needs more than all earlier positions.
+    """
+    config = AutoConfig.from_pretrained(policy.model_name)
+    max_tokens = min(
+        policy.max_total_sequence_length,
+        getattr(config, "max_position_embeddings", None) or policy.max_total_sequence_length,
+    )
+    _check_attention(config, max_tokens)
+    precision = policy.generation_precision
+    if precision == "auto":
+        precision = "bfloat16" if torch.device(device).type == "cuda" else "float32"
+    dtype = getattr(torch, precision)
+    auto: Any = AutoModelForCausalLM
+    if load_weights:
+        module = auto.from_pretrained(policy.model_name, dtype=dtype).to(device)
+    else:
+        with torch.device(device), no_init_weights():
+            module = auto.from_config(config, dtype=dtype)
+        module.tie_weights()
+    return NativeModel(module, _stop_token_ids(policy, config, module), max_tokens)
+
+
+def _check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if window is not None and "layer_types" not in config.to_dict():
+        kinds = {"sliding_attention"}
+    if window is not None and window >= max_tokens:
+        kinds.discard("sliding_attention")
+    kinds.discard("full_attention")
+    if kinds:
+        raise InvalidInput(
+            f"the native engine knows full attention only, {config.model_type} has {', '.join(sorted(kinds))} "
+            f"(window {window}, sequences up to {max_tokens} tokens); use the vllm backend"
+        )
+
+
+def _stop_token_ids(policy: PolicySection, config: PreTrainedConfig, module: Any) -> tuple[int, ...]:
+    """End-of-sequence tokens, from everywhere they are written: chat models often name them in one place only."""
+    found: set[int] = set()
+    sources = [config.eos_token_id, getattr(module.generation_config, "eos_token_id", None)]
+    folder = Path(policy.model_name)
+    bare = folder.is_dir() and not any(folder.glob("tokenizer*"))
+    if policy.tokenizer_name is not None or not bare:
+        tokenizer = AutoTokenizer.from_pretrained(policy.tokenizer_name or policy.model_name)
+        sources.append(tokenizer.eos_token_id)
+    for ids in sources:
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer's product, by oneDNN where there are enough rows."""
+    if x.numel() < ONEDNN_ROWS * layer.in_features:
+        return nn.functional.linear(x, layer.weight)
+    return product(x, layer.weight)
+
+
+def _names_by_storage(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names in groups that are one tensor under several names."""
+    groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name, tensor in parameters.items():
+        groups.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
+    return list(groups.values())
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        raise InvalidInput(f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}; the old weights go on serving")

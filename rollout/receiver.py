@@ -1,0 +1,239 @@
+"""Receiving weights in the rollout process, while it goes on sampling with the ones it has.
+
+The promise: new weights reach the engine whole or not at all. A version is received into memory of its own, every
+tensor's checksum and the layout are compared, then `on_weights` swaps it in, and only then is it acknowledged. A sender
+that dies, stops or lies costs nothing: the old weights go on serving.
+
+Who waits for whom: every link has a thread, which waits for offers of its prefix, for buckets (each with a time-out) and
+for `on_weights`. `offer` never waits. An offer with another prefix makes a new link and leaves the old thread behind,
+wherever it is stuck; what that thread still receives is thrown away. Swaps happen one at a time and only forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from paceline.errors import Conflict, PacelineError, Unavailable
+from paceline.flat_weights import checked, empty_flat
+from paceline.groups import Version
+from paceline.weight_link import MEMBER, WeightLink, first_line, form_link
+from paceline.weights import WeightManifest, WeightOffer
+
+log = logging.getLogger(__name__)
+
+
+class WeightReceiver:
+    """One member's receiving side.
+
+    `on_weights(version, tensors)` hands the tensors over (they are nobody else's) and returns when the engine samples
+    with them; raising refuses the version. `on_ack(version, ok, message)` carries the answer to the learner.
+    `on_progress(version, received_bytes)` is told after each bucket. All three are called from the links' threads.
+    `host` is this machine's address as the learner reaches it; `device` is where an NCCL link receives.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        max_wait_s: float,
+        on_weights: Callable[[Version, dict[str, torch.Tensor]], None],
+        on_ack: Callable[[Version, bool, str], None],
+        on_progress: Callable[[Version, int], None] | None = None,
+        host: str = "127.0.0.1",
+        device: str = "cpu",
+    ) -> None:
+        self._run_id = run_id
+        self._max_wait_s = max_wait_s
+        self._on_weights = on_weights
+        self._on_ack = on_ack
+        self._on_progress = on_progress
+        self._host = host
+        self._device = device
+        self._lock = threading.Lock()
+        self._swap = threading.Lock()
+        self._held: Version | None = None
+        self._held_manifest: WeightManifest | None = None
+        self._current: _Link | None = None
+        self._closed = False
+
+    @property
+    def held(self) -> Version | None:
+        """The version that the engine got last; None before the first."""
+        return self._held
+
+    def offer(self, offer: WeightOffer) -> None:
+        """Takes up an offer; the newest wins. Returns at once, every outcome goes to `on_ack`.
+
+        Raises WireError for a manifest that cannot be read and Conflict after `close`.
+        """
+        manifest = WeightManifest.from_bytes(offer.manifest)
+        with self._lock:
+            if self._closed:
+                raise Conflict("this receiver is closed")
+            answer = self._answer_without_receiving(offer, manifest)
+            if answer is None:
+                link = self._current
+                if link is not None and link.overtook(offer):
+                    log.info("weight offer %s attempt %d came late", offer.version, offer.attempt)
+                    return
+                if link is None or link.prefix != offer.prefix:
+                    self._supersede()
+                    link = self._current = _Link(self, offer)
+                link.put(offer, manifest)
+                return
+        threading.Thread(target=self._acknowledge, args=(offer.version, *answer), daemon=True).start()
+
+    def reset(self, run_id: str) -> None:
+        """Another run: forgets what is held and drops the link. The engine keeps its weights until new ones come."""
+        with self._lock:
+            self._run_id = run_id
+            self._held = self._held_manifest = None
+            self._supersede()
+
+    def close(self) -> None:
+        """Takes no more offers and drops the link; waits for nothing."""
+        with self._lock:
+            self._closed = True
+            self._supersede()
+
+    def _supersede(self) -> None:
+        if self._current is not None:
+            self._current.leave()
+        self._current = None
+
+    def _answer_without_receiving(
+        self, offer: WeightOffer, manifest: WeightManifest
+    ) -> tuple[bool, str] | None:
+        if offer.run_id != self._run_id:
+            return False, f"offer is of run {offer.run_id!r}, this member serves {self._run_id!r}"
+        if self._held is None or self._held_manifest is None:
+            return None
+        if offer.version == self._held and manifest.content_hash == self._held_manifest.content_hash:
+            return True, "already held"
+        if offer.version <= self._held:
+            return False, f"offered {tuple(offer.version)}, but {tuple(self._held)} is held"
+        if manifest.layout_hash != self._held_manifest.layout_hash:
+            return False, (
+                f"layout {manifest.layout_hash} differs from {self._held_manifest.layout_hash} of version "
+                f"{tuple(self._held)}; a run's layout cannot change"
+            )
+        return None
+
+    def _take(self, link: _Link, offer: WeightOffer, manifest: WeightManifest) -> None:
+        """Receives one offer over `link` and swaps it in. Runs in the link's thread."""
+        flat = empty_flat(manifest, link.connected(self._max_wait_s, self._host, self._device).device)
+        link.receive(flat, manifest, lambda size: self._progress(offer.version, size))
+        tensors = checked(flat, manifest)
+        # One swap at a time: a thread that was left behind may still be inside the engine.
+        if not self._swap.acquire(timeout=self._max_wait_s):
+            raise Unavailable(f"the engine was busy with an earlier swap for {self._max_wait_s} s")
+        try:
+            with self._lock:
+                overtaken = self._current is not link or (
+                    self._held is not None and offer.version <= self._held
+                )
+            if overtaken:
+                raise Unavailable("overtaken by a newer offer")
+            self._on_weights(offer.version, tensors)
+            with self._lock:
+                if offer.run_id == self._run_id:
+                    self._held, self._held_manifest = offer.version, manifest
+        finally:
+            self._swap.release()
+
+    def _progress(self, version: Version, received_bytes: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(version, received_bytes)
+
+    def _acknowledge(self, version: Version, ok: bool, message: str) -> None:
+        try:
+            self._on_ack(version, ok, message)
+        except Exception:
+            # The learner hears nothing and tries again after its deadline; this side then says "already held".
+            log.exception("acknowledging version %s failed", tuple(version))
+
+    def _failed(self, link: _Link, version: Version, error: Exception) -> None:
+        with self._lock:
+            was_current = self._current is link
+            if was_current:
+                self._current = None
+        if was_current:
+            log.warning("weights %s refused: %s", tuple(version), first_line(error))
+            self._acknowledge(version, False, first_line(error))
+
+
+class _Link:
+    """A prefix's thread and its newest offer that was not begun."""
+
+    def __init__(self, receiver: WeightReceiver, first: WeightOffer) -> None:
+        self.prefix = first.prefix
+        self._receiver = receiver
+        self._latest = first
+        self._changed = threading.Condition()
+        self._waiting: tuple[WeightOffer, WeightManifest] | None = None
+        self._left = False
+        self._link: WeightLink | None = None
+        self._offer = first
+        threading.Thread(target=self._run, name=f"weights-{first.attempt}", daemon=True).start()
+
+    def overtook(self, offer: WeightOffer) -> bool:
+        """Whether `offer` is of an earlier session or attempt and the network delivered it late."""
+        latest = self._latest
+        if offer.session != latest.session:
+            return offer.session < latest.session
+        return offer.attempt < latest.attempt and offer.version <= latest.version
+
+    def put(self, offer: WeightOffer, manifest: WeightManifest) -> None:
+        self._latest = offer
+        with self._changed:
+            self._waiting = (offer, manifest)
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+
+    def connected(self, max_wait_s: float, host: str, device: str) -> WeightLink:
+        """The link of this prefix, formed at the first call."""
+        if self._link is None:
+            self._link = form_link(
+                backend=self._offer.backend,
+                store_host=self._offer.store_host,
+                store_port=self._offer.store_port,
+                prefix=self.prefix,
+                rank=MEMBER,
+                max_wait_s=max_wait_s,
+                host=host,
+                device=device,
+            )
+        return self._link
+
+    def receive(self, flat: torch.Tensor, manifest: WeightManifest, on_bucket: Callable[[int], None]) -> None:
+        assert self._link is not None
+        self._link.receive(flat, manifest, on_bucket)
+
+    def _run(self) -> None:
+        while (taken := self._next()) is not None:
+            offer, manifest = taken
+            try:
+                self._receiver._take(self, offer, manifest)
+            except Exception as error:
+                if not isinstance(error, PacelineError):
+                    log.exception("weights %s could not be taken", tuple(offer.version))
+                # A link that failed once may hold half a version; the learner will offer another.
+                self._link = None
+                self._receiver._failed(self, offer.version, error)
+                return
+            self._receiver._acknowledge(offer.version, True, "")
+
+    def _next(self) -> tuple[WeightOffer, WeightManifest] | None:
+        with self._changed:
+            # No deadline: the next version comes when the learner has one. `leave` ends it.
+            self._changed.wait_for(lambda: self._left or self._waiting is not None)
+            taken, self._waiting = self._waiting, None
+            return None if self._left else taken

@@ -1,0 +1,111 @@
+"""Drawing tokens from logits: pure functions over rows, with one random number per (seed, position).
+
+The promise: the log-probability returned is that of the very distribution the token was drawn from (after minimum
+length, temperature, top-k and top-p), and a row's token depends on nothing but its own logits, seed and position.
+
+Axis suffixes: R rows of the batch, V vocabulary, K stop tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+MASK_64 = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of the unsigned 64-bit `value`."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix_seed(seed: int) -> int:
+    """A well-mixed int64 from any integer: SplitMix64's first output for `seed` modulo 2^64.
+
+    Without it, two seeds that differ by a multiple of the generator's increment would share their numbers, shifted.
+    """
+    z = (seed + GOLDEN_GAMMA) & MASK_64
+    z = ((z ^ (z >> 30)) * MIX_1) & MASK_64
+    z = ((z ^ (z >> 27)) * MIX_2) & MASK_64
+    return _signed(z ^ (z >> 31))
+
+
+def _shift_xor(x: Tensor, bits: int) -> Tensor:
+    # int64 shifts copy the sign bit down; the mask makes the shift a logical one.
+    return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def splitmix64(state_R: Tensor, position_R: Tensor) -> Tensor:
+    """[R] int64: output number `position_R` (from 0) of the SplitMix64 generator started at `state_R`.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finaliser that
+    their reference code uses (D. Stafford's variant 13). The generator adds a constant in each step and hashes the
+    sum, so its i-th output can be computed on its own: that is what makes it a counter-based generator.
+    Arithmetic modulo 2^64 is int64 arithmetic that wraps.
+    """
+    z_R = state_R + (position_R + 1) * _signed(GOLDEN_GAMMA)
+    z_R = _shift_xor(z_R, 30) * _signed(MIX_1)
+    z_R = _shift_xor(z_R, 27) * _signed(MIX_2)
+    return _shift_xor(z_R, 31)
+
+
+def uniform(state_R: Tensor, position_R: Tensor) -> Tensor:
+    """[R] float64 in [0, 1): the random number of position `position_R` of the rows with mixed seeds `state_R`."""
+    # 48 bits: exact in float64 and far enough below 1 that the product with a sum of probabilities stays below it.
+    bits_R = (splitmix64(state_R, position_R) >> 16) & ((1 << 48) - 1)
+    return bits_R.double() * 2.0**-48
+
+
+def mask_stop_tokens(logits_RV: Tensor, stop_ids_RK: Tensor, masked_R: Tensor) -> Tensor:
+    """[R, V] logits with the row's stop tokens at -inf where `masked_R`. Ids below 0 are padding."""
+    num_tokens = logits_RV.shape[1]
+    known_RK = (stop_ids_RK >= 0) & (stop_ids_RK < num_tokens)
+    # Padding lands in a column of its own that is cut off again.
+    index_RK = torch.where(known_RK, stop_ids_RK, num_tokens)
+    hit_RV = torch.zeros(len(logits_RV), num_tokens + 1, dtype=torch.bool, device=logits_RV.device)
+    hit_RV = hit_RV.scatter_(1, index_RK, True)[:, :num_tokens]
+    return logits_RV.masked_fill(hit_RV & masked_R[:, None], -torch.inf)
+
+
+def mask_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+    """[R, V] logits with all but the row's likeliest tokens at -inf: first top-k, then top-p of what is left.
+
+    top-k keeps exactly k (0 keeps all; of equal logits the lower id). top-p keeps the smallest set of likeliest
+    tokens whose probability reaches p, at least one (nucleus sampling, Holtzman et al. 2020).
+    """
+    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    drop_RV = (rank_V >= top_k_R[:, None]) & (top_k_R[:, None] > 0)
+    sorted_RV = sorted_RV.masked_fill(drop_RV, -torch.inf)
+    before_RV = sorted_RV.softmax(-1, dtype=torch.float64)
+    before_RV = before_RV.cumsum(-1) - before_RV
+    # p = 1 keeps all, whatever the rounding of the sum; rank 0 has nothing before it and always stays.
+    drop_RV |= (before_RV >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
+    return logits_RV.masked_fill(drop_RV.gather(1, order_RV.argsort(-1)), -torch.inf)
+
+
+def sample(
+    logits_RV: Tensor,
+    uniform_R: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor | None = None,
+    top_p_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """([R] int64 tokens, [R] float32 log-probabilities in nats) drawn by inversion of the cumulative distribution.
+
+    log p = log_softmax(mask(logits / temperature)) in float32; the token is the first whose cumulative probability
+    (in float64) exceeds `uniform_R` times the sum, so a masked token is never drawn. top-k and top-p come together.
+    A row whose logits hold a NaN gets a NaN as its log-probability, and any token.
+    """
+    logits_RV = logits_RV.float() / temperature_R[:, None]
+    if top_k_R is not None and top_p_R is not None:
+        logits_RV = mask_top(logits_RV, top_k_R, top_p_R)
+    logprobs_RV = logits_RV.log_softmax(-1)
+    cumulative_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float64)
+    target_R1 = uniform_R[:, None] * cumulative_RV[:, -1:]
+    # The clamp is for NaN alone: an index out of range would take a CUDA context down with it.
+    tokens_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True).clamp_(max=logits_RV.shape[1] - 1)
+    return tokens_R1.squeeze(1), logprobs_RV.gather(1, tokens_R1).squeeze(1)

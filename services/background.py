@@ -1,0 +1,68 @@
+"""An asyncio loop in a thread, for a process whose main thread computes: the learner's connection to the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+
+class BackgroundLoop:
+    """Runs coroutines beside the main thread. Whatever fails there is raised here by the next `check`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="background", daemon=True)
+        self._tasks: list[concurrent.futures.Future[Any]] = []
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs a coroutine for as long as the loop lives."""
+        self._tasks.append(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    def check(self) -> None:
+        """Raises what a started coroutine died of."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    def wait(
+        self,
+        coroutine: Coroutine[Any, Any, ResultT],
+        timeout_s: float,
+        stopping: threading.Event | None = None,
+        grace_s: float = 0.0,
+    ) -> ResultT:
+        """The coroutine's result; checks the others meanwhile. Raises TimeoutError after `timeout_s`, or `grace_s` after
+        `stopping` was set, whichever comes first.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        deadline_s, told = time.monotonic() + timeout_s, False
+        try:
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                done, _ = concurrent.futures.wait([future], timeout=min(1.0, left_s))
+                if done:
+                    return future.result()
+                self.check()
+                if stopping is not None and stopping.is_set() and not told:
+                    told, deadline_s = True, min(deadline_s, time.monotonic() + grace_s)
+            raise TimeoutError("no answer in time")
+        finally:
+            future.cancel()
+
+    def post(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs a coroutine without waiting; for reports from any thread."""
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def close(self) -> None:
+        """Cancels everything and ends the thread."""
+        for task in self._tasks:
+            task.cancel()
+        concurrent.futures.wait(self._tasks, timeout=3.0)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=3.0)

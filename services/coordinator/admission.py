@@ -1,0 +1,34 @@
+"""Admission: how far generation may run ahead of training. Pure arithmetic, no state.
+
+B groups make a step; η is the oldest age, in steps, that a trained token may have.
+"""
+
+from __future__ import annotations
+
+
+def admissible(
+    open_groups: int, admitted: int, dropped: int, *, batch: int, max_age: int, max_steps: int
+) -> int:
+    """How many groups may be admitted now.
+
+    A group is admitted while open < (η + 1)·B, open counting what is neither trained nor dropped, and never more
+    than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO.
+    """
+    return max(0, min((max_age + 1) * batch - open_groups, max_steps * batch - (admitted - dropped)))
+
+
+def lease_step(next_batch: int, position: int, batch: int) -> int:
+    """The step that a group is for when `position` open groups not yet in a batch stand before it."""
+    return next_batch + position // batch
+
+
+def may_lease(version_step: int, step: int, max_age: int) -> bool:
+    """Whether a worker that holds `version_step` may generate for `step`: at most η behind it."""
+    return version_step >= step - max_age
+
+
+def must_wait(live_oldest: list[int], step: int, max_age: int) -> bool:
+    """Whether the batch of `step` should wait for a live group: one that is left out now and would then be older
+    than η at the next step. `live_oldest` holds the oldest version that tokens of each live group can have.
+    """
+    return any(step + 1 - oldest > max_age for oldest in live_oldest)

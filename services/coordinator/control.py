@@ -1,0 +1,174 @@
+"""The control plane's two services: RunService for people, WorkerService for workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from paceline.errors import NotFound
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.members import Member
+from services.grpc_server import with_status
+
+HEARTBEAT_INTERVAL_S = 1.0
+ENDED = {"succeeded", "failed", "cancelled"}
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    """Submit, look at and steer runs."""
+
+    def __init__(self, coordinator: Coordinator):
+        self._coordinator = coordinator
+
+    @with_status
+    async def Submit(self, request: run_pb2.SubmitRequest, context: Context) -> run_pb2.SubmitResponse:
+        run_id = await self._coordinator.submit(request.spec_yaml)
+        return run_pb2.SubmitResponse(run=self._run(run_id))
+
+    @with_status
+    async def Get(self, request: run_pb2.GetRequest, context: Context) -> run_pb2.GetResponse:
+        return run_pb2.GetResponse(run=self._run(request.run_id))
+
+    @with_status
+    async def List(self, request: run_pb2.ListRequest, context: Context) -> run_pb2.ListResponse:
+        rows = self._coordinator.ledger.runs()
+        return run_pb2.ListResponse(runs=[self._run(row["run_id"]) for row in rows])
+
+    async def Watch(
+        self, request: run_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[run_pb2.WatchResponse]:
+        ledger, after = self._coordinator.ledger, request.after
+        try:
+            ledger.run(request.run_id)
+        except NotFound as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        while True:
+            async with self._coordinator.changed:  # held from looking to waiting: no event falls in between
+                ended = ledger.run(request.run_id)["state"] in ENDED
+                events = ledger.events(request.run_id, after)
+                if not events and not ended and not self._coordinator.stopping:
+                    await self._coordinator.changed.wait()
+                    continue
+            for event in events:
+                after = event["sequence"]
+                yield run_pb2.WatchResponse(sequence=after, kind=event["kind"], json=event["json"])
+            if ended and not events:
+                return
+            if self._coordinator.stopping:
+                await context.abort(
+                    grpc.StatusCode.UNAVAILABLE, "the coordinator stops; watch on when it is back"
+                )
+
+    @with_status
+    async def Cancel(self, request: run_pb2.CancelRequest, context: Context) -> run_pb2.CancelResponse:
+        await self._coordinator.cancel(request.run_id)
+        return run_pb2.CancelResponse(run=self._run(request.run_id))
+
+    @with_status
+    async def Pause(self, request: run_pb2.PauseRequest, context: Context) -> run_pb2.PauseResponse:
+        await self._coordinator.hold(request.run_id, paused=True)
+        return run_pb2.PauseResponse(run=self._run(request.run_id))
+
+    @with_status
+    async def Resume(self, request: run_pb2.ResumeRequest, context: Context) -> run_pb2.ResumeResponse:
+        await self._coordinator.hold(request.run_id, paused=False)
+        return run_pb2.ResumeResponse(run=self._run(request.run_id))
+
+    def _run(self, run_id: str) -> run_pb2.Run:
+        ledger = self._coordinator.ledger
+        row = ledger.run(run_id)
+        spec = self._coordinator.spec(run_id)
+        return run_pb2.Run(
+            run_id=run_id,
+            state=run_pb2.RunState.Value(f"RUN_STATE_{row['state'].upper()}"),
+            message=row["message"],
+            step=row["next_step"],
+            max_num_steps=spec.max_num_steps,
+            directory=row["directory"],
+            spec_yaml=row["spec_yaml"],
+            groups=ledger.groups_by_state(run_id),
+            tokens=ledger.token_books(run_id),
+            age_s=time.time() - row["submitted_s"],
+        )
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """The stream by which workers belong."""
+
+    def __init__(self, coordinator: Coordinator, exchange_endpoint: str):
+        self._coordinator = coordinator
+        self._exchange_endpoint = exchange_endpoint
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("report") != "hello":
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream has to be hello"
+            )
+        assert first is not None
+        await self._check(first.hello, context)
+        member = await self._coordinator.join(first.hello)
+        yield self._welcome()
+        reports = asyncio.create_task(self._read(member, request_iterator))
+        try:
+            await self._coordinator.joined(member)
+            while (directive := await member.outbox.get()) is not None:
+                yield directive
+        finally:
+            reports.cancel()
+            await self._coordinator.disconnected(member)
+
+    @with_status
+    async def ListMembers(
+        self, request: worker_pb2.ListMembersRequest, context: Context
+    ) -> worker_pb2.ListMembersResponse:
+        now_s, response = time.monotonic(), worker_pb2.ListMembersResponse()
+        held = self._coordinator.ledger.held()
+        for member in self._coordinator.members.all():
+            entry = response.members.add(
+                member_id=member.member_id,
+                role=member.role,
+                address=member.address,
+                silent_s=now_s - member.last_report_s,
+                held=held.get(member.member_id, 0),
+            )
+            if member.version is not None:
+                entry.version.session, entry.version.step = member.version
+        return response
+
+    async def _read(self, member: Member, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
+        """Takes the member's reports; the end of its stream ends ours."""
+        try:
+            async for report in reports:
+                await self._coordinator.report(member, report)
+        finally:
+            member.end_stream()
+
+    async def _check(self, hello: worker_pb2.Hello, context: Context) -> None:
+        if hello.protocol != PROTOCOL:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {hello.member_id} speaks protocol {hello.protocol}, the coordinator {PROTOCOL}; "
+                "update the older of the two",
+            )
+        if hello.role == common_pb2.ROLE_UNSPECIFIED or not hello.member_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello needs a role and a member_id")
+
+    def _welcome(self) -> worker_pb2.ConnectResponse:
+        return worker_pb2.ConnectResponse(
+            welcome=worker_pb2.Welcome(
+                term=self._coordinator.ledger.term,
+                exchange_endpoint=self._exchange_endpoint,
+                heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+                heartbeat_timeout_s=self._coordinator.members.timeout_s,
+            )
+        )

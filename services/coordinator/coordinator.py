@@ -1,0 +1,490 @@
+"""Runs and members: which run trains, who works on it, who gets weights.
+
+One owner for each thing: the ledger holds runs and groups, `Members` who is there, this class what follows from
+both. Everything runs on one event loop; `lock` serialises transactions with the exchange's. What it decides:
+
+  a run starts    when none is active; its data sets are opened first, and a fault there fails the run alone
+  a learner       that joins gets a new session, from the newest complete checkpoint
+  an epoch        names the rollout workers that are ready and not pinned by an evaluation
+  a run ends      when all steps are trained, the learner has exported, and no evaluation is pending
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from paceline.data import PromptSource, check_columns, open_prompts, open_rows
+from paceline.errors import Conflict, DataError, SpecError
+from paceline.groups import Version
+from paceline.spec import RunSpec
+from paceline.spec_io import spec_from_yaml, spec_to_yaml
+from paceline.tracing import step_traceparent
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator import evaluation, poison
+from services.coordinator.exchange import ActiveRun, Exchange, Notice
+from services.coordinator.exchange_server import ExchangeServer
+from services.coordinator.journal import Journal
+from services.coordinator.ledger import ACTIVE_STATES, Ledger
+from services.coordinator.members import Member, Members
+from services.coordinator.watchdog import Watchdog
+
+TICK_S = 0.5
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """The run that trains, and the workers on it."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        directory: Path,
+        members: Members,
+        host: str,
+        exchange_port: int,
+        min_free_bytes: int = 0,
+    ):
+        self.ledger = ledger
+        self.directory = directory
+        self.members = members
+        self.lock = asyncio.Lock()
+        self.exchange = Exchange(ledger)
+        self.journal = Journal(ledger, self.exchange, members)
+        self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
+        self.server = ExchangeServer(
+            self.exchange, self.lock, self.journal.write_down, self._act_on, host, exchange_port
+        )
+        self.changed = asyncio.Condition()
+        """Notified when events were added or `stopping` was set, for Watch."""
+        self.stopping = False
+        self._epoch = 0
+        self._named: tuple[str, list[str]] = ("", [])
+        self._finished_session = 0
+
+    async def recover(self) -> None:
+        """Takes up the run that was active. Before anyone may connect: a worker that asks about a run which is not
+        active is told that it is over.
+        """
+        for row in self.ledger.runs():
+            if row["state"] not in ("queued", *ACTIVE_STATES):
+                self.journal.summarize_if_missing(row["run_id"])
+        self._expect_lease_holders()
+        await self._start_next()
+
+    async def run_forever(self) -> None:
+        """Starts queued runs and expires silent members, until cancelled."""
+        while True:
+            await self._start_next()
+            for member in self.members.silent(time.monotonic()):
+                silent_s = time.monotonic() - member.last_report_s
+                # A process that dies closes its stream; one that is stopped or cut off does not.
+                await self.leave(member, f"silent for {silent_s:.0f} s", crashed=not member.connected)
+            await self._warn(self.watchdog.look(time.monotonic()))
+            await asyncio.sleep(TICK_S)
+
+    # Runs
+
+    async def submit(self, spec_yaml: str) -> str:
+        """Checks a spec and its data sets, and queues a run; returns its id. Raises SpecError, DataError."""
+        spec = spec_from_yaml(spec_yaml)
+        await asyncio.to_thread(_open_data, spec)
+        async with self.lock:
+            with self.ledger.transaction():
+                run_id = f"{spec.name}-{len(self.ledger.runs()) + 1}"
+                directory = self.directory / run_id
+                self.ledger.add_run(run_id, spec_to_yaml(spec), str(directory))
+                self.ledger.add_event(run_id, "state", {"state": "queued"})
+            self._make_run_directory(directory, spec)
+        log.info("run %s is queued", run_id)
+        await self._tell_watchers()
+        return run_id
+
+    def _make_run_directory(self, directory: Path, spec: RunSpec) -> None:
+        """The run's folder: its spec, and links to what it shares with its neighbours."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "spec.yaml").write_text(spec_to_yaml(spec))
+        for shared in (self.ledger.path, self.directory / "logs"):
+            link = directory / shared.name
+            if shared.exists() and not link.is_symlink():
+                link.symlink_to(Path("..") / shared.name)
+
+    async def cancel(self, run_id: str) -> None:
+        """Ends a run. Raises NotFound; Conflict when it has ended."""
+        row = self.ledger.run(run_id)
+        if row["state"] not in ("queued", *ACTIVE_STATES):
+            raise Conflict(f"run {run_id} has {row['state']} already")
+        await self._end(run_id, "cancelled", "cancelled by request")
+
+    async def hold(self, run_id: str, paused: bool) -> None:
+        """Pauses a running run, or resumes a paused one. Raises NotFound, Conflict."""
+        before, after = ("running", "paused") if paused else ("paused", "running")
+        async with self.lock:
+            row = self.ledger.run(run_id)
+            if row["state"] != before:
+                raise Conflict(f"run {run_id} is {row['state']}, not {before}")
+            with self.ledger.transaction():
+                self.ledger.update_run(run_id, state=after)
+                self.ledger.add_event(run_id, "state", {"state": after})
+        self.server.wake("lease", "batch")
+        await self._tell_watchers()
+
+    async def _start_next(self) -> None:
+        """Makes the active run, or the next queued one, the exchange's run."""
+        if self.exchange.active is not None:
+            return
+        row = self.ledger.active_run() or self.ledger.next_queued()
+        if row is None:
+            return
+        spec, run_id = spec_from_yaml(row["spec_yaml"]), row["run_id"]
+        try:
+            prompts, validation = await asyncio.to_thread(_open_data, spec)
+        except (SpecError, DataError) as error:
+            await self._end(run_id, "failed", str(error))
+            return
+        run = ActiveRun(run_id, spec, prompts, validation)
+        async with self.lock:
+            row = self.ledger.run(run_id)
+            if row["state"] not in ("queued", *ACTIVE_STATES):
+                return  # cancelled while its data were opened
+            with self.ledger.transaction():
+                if row["state"] == "queued":
+                    self.ledger.update_run(run_id, state="running")
+                    self.ledger.add_event(run_id, "state", {"state": "running"})
+                self.exchange.active = run
+                if validation is not None and spec.grpo.val_at_start:
+                    evaluation.begin(self.exchange, run, 0)
+        self.journal.open(Path(row["directory"]), tensorboard=spec.logger.tensorboard)
+        self._finished_session = 0
+        log.info("run %s starts at step %d of %d", run_id, row["next_step"], spec.max_num_steps)
+        for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD):
+            for member in self.members.of_role(role):
+                self._assign(member)
+        await self._assign_learner()
+        await self._tell_watchers()
+
+    async def _end(self, run_id: str, state: str, message: str) -> None:
+        """Ends a run in `state`; the workers become idle and the next run may start."""
+        async with self.lock:
+            if self.ledger.run(run_id)["state"] not in ("queued", *ACTIVE_STATES):
+                return
+            run = self.exchange.active
+            active = run is not None and run.run_id == run_id
+            with self.ledger.transaction():
+                if active and run is not None:
+                    self.exchange.end_run(run)
+                self.ledger.update_run(run_id, state=state, message=message)
+                self.ledger.add_event(run_id, "state", {"state": state, "message": message})
+        log.log(
+            logging.INFO if state == "succeeded" else logging.WARNING, "run %s %s %s", run_id, state, message
+        )
+        if active:
+            self.journal.close(self.journal.summary(run_id))
+            for member in self.members.all():
+                member.session, member.ready_run, member.version = 0, "", None
+                member.direct(
+                    worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=f"run {run_id} {state}"))
+                )
+            self.exchange.versions.clear()
+            self._named = ("", [])
+            self.server.wake("lease", "task", "batch")
+        await self._tell_watchers()
+
+    async def end_streams(self) -> None:
+        """Ends what would otherwise go on for ever: the workers' streams and the watchers'."""
+        self.stopping = True
+        for member in self.members.all():
+            member.end_stream()
+        await self._tell_watchers()
+
+    def close(self) -> None:
+        """Closes sockets and files; the ledger is its opener's to close."""
+        self.server.close()
+        self.journal.close()
+
+    def spec(self, run_id: str) -> RunSpec:
+        """The spec of a run. Raises NotFound."""
+        return spec_from_yaml(self.ledger.run(run_id)["spec_yaml"])
+
+    async def _finish_if_done(self) -> None:
+        run = self.exchange.active
+        if run is None:
+            return
+        row = self.ledger.run(run.run_id)
+        done = row["next_step"] >= run.spec.max_num_steps and self._finished_session == row["session"]
+        if done and evaluation.pending(self.exchange, run) is None:
+            await self._end(run.run_id, "succeeded", "")
+
+    async def _act_on(self, notices: list[Notice]) -> None:
+        """What follows from a commit: a run that failed or finished, another epoch, news for watchers."""
+        run = self.exchange.active
+        if run is None:
+            return
+        for notice in notices:
+            if notice.kind == "failed":
+                await self._end(run.run_id, "failed", notice.content["message"])
+                return
+        self._name_epoch()
+        await self._tell_watchers()
+        await self._finish_if_done()
+
+    # Members
+
+    async def join(self, hello: worker_pb2.Hello) -> Member:
+        """A worker joins, or comes back on a new stream."""
+        run = self.exchange.active
+        same_run = run is not None and hello.run_id == run.run_id
+        session = hello.session if same_run else 0
+        member = Member(
+            hello.member_id, hello.role, hello.address, hello.rank, time.monotonic(), session=session
+        )
+        if same_run and hello.HasField("version"):
+            member.version = Version(hello.version.session, hello.version.step)
+            self.exchange.versions[member.member_id] = member.version
+        earlier = self.members.get(hello.member_id)
+        self.members.add(member)
+        self.exchange.members.add(member.member_id)
+        log.info("%s %s %s", _role(member), member.member_id, "is back" if earlier else "joined")
+        if run is not None and member.role != common_pb2.ROLE_LEARNER:
+            self._assign(member)
+        return member
+
+    async def joined(self, member: Member) -> None:
+        """After Welcome is on its way: the rest of what a new member has to know."""
+        if member.role == common_pb2.ROLE_LEARNER:
+            await self._assign_learner()
+            self._named = ("", [])  # a learner that comes back has to be told again who receives weights
+        self._name_epoch()
+        await self._add_member_event(member, "joined")
+
+    async def disconnected(self, member: Member) -> None:
+        """The member's stream broke; it has some time to come back."""
+        if self.members.get(member.member_id) is member:
+            member.connected = False
+            self._name_epoch()  # what was on its way to it is lost; when it is back, it is named and offered again
+            if member.role == common_pb2.ROLE_LEARNER:
+                await self._assign_learner()
+
+    async def leave(self, member: Member, reason: str, *, crashed: bool = False) -> None:
+        """A member is gone: its leases and tasks go to others, the next epoch is without it."""
+        if self.members.get(member.member_id) is not member:
+            return
+        self.members.remove(member.member_id)
+        member.end_stream()
+        run = self.exchange.active
+        async with self.lock:
+            with self.ledger.transaction():
+                released = self.exchange.release_member(member.member_id, crashed=crashed)
+                if run is not None:
+                    evaluation.unpin_member(self.exchange, run, member.member_id)
+                notices = self.exchange.take_notices()
+                self.journal.write_down(notices)
+        log.warning(
+            "%s %s left (%s); %d leases taken back", _role(member), member.member_id, reason, released
+        )
+        self._name_epoch()
+        self.server.wake("lease", "task")
+        await self._add_member_event(member, f"left: {reason}")
+        if member.role == common_pb2.ROLE_LEARNER:
+            await self._assign_learner()
+        await self._act_on(notices)
+
+    async def report(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
+        """Takes one report of a member; one that has left, or came back on another stream, has no say any more."""
+        if self.members.get(member.member_id) is not member:
+            return
+        member.last_report_s = time.monotonic()
+        match request.WhichOneof("report"):
+            case "heartbeat":
+                member.gauges = dict(request.heartbeat.gauges)
+            case "weight_offer":
+                receiver = self.members.get(request.weight_offer.member_id)
+                if receiver is not None:
+                    receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
+            case "weight_ack":
+                await self._on_weight_ack(member, request.weight_ack)
+            case "run_report":
+                await self._on_run_report(member, request.run_report)
+            case "checkpoint":
+                await self._on_checkpoint(request.checkpoint)
+            case "publish":
+                await self._on_publish(request.publish)
+            case "leave":
+                await self.leave(member, "in good order")
+
+    def _assign(self, member: Member) -> None:
+        """Puts a rollout or reward worker on the active run."""
+        run = self.exchange.active
+        assert run is not None
+        row = self.ledger.run(run.run_id)
+        assignment = worker_pb2.RunAssignment(
+            run_id=run.run_id,
+            spec_yaml=row["spec_yaml"],
+            directory=row["directory"],
+            traceparent=step_traceparent(run.run_id, 0),
+        )
+        if run.prompts is not None:
+            member.direct(worker_pb2.ConnectResponse(run=assignment))
+
+    async def _assign_learner(self) -> None:
+        """Gives the active run to a learner with a new session, unless a live one has it."""
+        run = self.exchange.active
+        if run is None:
+            return
+        async with self.lock:
+            row = self.ledger.run(run.run_id)
+            learners = [m for m in self.members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
+            if any(m.connected and m.session and m.session == row["session"] for m in learners):
+                return
+            waiting = [m for m in learners if m.connected and m.failed_run != run.run_id]
+            if not waiting:
+                return
+            member, session = waiting[-1], row["session"] + 1
+            checkpoint = self.ledger.newest_checkpoint(run.run_id)
+            with self.ledger.transaction():
+                self.ledger.update_run(run.run_id, session=session)
+                self.ledger.add_event(run.run_id, "session", {"session": session})
+            member.session = session
+        member.direct(
+            worker_pb2.ConnectResponse(
+                run=worker_pb2.RunAssignment(
+                    run_id=run.run_id,
+                    spec_yaml=row["spec_yaml"],
+                    session=session,
+                    start_step=checkpoint["step"] if checkpoint else 0,
+                    checkpoint_path=checkpoint["path"] if checkpoint else "",
+                    checkpoint_sha256=checkpoint["sha256"] if checkpoint else "",
+                    chain=checkpoint["chain"] if checkpoint else "",
+                    publish_from_step=max(0, row["published_step"]),
+                    directory=row["directory"],
+                    traceparent=step_traceparent(run.run_id, 0),
+                )
+            )
+        )
+        self._named = ("", [])
+        self._name_epoch()
+
+    def _name_epoch(self) -> None:
+        """Tells the learner who receives weights, when that has changed."""
+        run = self.exchange.active
+        if run is None:
+            return
+        pinned = evaluation.pinned_member(self.exchange, run)
+        named = [
+            member.member_id
+            for member in self.members.of_role(common_pb2.ROLE_ROLLOUT)
+            if member.ready_run == run.run_id and member.connected and member.member_id != pinned
+        ]
+        if (run.run_id, named) == self._named:
+            return
+        self._named = (run.run_id, named)
+        self._epoch += 1
+        directive = worker_pb2.Epoch(run_id=run.run_id, number=self._epoch, member_ids=named)
+        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
+            learner.direct(worker_pb2.ConnectResponse(epoch=directive))
+
+    async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
+        run = self.exchange.active
+        if run is not None and ack.run_id == run.run_id and ack.ok:
+            member.version = Version(ack.version.session, ack.version.step)
+            self.exchange.versions[member.member_id] = member.version
+            self.journal.note_pause(ack)
+            async with self.lock:
+                with self.ledger.transaction():
+                    published = self.ledger.run(run.run_id)["published_step"]
+                    self.ledger.update_run(run.run_id, published_step=max(published, ack.version.step))
+            self.server.wake("lease")
+        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
+            learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
+
+    async def _on_run_report(self, member: Member, report: worker_pb2.RunReport) -> None:
+        run = self.exchange.active
+        if run is None or report.run_id != run.run_id:
+            return
+        if (
+            member.role == common_pb2.ROLE_LEARNER
+            and report.session != self.ledger.run(run.run_id)["session"]
+        ):
+            return  # a learner that another one has replaced
+        if report.error:
+            member.failed_run = run.run_id
+            peers = self.members.of_role(member.role)
+            log.warning(
+                "%s %s cannot work on %s: %s", _role(member), member.member_id, run.run_id, report.error
+            )
+            if all(peer.failed_run == run.run_id for peer in peers):
+                await self._end(run.run_id, "failed", f"{_role(member)}: {report.error}")
+            return
+        member.ready_run = run.run_id
+        if report.finished:
+            async with self.lock:
+                with self.ledger.transaction():
+                    self.ledger.update_run(run.run_id, export_path=report.export_path)
+            self._finished_session = report.session
+            await self._finish_if_done()
+        self._name_epoch()
+
+    async def _on_checkpoint(self, report: worker_pb2.CheckpointReport) -> None:
+        async with self.lock:
+            with self.ledger.transaction():
+                # One that is known is what a learner says again after a restart: no news.
+                if self.ledger.add_checkpoint(report):
+                    content = {"step": report.step, "path": report.path, "seconds": report.seconds}
+                    self.ledger.add_event(report.run_id, "checkpoint", content)
+        await self._tell_watchers()
+
+    async def _on_publish(self, report: worker_pb2.PublishReport) -> None:
+        if report.ok:
+            self.journal.note_publish(report)
+            return
+        log.warning("version %d did not reach %s: %s", report.version.step, report.member_id, report.error)
+
+    async def _add_member_event(self, member: Member, what: str) -> None:
+        run = self.exchange.active
+        if run is not None:
+            async with self.lock:
+                with self.ledger.transaction():
+                    if what == "joined":
+                        poison.forgive(self.exchange, member.member_id)
+                    self.ledger.add_event(
+                        run.run_id,
+                        "member",
+                        {"role": _role(member), "member_id": member.member_id, "what": what},
+                    )
+            await self._tell_watchers()
+
+    async def _warn(self, messages: list[str]) -> None:
+        run = self.exchange.active
+        if run is None or not messages:
+            return
+        async with self.lock:
+            with self.ledger.transaction():
+                self.journal.write_down([Notice("warning", {"message": message}) for message in messages])
+        self.server.wake("lease")
+        await self._tell_watchers()
+
+    def _expect_lease_holders(self) -> None:
+        """After a restart: whoever holds leases has the usual time to come back before they are taken away."""
+        for member_id, role in self.ledger.holders():
+            # As if its stream stood: one that broke would have half the time, less than a worker's longest back-off.
+            self.members.add(Member(member_id, role, "", 0, time.monotonic()))
+
+    async def _tell_watchers(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+def _open_data(spec: RunSpec) -> tuple[PromptSource | None, PromptSource | None]:
+    """Training and validation prompts of a run; a supervised run's data are only checked. Raises DataError."""
+    if spec.algorithm == "sft":
+        keys = (spec.data.prompt_key, spec.data.completion_key)
+        open_rows(spec.data.train, spec.data.train_split, check=lambda row: check_columns(row, keys))
+        return None, None
+    prompts = open_prompts(spec.data, spec.seed)
+    return prompts, open_prompts(spec.data, spec.seed, validation=True) if spec.data.validation else None
+
+
+def _role(member: Member) -> str:
+    return common_pb2.Role.Name(member.role).removeprefix("ROLE_").lower()

@@ -1,0 +1,127 @@
+"""Evaluation: validation prompts, leased in a class of their own, pinned to one version, outside batches and books.
+
+One worker that holds the version (or a newer one) is pinned: it takes no further weights until the evaluation is
+done, while the others go on. Tokens of another version than the pinned one are refused and generated again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+import numpy as np
+
+from paceline.groups import Group, Version
+from services.coordinator import leases, scores
+from services.coordinator.exchange import ActiveRun, Exchange
+
+FIRST_EVALUATION_GROUP = 1 << 40
+"""Group ids of evaluations start here, far from those that are trained."""
+
+
+def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
+    """Queues an evaluation of version `step` or, once that is gone, of the next one that a worker holds."""
+    assert run.validation is not None
+    known = exchange.db.execute(
+        "SELECT 1 FROM evaluations WHERE run_id = ? AND step = ?", (run.run_id, step)
+    ).fetchone()
+    if known:
+        return
+    exchange.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run.run_id, step))
+    for index in range(min(len(run.validation), run.spec.grpo.max_val_samples)):
+        prompt, columns = run.validation.draw(index)
+        group_id = FIRST_EVALUATION_GROUP + (step << 20) + index
+        leases.insert_group(exchange, run, group_id, f"eval:{step}", index, prompt, columns)
+
+
+def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
+    """The evaluation that comes next, if any."""
+    row: sqlite3.Row | None = exchange.db.execute(
+        "SELECT * FROM evaluations WHERE run_id = ? AND done = 0 ORDER BY step LIMIT 1", (run.run_id,)
+    ).fetchone()
+    return row
+
+
+def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
+    """Who must keep its version for now."""
+    row = pending(exchange, run)
+    return row["member_id"] if row else None
+
+
+def to_lease(
+    exchange: Exchange, run: ActiveRun, member_id: str, version: Version, room: int
+) -> list[sqlite3.Row]:
+    """Evaluation groups for this worker, which is pinned to its version with them."""
+    row = pending(exchange, run)
+    if row is None or version.step < row["step"] or row["member_id"] not in (None, member_id):
+        return []
+    if row["member_id"] is None or (row["pinned_session"], row["pinned_step"]) != version:
+        _pin(exchange, run, row["step"], member_id, version)
+    return exchange.db.execute(
+        "SELECT * FROM groups WHERE run_id = ? AND class = ? AND state = 'admitted' ORDER BY slot LIMIT ?",
+        (run.run_id, f"eval:{row['step']}", room),
+    ).fetchall()
+
+
+def is_pinned(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, group: Group) -> bool:
+    """Whether every token was sampled under the evaluation's version."""
+    evaluation = exchange.db.execute(
+        "SELECT * FROM evaluations WHERE run_id = ? AND step = ?",
+        (run.run_id, int(row["class"].split(":")[1])),
+    ).fetchone()
+    pinned = (evaluation["pinned_session"], evaluation["pinned_step"])
+    return all((span.session, span.step) == pinned for c in group.completions for span in c.spans)
+
+
+def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
+    """The pinned worker is gone: another one starts the evaluation anew."""
+    exchange.db.execute(
+        "UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND member_id = ? AND done = 0",
+        (run.run_id, member_id),
+    )
+
+
+def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
+    """Writes the result when every group of the evaluation is scored or dropped."""
+    step = int(kind.split(":")[1])
+    rows = exchange.db.execute(
+        "SELECT * FROM groups WHERE run_id = ? AND class = ?", (run.run_id, kind)
+    ).fetchall()
+    if any(row["state"] not in ("scored", "dropped") for row in rows):
+        return
+    scored = [row for row in rows if row["state"] == "scored"]
+    rewards_GF = np.array([np.frombuffer(row["rewards"], "<f4") for row in scored], np.float32)
+    totals_G = scores.totals(rewards_GF.reshape(len(scored), len(run.spec.rewards)), run.weights_F)
+    evaluation = pending(exchange, run)
+    assert evaluation is not None
+    result = {
+        "step": evaluation["pinned_step"],
+        "reward": float(np.nanmean(totals_G)) if (~np.isnan(totals_G)).any() else None,
+        "samples": len(scored),
+        "failed": len(rows) - len(scored),
+        "completion_length": sum(row["tokens"] for row in scored) / max(1, len(scored)),
+    }
+    exchange.db.execute(
+        "UPDATE evaluations SET done = 1, result_json = ? WHERE run_id = ? AND step = ?",
+        (json.dumps(result), run.run_id, step),
+    )
+    exchange.db.execute(
+        "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
+        " (SELECT group_id FROM groups WHERE run_id = ? AND class = ?)",
+        (run.run_id, run.run_id, kind),
+    )
+    exchange.db.execute("DELETE FROM groups WHERE run_id = ? AND class = ?", (run.run_id, kind))
+    exchange.notice("evaluated", requested_step=step, **result)
+
+
+def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version: Version) -> None:
+    exchange.db.execute(
+        "UPDATE evaluations SET member_id = ?, pinned_session = ?, pinned_step = ? WHERE run_id = ? AND step = ?",
+        (member_id, *version, run.run_id, step),
+    )
+    exchange.db.execute(
+        "UPDATE groups SET state = 'admitted', member_id = NULL, scorer_id = NULL"
+        " WHERE run_id = ? AND class = ? AND state != 'dropped'",
+        (run.run_id, f"eval:{step}"),
+    )
+    exchange.notice("pinned", member_id=member_id)

@@ -1,0 +1,261 @@
+"""The exchange: leases out, groups in, scores in, batches out. Every answer is what the ledger already holds.
+
+A pure state machine over the ledger: `handle()` takes one request inside a transaction and says what to reply; the
+server (exchange_server.py) commits, then sends. No state of a group lives in memory, so a restart continues from
+the file. What others have to know afterwards (a step was trained, the run cannot go on) is left in `notices`.
+
+A group's way: admitted → leased → generated → scored → batched(step) → trained(step), or dropped(reason) from any
+state before batched. `leases.py` and `scores.py` hold the first half, `batches.py` the second, `evaluation.py` the
+groups that are only measured.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.data import PromptSource
+from paceline.errors import WireError
+from paceline.groups import Version
+from paceline.spec import RunSpec
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What to answer. `empty`: nothing could be given, so the request may wait for as long as it asked to."""
+
+    reply: pb.ExchangeReply
+    payloads: list[bytes] = field(default_factory=list)
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that happened in a transaction and that others act on after its commit."""
+
+    kind: str
+    """`step` (a step was trained), `failed` (the run cannot go on), `evaluated`, `warning`."""
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ActiveRun:
+    """The run that trains now."""
+
+    run_id: str
+    spec: RunSpec
+    prompts: PromptSource | None
+    """None for supervised runs: their learner reads the data set itself."""
+    validation: PromptSource | None
+
+    @property
+    def batch(self) -> int:
+        """B: groups in a step."""
+        return self.spec.grpo.num_prompts_per_step
+
+    @property
+    def max_age(self) -> int:
+        """η: oldest age, in steps, of a trained token."""
+        return self.spec.async_grpo.max_trajectory_age_steps
+
+    @property
+    def weights_F(self) -> np.ndarray:
+        """[F] weights of the reward functions."""
+        return np.array([reward.weight for reward in self.spec.rewards], np.float32)
+
+
+class Exchange:
+    """One per coordinator. Called by its event loop only, always inside a transaction of the ledger."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self.active: ActiveRun | None = None
+        self.members: set[str] = set()
+        """Workers that are there. Others are given nothing: nobody would notice that they died with it."""
+        self.versions: dict[str, Version] = {}
+        """Version that each rollout worker acknowledged, by member id."""
+        self.notices: list[Notice] = []
+        self.first_asked_s: dict[int, float] = {}
+        """When the batch of a step was first asked for, and (negative key) first could have been fixed."""
+        self.admission_closed = ""
+        """Why no group is admitted for now; empty when the admission rule alone decides."""
+        self.reserved: dict[int, str] = {}
+        """Worker that empties its hands for a group that must be held alone, by group id."""
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """The ledger's connection."""
+        return self.ledger.db
+
+    def notice(self, kind: str, **content: Any) -> None:
+        """Leaves a notice for after the commit."""
+        self.notices.append(Notice(kind, content))
+
+    def take_notices(self) -> list[Notice]:
+        """The notices since the last call."""
+        notices, self.notices = self.notices, []
+        return notices
+
+    def handle(self, request: pb.ExchangeRequest, frames: list[bytes], now_s: float) -> Outcome:
+        """Answers one request. Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing."""
+        from services.coordinator import batches, leases, scores
+
+        if request.protocol != PROTOCOL:
+            return self.refuse(
+                request,
+                f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side",
+            )
+        if request.term != self.ledger.term:
+            return self.stale(
+                request, f"term {request.term} has passed, the coordinator is in {self.ledger.term}"
+            )
+        kind = request.WhichOneof("body")
+        run = self.active
+        if run is None or request.run_id != run.run_id:
+            if kind == "batch":
+                return batches.end(self, request)
+            return self.stale(request, f"run {request.run_id!r} is not the current one")
+        if kind in ("lease", "task") and request.member_id not in self.members:
+            return Outcome(self.reply(request, pb.REPLY_STATUS_OK), empty=True)
+        try:
+            match kind:
+                case "lease":
+                    return leases.give(self, run, request)
+                case "group":
+                    return leases.take_result(self, run, request, frames)
+                case "lease_return":
+                    return leases.take_back(self, run, request, frames)
+                case "task":
+                    return scores.give(self, run, request)
+                case "score":
+                    return scores.take_result(self, run, request)
+                case "batch":
+                    return batches.give_part(self, run, request, now_s)
+                case "receipt":
+                    return batches.take_receipt(self, run, request)
+                case _:
+                    return self.refuse(request, "the request has no body that this coordinator knows")
+        except WireError as error:
+            return self.refuse(request, str(error))
+
+    # What the handlers share
+
+    def paused(self, run: ActiveRun) -> bool:
+        """Whether the run is held, or all its steps are trained."""
+        row = self.ledger.run(run.run_id)
+        return bool(row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps)
+
+    def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
+        """The row of a group."""
+        row: sqlite3.Row | None = self.db.execute(
+            "SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, group_id)
+        ).fetchone()
+        return row
+
+    def set_group(self, run: ActiveRun, group_id: int, **columns: Any) -> None:
+        """Sets columns of a group."""
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        self.db.execute(
+            f"UPDATE groups SET {assignments} WHERE run_id = ? AND group_id = ?",
+            (*columns.values(), run.run_id, group_id),
+        )
+
+    def drop(self, run: ActiveRun, row: sqlite3.Row, reason: str, tokens: int | None = None) -> None:
+        """Ends a group as dropped(reason) and frees its place; its tokens move in the books."""
+        tokens = row["tokens"] if tokens is None else tokens
+        self.set_group(run, row["group_id"], state="dropped", reason=reason, member_id=None, scorer_id=None)
+        self.db.execute(
+            "DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"])
+        )
+        self.reserved.pop(row["group_id"], None)
+        self.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"]))
+        if row["class"] != "train":
+            return
+        self.ledger.count(run.run_id, f"groups:dropped:{reason}")
+        self.ledger.count(run.run_id, f"tokens:dropped:{reason}", tokens)
+        self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run.run_id, row["slot"]))
+        if reason == "run_ended":
+            return
+        self.db.execute(
+            "UPDATE runs SET dropped_in_a_row = dropped_in_a_row + 1 WHERE run_id = ?", (run.run_id,)
+        )
+        in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"]
+        if in_a_row >= run.spec.grpo.max_generation_batches * run.batch:
+            self.notice(
+                "failed",
+                message=f"{in_a_row} groups in a row were dropped, the last as {reason!r}, without one that could "
+                "train (grpo.max_generation_batches); look at the rewards and the data",
+            )
+
+    def release_member(self, member_id: str, *, crashed: bool = False) -> int:
+        """Takes back every lease and task of a member that is gone; returns how many leases."""
+        from services.coordinator import poison
+
+        if crashed and self.active is not None:
+            poison.on_crash(self, self.active, member_id)
+        self.reserved = {group: holder for group, holder in self.reserved.items() if holder != member_id}
+        self.versions.pop(member_id, None)
+        self.members.discard(member_id)
+        released = self.db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE member_id = ? AND state = 'leased'",
+            (member_id,),
+        ).rowcount
+        self.db.execute(
+            "UPDATE groups SET scorer_id = NULL WHERE scorer_id = ? AND state = 'generated'", (member_id,)
+        )
+        return released
+
+    def end_run(self, run: ActiveRun) -> None:
+        """Drops what is still open as run_ended, and forgets evaluations that were not finished."""
+        rows = self.db.execute(
+            "SELECT * FROM groups WHERE run_id = ? AND state NOT IN ('trained', 'dropped')", (run.run_id,)
+        ).fetchall()
+        for row in rows:
+            self.drop(run, row, "run_ended")
+        self.db.execute("DELETE FROM groups WHERE run_id = ? AND class != 'train'", (run.run_id,))
+        self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run.run_id,))
+        self.active = None
+        self.first_asked_s.clear()
+        self.reserved.clear()
+
+    # Replies
+
+    def answer(
+        self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
+    ) -> Outcome:
+        """A reply without body."""
+        return Outcome(self.reply(request, status, message))
+
+    def committed(self, request: pb.ExchangeRequest) -> Outcome:
+        """The result is in the ledger once this transaction is."""
+        return self.answer(request, pb.REPLY_STATUS_COMMITTED)
+
+    def duplicate(self, request: pb.ExchangeRequest, message: str) -> Outcome:
+        """An earlier result won."""
+        return self.answer(request, pb.REPLY_STATUS_DUPLICATE, message)
+
+    def stale(self, request: pb.ExchangeRequest, message: str) -> Outcome:
+        """The request belongs to the past."""
+        return self.answer(request, pb.REPLY_STATUS_STALE, message)
+
+    def refuse(self, request: pb.ExchangeRequest, message: str) -> Outcome:
+        """The message can never be accepted."""
+        return self.answer(request, pb.REPLY_STATUS_INVALID, message)
+
+    def reply(
+        self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
+    ) -> pb.ExchangeReply:
+        """A reply to fill in."""
+        return pb.ExchangeReply(
+            protocol=PROTOCOL,
+            request_id=request.request_id,
+            term=self.ledger.term,
+            status=status,
+            message=message,
+        )

@@ -1,0 +1,137 @@
+"""What a run tells: its events, its metrics by step, its summary. The ledger holds them; files show them.
+
+`write_down` is called inside the transaction that something happened in, so an event is there exactly when its cause
+is. Metrics of a step come from several places: the batch, the learner's rank 0, the workers' heartbeats and the last
+publish; they meet here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator import evaluation
+from services.coordinator.exchange import ActiveRun, Exchange, Notice
+from services.coordinator.ledger import Ledger
+from services.coordinator.members import Members
+from services.coordinator.recorder import SUMMARY_NAME, Recorder, write_summary
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """The history of the active run."""
+
+    def __init__(self, ledger: Ledger, exchange: Exchange, members: Members):
+        self._ledger = ledger
+        self._exchange = exchange
+        self._members = members
+        self._recorder: Recorder | None = None
+        self._learner: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def open(self, directory: Path, *, tensorboard: bool) -> None:
+        """Begins, or goes on with, the files of a run."""
+        self._recorder = Recorder(directory, tensorboard=tensorboard)
+        self._learner, self._weights = {}, {}
+
+    def close(self, summary: dict[str, Any] | None = None) -> None:
+        """Ends the files, with a summary if the run has ended."""
+        if self._recorder is not None:
+            if summary is not None:
+                write_summary(self._recorder.directory, summary)
+            self._recorder.close()
+            self._recorder = None
+
+    def summarize_if_missing(self, run_id: str) -> None:
+        """Writes the summary of an ended run that a kill prevented."""
+        directory = Path(self._ledger.run(run_id)["directory"])
+        if directory.is_dir() and not (directory / SUMMARY_NAME).exists():
+            write_summary(directory, self.summary(run_id))
+
+    def write_down(self, notices: list[Notice]) -> None:
+        """Events, metrics and due evaluations of what the exchange noticed."""
+        run = self._exchange.active
+        if run is None:
+            return
+        for notice in notices:
+            match notice.kind:
+                case "metrics":
+                    self._learner = notice.content["metrics"]
+                case "step":
+                    self._on_step(run, notice.content["step"], notice.content["metrics"])
+                case "evaluated":
+                    self._ledger.add_event(run.run_id, "evaluation", notice.content)
+                    self._record("eval", notice.content["step"], _numbers(notice.content))
+                case "warning":
+                    log.warning("run %s: %s", run.run_id, notice.content["message"])
+                    self._ledger.add_event(run.run_id, "warning", notice.content)
+
+    def note_pause(self, ack: worker_pb2.WeightAck) -> None:
+        """How long a sampler stood still for a version."""
+        self._weights["weights/pause_s"] = ack.pause_s
+
+    def note_publish(self, report: worker_pb2.PublishReport) -> None:
+        """How a version reached a member."""
+        self._weights["weights/publish_s"] = report.publish_s
+        self._weights["weights/transfer_s"] = report.transfer_s
+        self._weights["weights/size_bytes"] = float(report.size_bytes)
+
+    def summary(self, run_id: str) -> dict[str, Any]:
+        """What summary.json says: outcome, books, evaluations. Raises NotFound."""
+        row, books = self._ledger.run(run_id), self._ledger.token_books(run_id)
+        evaluations = self._ledger.evaluations(run_id)
+        rewards = [e["reward"] for e in evaluations if e.get("reward") is not None]
+        tokens = {
+            f"{name}_tokens": books[name] for name in ("generated", "trained", "dropped", "live", "wasted")
+        }
+        return {
+            "run_id": run_id,
+            "state": row["state"],
+            "message": row["message"],
+            "steps": row["next_step"],
+            "samples": self._ledger.trained_samples(run_id),
+            "seconds": round(time.time() - row["submitted_s"], 3),
+            "reward_before": rewards[0] if len(rewards) > 1 else None,
+            "reward_after": rewards[-1] if rewards else None,
+            "evaluations": evaluations,
+            **tokens,
+            "groups": self._ledger.groups_by_state(run_id),
+            "learner_sessions": row["session"],
+            "chain": row["chain"],
+            "export_path": row["export_path"],
+        }
+
+    def _on_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
+        """A step was trained: writes its metrics down and begins the evaluation that is due."""
+        metrics = metrics | self._learner | self._weights | self._pool_gauges()
+        for state, number in self._ledger.groups_by_state(run.run_id).items():
+            metrics[f"groups/{state}"] = number
+        self._learner = {}
+        self._ledger.add_event(run.run_id, "step", {"step": step, **_numbers(metrics)})
+        self._record("train", step, metrics)
+        grpo, trained = run.spec.grpo, step + 1
+        final = trained == run.spec.max_num_steps
+        due = grpo.val_period and trained % grpo.val_period == 0
+        if run.validation is not None and (grpo.val_at_end if final else due):
+            evaluation.begin(self._exchange, run, trained)
+
+    def _pool_gauges(self) -> dict[str, float]:
+        """Sums of what the workers of each pool report."""
+        totals: dict[str, float] = {}
+        for member in self._members.all():
+            pool = common_pb2.Role.Name(member.role).removeprefix("ROLE_").lower()
+            for name, value in member.gauges.items():
+                totals[f"{pool}/{name}"] = totals.get(f"{pool}/{name}", 0.0) + value
+        return totals
+
+    def _record(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        if self._recorder is not None:
+            self._recorder.write(kind, step, metrics)
+
+
+def _numbers(content: dict[str, Any]) -> dict[str, float]:
+    return {k: float(v) for k, v in content.items() if isinstance(v, int | float) and v == v}

@@ -1,0 +1,118 @@
+"""`paceline serve coordinator` (also `paceline-coordinator`): parse, wire, run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+import click
+
+from paceline.tracing import set_up_tracing
+from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.coordinator.control import RunServicer, WorkerServicer
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.ledger import Ledger
+from services.coordinator.members import Members
+from services.grpc_server import GrpcServer, run_service
+from services.ready import announce
+
+LEDGER_NAME = "ledger.sqlite"
+log = logging.getLogger(__name__)
+
+
+@click.command()
+@click.option(
+    "--directory", type=click.Path(path_type=Path), default=Path("runs"), help="Ledger and run folders."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
+@click.option("--exchange-port", default=0, help="ZeroMQ port; 0 takes a free one.")
+@click.option(
+    "--heartbeat-timeout",
+    "timeout_s",
+    default=10.0,
+    show_default=True,
+    help="Seconds until a silent worker is gone.",
+)
+@click.option(
+    "--grace", "grace_s", default=5.0, show_default=True, help="Seconds for calls under way at SIGTERM."
+)
+@click.option(
+    "--min-free-mb",
+    default=512,
+    show_default=True,
+    help="No new groups while the ledger's disk has less than this free.",
+)
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
+)
+def main(
+    directory: Path,
+    host: str,
+    port: int,
+    exchange_port: int,
+    timeout_s: float,
+    grace_s: float,
+    min_free_mb: int,
+    ready_file: Path | None,
+) -> None:
+    """The coordinator: runs, members, exchange and ledger."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("coordinator")
+    directory = directory.resolve()
+
+    async def serve(stop: asyncio.Event) -> None:
+        ledger = Ledger(directory / LEDGER_NAME)
+        server = GrpcServer(host, port)
+        coordinator = Coordinator(
+            ledger, directory, Members(timeout_s), host, exchange_port, min_free_mb << 20
+        )
+        endpoint = f"tcp://{host}:{coordinator.server.port}"
+        server.add(
+            RunServicer(coordinator),
+            run_pb2_grpc.add_RunServiceServicer_to_server,
+            _name(run_pb2, "RunService"),
+        )
+        server.add(
+            WorkerServicer(coordinator, endpoint),
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
+            _name(worker_pb2, "WorkerService"),
+        )
+        await coordinator.recover()
+        await server.start()
+        announce(ready_file, f"{host}:{server.port}")
+        log.info(
+            "listening on %s:%d, exchange on %s, ledger %s (term %d)",
+            host,
+            server.port,
+            endpoint,
+            ledger.path,
+            ledger.term,
+        )
+        with contextlib.suppress(asyncio.CancelledError):
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(coordinator.server.serve()),
+                    tasks.create_task(coordinator.run_forever()),
+                ]
+                await stop.wait()
+                stopped = tasks.create_task(server.stop(grace_s))
+                await asyncio.sleep(0)  # it refuses new calls from here on, so that nobody comes back at once
+                await coordinator.end_streams()
+                await stopped
+                for loop in loops:
+                    loop.cancel()
+        coordinator.close()
+        ledger.close()
+
+    run_service(serve)
+
+
+def _name(module: object, service: str) -> str:
+    return str(module.DESCRIPTOR.services_by_name[service].full_name)  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

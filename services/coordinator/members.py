@@ -1,0 +1,96 @@
+"""Who belongs to the system now. Pure bookkeeping with a clock; the control plane feeds it.
+
+A member joins with Hello, lives by its reports, and leaves by a drain or by silence. A broken stream alone is not a
+death: the worker may come back within the same time that silence would take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from paceline.groups import Version
+from protos.paceline.v1 import common_pb2, worker_pb2
+
+OUTBOX_SIZE = 256
+"""Directives that wait for a member; one that does not read that many is cut off."""
+
+
+@dataclass
+class Member:
+    """One worker, as the coordinator sees it."""
+
+    member_id: str
+    role: common_pb2.Role.ValueType
+    address: str
+    rank: int
+    last_report_s: float
+    connected: bool = True
+    """Whether its stream stands."""
+    version: Version | None = None
+    ready_run: str = ""
+    """Run that the worker has set up and can work on."""
+    failed_run: str = ""
+    """Run whose set-up failed on the worker."""
+    session: int = 0
+    """Learner: session that it works in; 0 for one that waits."""
+    gauges: dict[str, float] = field(default_factory=dict)
+    outbox: asyncio.Queue[worker_pb2.ConnectResponse | None] = field(
+        default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)
+    )
+    """Directives to send; None ends the stream."""
+
+    def direct(self, directive: worker_pb2.ConnectResponse) -> None:
+        """Queues a directive; a member that does not read is cut off and has to come back."""
+        try:
+            self.outbox.put_nowait(directive)
+        except asyncio.QueueFull:
+            self.end_stream()
+
+    def end_stream(self) -> None:
+        """Ends the member's stream in place of what is still queued."""
+        while not self.outbox.empty():
+            self.outbox.get_nowait()
+        self.outbox.put_nowait(None)
+
+
+class Members:
+    """All members, by id."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._members: dict[str, Member] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def get(self, member_id: str) -> Member | None:
+        """The member of that id, if it is one."""
+        return self._members.get(member_id)
+
+    def add(self, member: Member) -> None:
+        """A member joins, or comes back on a new stream, which replaces the old one."""
+        earlier = self._members.get(member.member_id)
+        if earlier is not None:
+            earlier.end_stream()
+        self._members[member.member_id] = member
+
+    def remove(self, member_id: str) -> Member | None:
+        """A member is gone."""
+        return self._members.pop(member_id, None)
+
+    def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
+        """The members of a role, in the order in which they joined."""
+        return [member for member in self._members.values() if member.role == role]
+
+    def all(self) -> list[Member]:
+        """Every member."""
+        return list(self._members.values())
+
+    def silent(self, now_s: float) -> list[Member]:
+        """Members not heard of for longer than the time-out; half of it where the stream broke."""
+        return [
+            member
+            for member in self._members.values()
+            if now_s - member.last_report_s > (self.timeout_s if member.connected else self.timeout_s / 2)
+        ]

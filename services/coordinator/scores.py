@@ -1,0 +1,144 @@
+"""Score tasks out, rewards in: from generated to scored. A failed score is never a zero."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+import numpy as np
+
+from paceline.groups import FloatArray
+from paceline.tracing import group_traceparent
+from paceline.wire import decode_rewards
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import evaluation, poison
+from services.coordinator.exchange import ActiveRun, Exchange, Outcome
+
+MAX_SCORE_FAILURES = 3
+"""Attempts at scoring a group that may fail by the function's fault before the group is dropped."""
+
+
+def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+    """Groups without scores, oldest place first."""
+    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+    reply.task.SetInParent()
+    if request.task.HasField("held"):
+        _release_lost(exchange, run, request)
+    payloads = []
+    rows = exchange.db.execute(
+        "SELECT * FROM groups WHERE run_id = ? AND state = 'generated' AND scorer_id IS NULL"
+        " ORDER BY score_failures, slot, group_id LIMIT ?",
+        (run.run_id, request.task.room + poison.num_reserved(exchange)),
+    ).fetchall()
+    chosen = poison.choose(exchange, run, request.member_id, rows, request.task.room)
+    for row in chosen:
+        payload = exchange.db.execute(
+            "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'result'",
+            (run.run_id, row["group_id"]),
+        ).fetchone()
+        result = pb.GroupResult.FromString(payload["header"])
+        reply.task.tasks.add(
+            group_id=row["group_id"],
+            attempt=row["score_attempt"] + 1,
+            prompt_json=row["prompt_json"],
+            columns_json=row["columns_json"],
+            texts=result.texts,
+            digest=row["digest"],
+            traceparent=group_traceparent(run.run_id, row["group_id"]),
+        )
+        payloads.append(payload["arrays"])
+        exchange.set_group(
+            run, row["group_id"], scorer_id=request.member_id, score_attempt=row["score_attempt"] + 1
+        )
+    return Outcome(reply, payloads, empty=not chosen)
+
+
+def take_result(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+    """Scores of one group, for exactly the text that was sent out; the first valid ones win."""
+    score = request.score
+    row = exchange.group(run, score.group_id)
+    if row is None:
+        return exchange.stale(request, f"no group {score.group_id} in run {run.run_id}")
+    if row["state"] != "generated":
+        return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
+    if score.digest != row["digest"]:
+        return exchange.stale(
+            request, f"group {score.group_id} holds another text than the one that was scored"
+        )
+    if (score.handed_back or score.error) and not _holds(row, request):
+        return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
+    if score.handed_back:
+        exchange.set_group(run, score.group_id, scorer_id=None)
+        return exchange.committed(request)
+    if score.error:
+        return _failed(exchange, run, request, row)
+    functions = list(score.functions)
+    if functions != [reward.label for reward in run.spec.rewards]:
+        return exchange.refuse(request, f"scores of {functions}, but the run's functions are others")
+    completions = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
+    rewards_CF = decode_rewards(score.rewards, completions)
+    if rewards_CF.shape[1] != len(functions) or np.isinf(rewards_CF).any():
+        return exchange.refuse(
+            request, f"rewards of shape {rewards_CF.shape} with {len(functions)} functions"
+        )
+    totals_C = totals(rewards_CF, run.weights_F)
+    if np.isinf(totals_C).any():
+        return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
+    poison.clear(exchange, run, score.group_id)
+    exchange.set_group(
+        run,
+        score.group_id,
+        state="scored",
+        scorer_id=None,
+        rewards=rewards_CF.astype("<f4").tobytes(),
+        functions=json.dumps(functions),
+        reward=None if np.isnan(totals_C).all() else float(np.nanmean(totals_C)),
+    )
+    if row["class"] != "train":
+        evaluation.finish_if_done(exchange, run, row["class"])
+    elif run.spec.grpo.use_dynamic_sampling and not has_variance(totals_C):
+        exchange.drop(run, row, "no_variance")
+    else:
+        exchange.ledger.update_run(run.run_id, dropped_in_a_row=0)
+    return exchange.committed(request)
+
+
+def totals(rewards_CF: FloatArray, weights_F: FloatArray) -> FloatArray:
+    """[C] weighted sums over the functions that apply; NaN where every one said None."""
+    with np.errstate(over="ignore"):
+        sums_C = np.nansum(rewards_CF * weights_F, axis=1)
+    return np.where(np.isnan(rewards_CF).all(axis=1), np.nan, sums_C).astype(np.float32)
+
+
+def has_variance(totals_C: FloatArray) -> bool:
+    """Whether the group can teach anything: two completions with different rewards."""
+    known = totals_C[~np.isnan(totals_C)]
+    return len(known) > 1 and bool(known.max() - known.min() > 1e-8)
+
+
+def _holds(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
+    """Whether the sender has the task now. A failure that is sent again must not count again."""
+    return bool(row["scorer_id"] == request.member_id and row["score_attempt"] == request.score.attempt)
+
+
+def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
+    """Takes back tasks that the worker does not know of: the reply that gave them out was lost on its way."""
+    exchange.db.execute(
+        "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
+        " AND group_id NOT IN (SELECT value FROM json_each(?))",
+        (run.run_id, request.member_id, json.dumps(list(request.task.held.group_ids))),
+    )
+
+
+def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
+    failures = row["score_failures"] + 1
+    exchange.set_group(run, row["group_id"], scorer_id=None, score_failures=failures)
+    exchange.notice(
+        "warning",
+        message=f"scoring group {row['group_id']} failed ({failures} of {MAX_SCORE_FAILURES}): {request.score.error}",
+    )
+    if failures >= MAX_SCORE_FAILURES:
+        exchange.drop(run, row, "reward_failed")
+        if row["class"] != "train":
+            evaluation.finish_if_done(exchange, run, row["class"])
+    return exchange.committed(request)

@@ -1,0 +1,102 @@
+"""Why the learner waits, in a sentence, and what to do: a hang that explains itself. Pure; the coordinator feeds it.
+
+The first reason along a group's way that holds is the one: no data can arrive behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the coordinator knows while the learner waits."""
+
+    waited_s: float
+    """For the batch of `step`; or, without a learner, since one was there."""
+    step: int
+    learners: int
+    """Learners on the run."""
+    rollouts: int
+    """Rollout workers that are connected."""
+    ready_rollouts: int
+    """Those of them that have set the run up."""
+    versions: tuple[int, ...]
+    """Steps of the versions that they acknowledged."""
+    rewards: int
+    """Reward workers that are connected."""
+    leases: int
+    holders: int
+    """Rollout workers that hold leases."""
+    tasks: int
+    """Score tasks that reward workers hold."""
+    groups: Mapping[str, int]
+    """Open groups by state."""
+    batch: int
+    """B: groups in a step."""
+    max_age: int
+    """η."""
+    admission_closed: str = ""
+    """Why no group is admitted, when that is so."""
+
+
+def explain(facts: Facts) -> str:
+    """One sentence of what is missing, with numbers, and one of what to do."""
+    waited = f"{facts.waited_s:.0f} s"
+    if not facts.learners:
+        return (
+            f"no learner has worked on step {facts.step} for {waited}: none is connected. "
+            "Start one, or read the log of the last one"
+        )
+    reason, advice = _why(facts)
+    return f"learner has waited {waited} for the data of step {facts.step}: {reason}. {advice}"
+
+
+def _why(facts: Facts) -> tuple[str, str]:
+    groups, held = facts.groups, f"{facts.holders} rollout workers hold leases"
+    to_generate = groups.get("admitted", 0) + groups.get("leased", 0)
+    to_score = groups.get("generated", 0)
+    scored = groups.get("scored", 0)
+    if facts.admission_closed:
+        return f"admission is closed, {facts.admission_closed}", "Make room; it goes on by itself"
+    if scored >= facts.batch:
+        return (
+            f"{scored} groups are scored, but {to_generate + to_score} older ones are waited for",
+            "It goes on after async_grpo.late_wait_s, or when they are complete (order: in_order)",
+        )
+    if to_score + scored < facts.batch and not facts.rollouts:
+        return f"{held}, none is connected", "Start rollout workers, or read why the last one died in its log"
+    if to_score + scored < facts.batch and not facts.ready_rollouts:
+        return (
+            f"{facts.rollouts} rollout workers are connected, none has set the run up",
+            "Read their logs: a model takes long to load, or cannot be loaded",
+        )
+    if to_score + scored < facts.batch and not facts.leases:
+        newest = max(facts.versions, default=-1)
+        if newest < facts.step - facts.max_age:
+            has = (
+                f"the newest weights of any are version {newest}"
+                if facts.versions
+                else "none has any weights"
+            )
+            return (
+                f"0 rollout workers hold leases, {has}, and step {facts.step} needs {facts.step - facts.max_age}",
+                "Weights do not arrive: look for 'did not reach' in the coordinator's log and check "
+                "weights.max_wait_s and the network from learner to rollout",
+            )
+        return (
+            f"{held}, although {groups.get('admitted', 0)} groups could be had",
+            "The workers do not ask: read their logs, and look whether their processes are stopped",
+        )
+    if to_score and not facts.rewards:
+        return f"{to_score} groups are generated, no reward worker is connected", "Start reward workers"
+    if to_score and to_score + scored >= facts.batch:
+        return (
+            f"{to_score} groups are generated and not scored, reward workers hold {facts.tasks} of them",
+            "Scoring is the bottleneck: add reward workers, or look at the time-outs of the reward functions",
+        )
+    return (
+        f"{held}, {facts.leases} in all; {scored} of {facts.batch} groups are scored, {to_score} wait for a score",
+        "Generation is the bottleneck: add rollout workers, or raise async_grpo.max_trajectory_age_steps",
+    )

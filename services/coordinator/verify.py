@@ -1,0 +1,206 @@
+"""`paceline ledger verify`: compares records that were written independently of each other.
+
+Promise: it does not add up one table. Groups are held against the durable counters and the cursor, batches against
+the receipts that the ranks sent, digests against the stored arrays, the hash chain against the batches and the
+checkpoints against the chain and their manifests on disk (evidence.py has the last three). It reads one consistent
+snapshot and writes nothing, so it may run beside the coordinator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.spec import RunSpec
+from paceline.spec_io import spec_from_yaml
+from services.coordinator import evidence
+from services.coordinator.batches import extend_chain
+from services.coordinator.ledger import OPEN_STATES, Ledger
+
+STATES_WITH_STEP = ("batched", "trained")
+
+
+@dataclass
+class VerifyReport:
+    """What was found. No problems: the promise holds for everything that the records can show."""
+
+    problems: list[str] = field(default_factory=list)
+    """One line for each disagreement."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What was compared, and how much of it."""
+
+    def compare(self, subject: str, text: str, one: object, other: object) -> None:
+        """Notes a problem with `subject` unless both are equal; `text` has two places for them."""
+        if one != other:
+            self.problems.append(f"{subject}: {text.format(one, other)}")
+
+    def problem(self, subject: str, text: str) -> None:
+        """Notes a problem with `subject`."""
+        self.problems.append(f"{subject}: {text}")
+
+
+@dataclass(frozen=True)
+class Record:
+    """The rows of one run that more than one comparison reads."""
+
+    db: sqlite3.Connection
+    run: sqlite3.Row
+    spec: RunSpec
+    counters: dict[str, int]
+    groups: list[sqlite3.Row]
+    """Training groups, without their texts, by id."""
+    batches: list[sqlite3.Row]
+    of_step: dict[int, list[sqlite3.Row]]
+    """Groups that carry a step, in the order of its batch."""
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return str(self.run["run_id"])
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether the exchange makes this run's batches; a supervised learner reads its data itself."""
+        return self.spec.algorithm == "grpo"
+
+
+def verify(ledger: Ledger, run_id: str) -> VerifyReport:
+    """Compares all records of a run. `ledger` should be opened read-only. Raises NotFound."""
+    report = VerifyReport()
+    ledger.db.execute("BEGIN")
+    try:
+        record = _read(ledger, run_id)
+        report.facts |= {"run_id": run_id, "state": record.run["state"], "steps": record.run["next_step"]}
+        _groups(record, report)
+        _places(record, report)
+        _tokens(record, report)
+        _batches(record, report)
+        evidence.receipts(record, report)
+        evidence.payloads(record, report)
+        evidence.checkpoints(record, report)
+    finally:
+        ledger.db.execute("ROLLBACK")
+    return report
+
+
+def _read(ledger: Ledger, run_id: str) -> Record:
+    run = ledger.run(run_id)
+    groups = ledger.db.execute(
+        "SELECT group_id, state, slot, tokens, oldest_step, digest, rewards, functions, step, rank_order, reason"
+        " FROM groups WHERE run_id = ? AND class = 'train' ORDER BY group_id",
+        (run_id,),
+    ).fetchall()
+    batches = ledger.db.execute("SELECT * FROM batches WHERE run_id = ? ORDER BY step", (run_id,)).fetchall()
+    of_step: dict[int, list[sqlite3.Row]] = {}
+    for group in sorted(groups, key=lambda g: -1 if g["rank_order"] is None else int(g["rank_order"])):
+        if group["step"] is not None:
+            of_step.setdefault(group["step"], []).append(group)
+    spec = spec_from_yaml(run["spec_yaml"])
+    return Record(ledger.db, run, spec, ledger.counters(run_id), groups, batches, of_step)
+
+
+def _groups(record: Record, report: VerifyReport) -> None:
+    """No group lost: ids without gaps, every admitted one on record, as many in each end state as were counted."""
+    groups, counters = record.groups, record.counters
+    admitted = counters.get("groups:ever_admitted", 0)
+    report.compare("groups", "{} are on record, {} were admitted", len(groups), admitted)
+    report.compare("groups", "{} prompts were drawn, {} were admitted", record.run["cursor"], admitted)
+    missing = sorted(set(range(admitted)) - {g["group_id"] for g in groups})
+    if missing:
+        report.problem("groups", f"{missing[:5]} of the {admitted} that were admitted are missing")
+    states = Counter(str(g["state"]) for g in groups)
+    report.compare(
+        "groups", "{} are trained, {} were counted", states["trained"], counters.get("groups:trained", 0)
+    )
+    reasons = Counter(str(g["reason"]) for g in groups if g["state"] == "dropped")
+    counted = _by_reason(counters, "groups")
+    report.compare("groups", "dropped are {}, counted were {}", dict(reasons), counted)
+    live = sum(states[state] for state in OPEN_STATES)
+    report.facts |= {"groups": dict(states), "dropped": dict(reasons), "open": live}
+
+
+def _places(record: Record, report: VerifyReport) -> None:
+    """A step only where the state has one, and a place for one group at a time."""
+    for group in record.groups:
+        subject = f"group {group['group_id']}"
+        if group["state"] not in (*OPEN_STATES, "trained", "dropped"):
+            report.problem(subject, f"its state {group['state']!r} is unknown")
+        elif (group["step"] is not None) != (group["state"] in STATES_WITH_STEP):
+            report.problem(subject, f"it is {group['state']}, but its step is {group['step']}")
+    holders = Counter(g["slot"] for g in record.groups if g["state"] != "dropped")
+    for slot, number in holders.items():
+        if number > 1 or slot >= record.run["next_slot"]:
+            report.problem(f"place {slot}", f"{number} groups hold it, of {record.run['next_slot']} places")
+
+
+def _tokens(record: Record, report: VerifyReport) -> None:
+    """generated = trained + dropped + live, each recomputed from the groups."""
+    counters, groups = record.counters, record.groups
+    trained = sum(g["tokens"] for g in groups if g["state"] == "trained")
+    live = sum(g["tokens"] for g in groups if g["state"] in OPEN_STATES)
+    dropped = dict.fromkeys((str(g["reason"]) for g in groups if g["state"] == "dropped"), 0)
+    for group in groups:
+        if group["state"] == "dropped":
+            dropped[str(group["reason"])] += group["tokens"]
+    generated, booked = counters.get("tokens:generated", 0), _by_reason(counters, "tokens")
+    in_books = counters.get("tokens:trained", 0)
+    report.compare("tokens", "{} are in trained groups, {} in the books", trained, in_books)
+    report.compare("tokens", "dropped are {}, in the books {}", dropped, booked)
+    total = in_books + sum(booked.values()) + live
+    report.compare("tokens", "{} were generated, but trained + dropped + live are {}", generated, total)
+    report.facts["tokens"] = {
+        "generated": generated,
+        "trained": trained,
+        "dropped": sum(dropped.values()),
+        "live": live,
+        "wasted": counters.get("tokens:wasted", 0),
+    }
+
+
+def _batches(record: Record, report: VerifyReport) -> None:
+    """Every step has one batch of B groups; digests and chain follow from the groups, step by step."""
+    if not record.has_batches:
+        report.compare("batches", "{} are on record, {} expected", len(record.batches), 0)
+        return
+    run, chain, trained_chain = record.run, "", ""
+    steps = [int(batch["step"]) for batch in record.batches]
+    report.compare("batches", "steps on record {}, expected {}", steps, list(range(run["next_batch"])))
+    if not 0 <= run["next_batch"] - run["next_step"] <= 1:
+        report.problem(
+            "batches", f"{run['next_batch']} are fixed, but only {run['next_step']} steps are trained"
+        )
+    for step in sorted(record.of_step.keys() - set(steps)):
+        report.problem(f"step {step}", "it has groups, but no batch")
+    for batch in record.batches:
+        step, trained = int(batch["step"]), batch["step"] < run["next_step"]
+        groups, subject = record.of_step.get(step, []), f"step {step}"
+        report.compare(
+            subject, "it has {} groups, B is {}", len(groups), record.spec.grpo.num_prompts_per_step
+        )
+        order = [g["rank_order"] for g in groups]
+        report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
+        digest = hashlib.sha256(
+            json.dumps([[g["group_id"], g["digest"]] for g in groups]).encode()
+        ).hexdigest()
+        report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
+        chain = extend_chain(chain, step, digest)
+        report.compare(
+            subject, "the batches so far give the chain {}, on record is {}", chain, batch["chain"]
+        )
+        report.compare(subject, "trained is {}, its batch says {}", trained, bool(batch["trained"]))
+        wrong = [g["group_id"] for g in groups if (g["state"] == "trained") != trained]
+        if wrong:
+            report.problem(subject, f"its groups {wrong[:5]} are in another state than it is")
+        trained_chain = chain if trained else trained_chain
+    report.compare("chain", "trained batches give {}, the run has {}", trained_chain, run["chain"])
+    report.facts |= {"batches": len(steps), "chain": trained_chain}
+
+
+def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
+    """Counters `<what>:dropped:<reason>`, by reason."""
+    prefix = f"{what}:dropped:"
+    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}

@@ -1,0 +1,100 @@
+"""Looks on while a run trains: says why nothing moves, and closes admission before the disk is full.
+
+The coordinator asks it at every tick and writes down what it says. It changes nothing but `Exchange.admission_closed`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from protos.paceline.v1 import common_pb2
+from services.coordinator import stall
+from services.coordinator.exchange import ActiveRun, Exchange
+from services.coordinator.ledger import Ledger
+from services.coordinator.members import Member, Members
+
+
+class Watchdog:
+    """What it remembers is how long things have been as they are; a restart begins anew."""
+
+    def __init__(
+        self, ledger: Ledger, exchange: Exchange, members: Members, directory: Path, min_free_bytes: int
+    ):
+        self._ledger = ledger
+        self._exchange = exchange
+        self._members = members
+        self._directory = directory
+        self._min_free_bytes = min_free_bytes
+        self._moving_s: float | None = None
+        """When a learner was there and the run was not paused, last."""
+        self._step = -1
+        self._next_warning_s = 0.0
+        """Seconds of waiting for `_step` after which to speak again."""
+
+    def look(self, now_s: float) -> list[str]:
+        """Warnings that are due, in sentences; each stall is told after `logger.stall_warning_s`, then after twice that
+        time, four times and so on."""
+        run = self._exchange.active
+        if run is None:
+            self._moving_s = None
+            return []
+        return [*self._check_disk(), *self._check_stall(run, now_s)]
+
+    def _check_disk(self) -> list[str]:
+        free_bytes = shutil.disk_usage(self._directory).free
+        was_closed, closed = bool(self._exchange.admission_closed), free_bytes < self._min_free_bytes
+        free = f"{free_bytes >> 20} MB are free in {self._directory}"
+        limit = f"--min-free-mb is {self._min_free_bytes >> 20}"
+        self._exchange.admission_closed = f"{free} and {limit}" if closed else ""
+        if closed and not was_closed:
+            return [f"admission is closed: {free}, {limit}. What is open is still trained; make room"]
+        return [f"admission is open again: {free}"] if was_closed and not closed else []
+
+    def _check_stall(self, run: ActiveRun, now_s: float) -> list[str]:
+        row = self._ledger.run(run.run_id)
+        learners = [m for m in self._connected(common_pb2.ROLE_LEARNER) if m.session == row["session"]]
+        step = row["next_batch"] if run.prompts is not None else row["next_step"]
+        if self._moving_s is None or row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps:
+            self._moving_s, self._step = now_s, -1
+            return []
+        since_s = self._moving_s
+        if learners:
+            asked_s = self._exchange.first_asked_s.get(step)
+            self._moving_s = now_s
+            if asked_s is None:  # it has its batch, or does something else
+                self._step = -1
+                return []
+            since_s = asked_s
+        waited_s, warn_s = now_s - since_s, run.spec.logger.stall_warning_s
+        if step != self._step:
+            self._step, self._next_warning_s = step, warn_s
+        if waited_s < self._next_warning_s:
+            return []
+        while self._next_warning_s <= waited_s:
+            self._next_warning_s *= 2
+        return [stall.explain(self._facts(run, step, waited_s, len(learners)))]
+
+    def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int) -> stall.Facts:
+        rollouts, rewards = self._connected(common_pb2.ROLE_ROLLOUT), self._connected(common_pb2.ROLE_REWARD)
+        held = self._ledger.held()
+        groups = self._ledger.groups_by_state(run.run_id)
+        return stall.Facts(
+            waited_s=waited_s,
+            step=step,
+            learners=learners,
+            rollouts=len(rollouts),
+            ready_rollouts=sum(member.ready_run == run.run_id for member in rollouts),
+            versions=tuple(version.step for version in self._exchange.versions.values()),
+            rewards=len(rewards),
+            leases=groups["leased"],
+            holders=sum(member.member_id in held for member in rollouts),
+            tasks=sum(held.get(member.member_id, 0) for member in rewards),
+            groups=groups,
+            batch=run.batch,
+            max_age=run.max_age,
+            admission_closed=self._exchange.admission_closed,
+        )
+
+    def _connected(self, role: common_pb2.Role.ValueType) -> list[Member]:
+        return [member for member in self._members.of_role(role) if member.connected]

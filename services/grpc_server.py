@@ -1,0 +1,134 @@
+"""What all gRPC servers of Paceline share: reflection, health, limits, errors as statuses, a graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import click
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest gRPC message either way: weights manifests are the largest that travel here."""
+
+STOP_GRACE_S = 1.0
+"""Seconds that calls under way have when the service ends."""
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+
+STATUS = (
+    (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
+    (WireError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotFound, grpc.StatusCode.NOT_FOUND),
+    (Conflict, grpc.StatusCode.FAILED_PRECONDITION),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (PacelineError, grpc.StatusCode.INTERNAL),
+)
+"""First match wins."""
+
+log = logging.getLogger(__name__)
+CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
+
+
+def with_status(call: CallT) -> CallT:
+    """A unary method of a servicer whose PacelineErrors become statuses with their message."""
+
+    @functools.wraps(call)
+    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await call(self, request, context)
+        except PacelineError as error:
+            code = next(code for kind, code in STATUS if isinstance(error, kind))
+            await context.abort(code, str(error))
+
+    return wrapped  # type: ignore[return-value]
+
+
+class GrpcServer:
+    """One listening gRPC server with the given services."""
+
+    def __init__(self, host: str, port: int):
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+        self.host = host
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            raise Conflict(
+                f"cannot listen on {host}:{port}; is another process there? Choose another port"
+            ) from None
+
+    def add(self, servicer: Any, register: Callable[[Any, grpc.aio.Server], None], name: str) -> None:
+        """Adds a service by its generated registration function and its full name."""
+        register(servicer, self._server)
+        self._names.append(name)
+
+    async def start(self) -> None:
+        """Listens; health says SERVING."""
+        reflection.enable_server_reflection(self._names, self._server)
+        for name in ("", *self._names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+
+    async def __aenter__(self) -> GrpcServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(STOP_GRACE_S)
+
+    async def stop(self, grace_s: float) -> None:
+        """Health says NOT_SERVING; calls under way have `grace_s` seconds to end."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Runs `main` with an event that SIGTERM and SIGINT set; `main` then ends in good order.
+
+    A PacelineError ends the process with its message and status 1, everything else with its traceback.
+    """
+    try:
+        asyncio.run(_until_signal(main))
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+    except ExceptionGroup as group:
+        fault = _first(group)
+        if fault is None:
+            raise
+        raise click.ClickException(str(fault)) from None
+
+
+def _first(group: ExceptionGroup) -> PacelineError | None:
+    for error in group.exceptions:
+        found = _first(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(found, PacelineError):
+            return found
+    return None
+
+
+async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await main(stop)

@@ -1,0 +1,231 @@
+"""One rank of the learner: waits for a run, works on it, waits for the next.
+
+Rank 0 is the member that runs are assigned to; it hands an assignment on to the other ranks as plain bytes. Every
+rank has its own connection to the exchange, for its parts of batches and its receipts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+
+from learner.collectives import broadcast_bytes, end_process
+from paceline.errors import PacelineError
+from paceline.tracing import set_up_tracing, shut_down_tracing
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
+from services.advertise import advertised_host
+from services.background import BackgroundLoop
+from services.grpc_server import GrpcServer
+from services.learner_run import LearnerRun
+from services.learner_service import LearnerServicer, Orders
+from services.lifeline import die_with_parent
+from services.member import Membership
+from services.ready import announce
+
+ASSIGNMENT_POLL_S = 2.0
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""A rank that is not heard of for this long ends the others; torchrun notices a death much earlier."""
+
+log = logging.getLogger(__name__)
+
+
+class LearnerRank:
+    """Connection, process group and the loop over runs."""
+
+    def __init__(
+        self, coordinator: str, name: str, device: torch.device, host: str, reachable: str, grace_s: float
+    ):
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.device = device
+        self.host = host
+        self.reachable = reachable
+        """This machine's address for the others; `host` is what it listens on."""
+        self.grace_s = grace_s
+        """Seconds from SIGTERM in which the coordinator may still answer."""
+        self.address = ""
+        self.orders = Orders()
+        self.background = BackgroundLoop()
+        self._member_id = f"{name}-{uuid.uuid4().hex[:8]}-rank{self.rank}"
+        self._assignments: queue.Queue[bytes] = queue.Queue()
+        self._assigned: worker_pb2.RunAssignment | None = None
+        self._run: LearnerRun | None = None
+        self.stopping = threading.Event()
+        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+
+    def join(self) -> None:
+        """Becomes a member; once its address is known, since that is what it says first."""
+        self.background.start(self.membership.run())
+
+    def serve_forever(self) -> None:
+        """Works on one assignment after the other, until told to stop."""
+        while not self.stopping.is_set():
+            data = broadcast_bytes(self._next_assignment() if self.rank == 0 else b"")
+            if not data:
+                self.background.check()
+                continue
+            assignment = worker_pb2.RunAssignment.FromString(data)
+            run = LearnerRun(assignment, self)
+            self._run = run
+            try:
+                run.train()
+            finally:
+                self._run = None
+                run.close()
+
+    def close(self) -> None:
+        """Leaves in good order."""
+        self.background.wait(self.membership.leave(), 5.0)
+        self.background.close()
+
+    def report(self, report: worker_pb2.ConnectRequest) -> None:
+        """Sends a report from any thread."""
+        self.background.post(self.membership.report(report))
+
+    def _next_assignment(self) -> bytes:
+        """The newest assignment, if one comes soon; empty otherwise, so that no rank sits in a collective for long."""
+        newest = b""
+        try:
+            newest = self._assignments.get(timeout=ASSIGNMENT_POLL_S)
+            while True:
+                newest = self._assignments.get_nowait()
+        except queue.Empty:
+            return newest
+
+    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        run = self._run
+        match directive.WhichOneof("directive"):
+            case "welcome":
+                if run is not None:
+                    run.report_again()
+            case "run":
+                self._assigned = directive.run
+                self._assignments.put(directive.run.SerializeToString())
+                if run is not None:
+                    run.supersede()
+            case "idle":
+                self._assigned = None
+                if run is not None:
+                    run.supersede()
+            case "epoch":
+                if run is not None:
+                    run.set_members(directive.epoch)
+                else:
+                    self.early_epoch = directive.epoch
+            case "weight_ack":
+                if run is not None:
+                    run.acknowledge(directive.weight_ack)
+            case "checkpoint":
+                self.orders.ask_checkpoint()
+            case "drain":
+                self.stopping.set()
+
+    early_epoch: worker_pb2.Epoch | None = None
+    """Named before the run was set up here."""
+
+    server: GrpcServer | None = None
+    """Rank 0's, kept for as long as the rank lives."""
+
+    @property
+    def current_run(self) -> LearnerRun | None:
+        """The run that this rank works on."""
+        return self._run
+
+    def _hello(self) -> worker_pb2.Hello:
+        return worker_pb2.Hello(
+            role=common_pb2.ROLE_LEARNER,
+            member_id=self._member_id,
+            address=self.address,
+            protocol=PROTOCOL,
+            run_id=self._assigned.run_id if self._assigned is not None else "",
+            session=self._assigned.session if self._assigned is not None else 0,
+            world_size=self.world_size,
+            num_threads=torch.get_num_threads(),
+            rank=self.rank,
+        )
+
+    def _gauges(self) -> dict[str, float]:
+        return {}
+
+
+@click.command()
+@click.option("--coordinator", required=True)
+@click.option("--host", required=True)
+@click.option("--advertise-host", default="")
+@click.option("--port", type=int, required=True)
+@click.option("--name", required=True)
+@click.option("--device", required=True)
+@click.option("--grace", "grace_s", type=float, required=True)
+@click.option("--ready-file", default="")
+def main(
+    coordinator: str,
+    host: str,
+    advertise_host: str,
+    port: int,
+    name: str,
+    device: str,
+    grace_s: float,
+    ready_file: str,
+) -> None:
+    """One rank; its options come from `paceline serve learner`."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("learner")
+    try:
+        reachable = advertised_host(host, advertise_host, coordinator)
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+    rank = LearnerRank(coordinator, name, set_up_device(device), host, reachable, grace_s)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: rank.stopping.set())
+    if rank.rank == 0:
+        rank.server = rank.background.wait(_serve(rank, host, port), 30.0)
+        announce(Path(ready_file) if ready_file else None, rank.address)
+    rank.join()
+    status = 0
+    try:
+        rank.serve_forever()
+        rank.close()
+    except PacelineError as error:
+        log.error("%s", error)
+        status = 1
+    except Exception:
+        log.exception("this rank cannot go on")
+        status = 1
+    shut_down_tracing()
+    end_process(status)
+
+
+async def _serve(rank: LearnerRank, host: str, port: int) -> GrpcServer:
+    server = GrpcServer(host, port)
+    servicer = LearnerServicer(rank)
+    server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
+    await server.start()
+    rank.address = f"{rank.reachable}:{server.port}"
+    return server
+
+
+def set_up_device(device: str) -> torch.device:
+    """The device of this rank; makes the process group when torchrun started us."""
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout=timeout)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+if __name__ == "__main__":
+    main()

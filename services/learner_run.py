@@ -1,0 +1,421 @@
+"""The learner's work on one run, as each rank does it: next batch, train, publish, receipt, checkpoint.
+
+All ranks go through the same collectives in the same order: `_agree` before every step (is every rank's part here?
+has the run ended? was a checkpoint or an export ordered?), then the step's own, then gathering for publishing,
+checkpoint or export. Publishing to members happens on rank 0's link threads, from a staged copy, while the next step
+trains. Nothing here waits for a rollout worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from learner import checkpoint as checkpoints
+from learner.batch import TrainSequence, sequences_from_groups
+from learner.checkpoint_writer import CheckpointWriter
+from learner.collectives import broadcast_bytes, max_over_ranks
+from learner.examples import ExampleSource
+from learner.export import export_pretrained
+from learner.gather import gather_weights
+from learner.publisher import Publisher, PublishResult
+from learner.trainer import Trainer
+from paceline.errors import Conflict, PacelineError, Unavailable
+from paceline.groups import Version
+from paceline.prompts import load_tokenizer
+from paceline.spec import RunSpec
+from paceline.spec_io import spec_from_yaml
+from paceline.tracing import span, step_traceparent
+from paceline.weights import WeightOffer
+from paceline.wire import decode_group
+from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from services.learner_rank import LearnerRank
+
+BATCH_WAIT_S = 5.0
+REQUEST_TIMEOUT_S = 3600.0
+"""The coordinator may be gone for long; the request waits for it. The learner has nothing else to do."""
+
+log = logging.getLogger(__name__)
+
+
+class LearnerRun:
+    """One session on one run, on one rank."""
+
+    def __init__(self, assignment: worker_pb2.RunAssignment, rank: LearnerRank):
+        self.run_id = assignment.run_id
+        self.session = assignment.session
+        self.step = assignment.start_step
+        self.phase = "loading"
+        self._assignment = assignment
+        self._rank = rank
+        self._spec: RunSpec = spec_from_yaml(assignment.spec_yaml)
+        self._chain = assignment.chain
+        self._superseded = threading.Event()
+        self._publisher: Publisher | None = None
+        self._examples: ExampleSource | None = None
+        self._newest = (assignment.checkpoint_path, assignment.start_step)
+        """Path and step of the newest complete checkpoint; kept up to date on rank 0."""
+        self._reports: list[worker_pb2.ConnectRequest] = []
+        elsewhere = self._spec.checkpointing.checkpoint_dir
+        # Names of checkpoints are unique within a run only, and pruning must not see another run's.
+        self._directory = (
+            Path(elsewhere) / self.run_id if elsewhere else Path(assignment.directory) / "checkpoints"
+        )
+        self._writer = CheckpointWriter(self._directory, assignment.session)
+
+    def train(self) -> None:
+        """From the assignment to the end of the run (or of this session). Faults of the run are reported, not raised."""
+        try:
+            self._set_up()
+        except PacelineError as error:
+            self._fail(str(error))
+            return
+        self._report(
+            worker_pb2.ConnectRequest(
+                run_report=worker_pb2.RunReport(run_id=self.run_id, session=self.session)
+            )
+        )
+        self._publish(last=False)
+        try:
+            while self.step < self._spec.max_num_steps:
+                part = self._next_part()
+                if part is None:
+                    return
+                self._train_step(part)
+            self._finish()
+        except PacelineError as error:
+            self._fail(str(error))
+
+    def close(self) -> None:
+        """Ends publishing; orders that came too late are refused."""
+        self._rank.orders.refuse_all(f"run {self.run_id} has ended")
+        with contextlib.suppress(PacelineError):
+            self._writer.finish()  # nobody asks for it any more; but its thread must not run into the next run
+        if self._publisher is not None:
+            self._publisher.close()
+
+    # From the control plane's thread
+
+    def supersede(self) -> None:
+        """Another run, or none: end this one after the current step."""
+        self._superseded.set()
+
+    def set_members(self, epoch: worker_pb2.Epoch) -> None:
+        """Who receives weights from now on."""
+        if epoch.run_id == self.run_id:
+            self._epoch = epoch
+            if self._publisher is not None:
+                with contextlib.suppress(Conflict):  # the run ends at this very moment
+                    self._publisher.set_members(epoch.number, epoch.member_ids)
+
+    def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
+        """A member's answer to an offer."""
+        if self._publisher is not None and ack.run_id == self.run_id:
+            version = Version(ack.version.session, ack.version.step)
+            self._publisher.acknowledge(ack.member_id, version, ack.ok, ack.message)
+
+    def report_again(self) -> None:
+        """The coordinator was away: what it must know may have been lost with the stream."""
+        for report in self._reports:
+            self._rank.report(report)
+        if self._publisher is not None:
+            self._publisher.interrupt("the coordinator was away")
+
+    _epoch: worker_pb2.Epoch | None = None
+
+    # Set-up
+
+    def _set_up(self) -> None:
+        spec, start = self._spec, self._assignment.start_step
+        torch.manual_seed(spec.seed)
+        self._trainer = Trainer(spec, self._rank.device)
+        self._tokenizer = load_tokenizer(spec.policy)
+        if self._assignment.checkpoint_path:
+            checkpoints.load(
+                Path(self._assignment.checkpoint_path),
+                expected_sha256=self._assignment.checkpoint_sha256,
+                model=self._trainer.model,
+                optimizer=self._trainer.optimizer,
+            )
+            log.info("session %d goes on from step %d", self.session, start)
+        if spec.algorithm == "sft":
+            self._examples = ExampleSource(spec, self._tokenizer)
+        elif self._rank.rank == 0:
+            self._publisher = self._make_publisher()
+
+    def _make_publisher(self) -> Publisher:
+        backend = self._backend()
+        publisher = Publisher(
+            run_id=self.run_id,
+            send_offer=self._send_offer,
+            on_result=self._on_publish_result,
+            bucket_bytes=self._spec.weights.bucket_mb << 20,
+            max_wait_s=self._spec.weights.max_wait_s,
+            bind_host=self._rank.host,
+            advertise_host=self._rank.reachable,
+            backend=backend,
+            device=str(self._rank.device) if backend == "nccl" else "cpu",
+        )
+        epoch = self._epoch or self._rank.early_epoch
+        if epoch is not None and epoch.run_id == self.run_id:
+            publisher.set_members(epoch.number, epoch.member_ids)
+        return publisher
+
+    def _backend(self) -> str:
+        if self._spec.weights.backend != "auto":
+            return self._spec.weights.backend
+        cluster = self._spec.cluster
+        apart = cluster.rollout_gpus and not set(cluster.rollout_gpus) & set(cluster.learner_gpus)
+        return "nccl" if apart and self._rank.device.type == "cuda" else "gloo"
+
+    # One step
+
+    def _next_part(self) -> pb.BatchReply | None:
+        """This rank's part of the next batch, once every rank has its own; None when the run has ended."""
+        self.phase = "waiting"
+        part: pb.BatchReply | None = None
+        payloads: list[bytes] = []
+        while True:
+            if part is None:
+                with span("wait", step_traceparent(self.run_id, self.step), step=self.step):
+                    part, payloads = self._ask_for_part()
+            orders = self._rank.orders
+            missing, ended, stopping, checkpoint, export, unwritten = self._agree(
+                part is None,
+                part is not None and part.state == pb.BATCH_STATE_END,
+                self._rank.stopping.is_set(),
+                bool(orders.checkpoint),
+                bool(orders.export),
+                self._writer.in_progress and not self._writer.ready,
+            )
+            if not unwritten:
+                self._finish_save()
+            if checkpoint:
+                self._save_ordered()
+            if export:
+                self._export_ordered()
+            if stopping and not ended:
+                self._rank.stopping.set()
+                self._begin_save()
+                self._finish_save()
+            if ended or stopping:
+                return None
+            if not missing:
+                self._payloads = payloads
+                return part
+
+    def _ask_for_part(self) -> tuple[pb.BatchReply | None, list[bytes]]:
+        asked = pb.BatchRequest(
+            step=self.step, rank=self._rank.rank, world_size=self._rank.world_size, wait_s=BATCH_WAIT_S
+        )
+        reply, payloads = self._request(
+            pb.ExchangeRequest(run_id=self.run_id, session=self.session, batch=asked)
+        )
+        if reply.status == pb.REPLY_STATUS_STALE or self._superseded.is_set():
+            return pb.BatchReply(state=pb.BATCH_STATE_END), []
+        if reply.status != pb.REPLY_STATUS_OK:
+            raise PacelineError(f"the exchange refused the request for step {self.step}: {reply.message}")
+        return (None if reply.batch.state == pb.BATCH_STATE_WAIT else reply.batch), payloads
+
+    def _agree(self, *facts: bool) -> list[bool]:
+        """Each fact, if it is true on any rank."""
+        facts_F = torch.tensor([int(fact) for fact in facts], device=self._rank.device)
+        return [bool(fact) for fact in max_over_ranks(facts_F).tolist()]
+
+    def _train_step(self, part: pb.BatchReply) -> None:
+        self.phase = "training"
+        with span("train", part.traceparent, step=self.step, rank=self._rank.rank):
+            sequences = self._sequences(part)
+            metrics = self._trainer.train_step(sequences, self.step)
+        metrics["learner/tokens_per_s"] = metrics["tokens"] / metrics["step_s"]
+        self._chain = part.chain
+        self.step += 1
+        last = self.step == self._spec.max_num_steps
+        if last or self.step % self._spec.weights.publish_interval == 0:
+            started_s = time.perf_counter()
+            with span("publish", part.traceparent, step=self.step):
+                self._publish(last)
+            metrics["gather_s"] = time.perf_counter() - started_s
+        self._send_receipt(part, sequences, metrics)
+        if self._spec.checkpointing.enabled and (
+            last or self.step % self._spec.checkpointing.save_period == 0
+        ):
+            self._begin_save()
+
+    def _sequences(self, part: pb.BatchReply) -> list[TrainSequence]:
+        if self._examples is not None:
+            return self._examples.part(self.step, self._rank.rank, self._rank.world_size)
+        groups = [
+            decode_group(group.group_id, payload, group.rewards)
+            for group, payload in zip(part.groups, self._payloads, strict=True)
+        ]
+        return sequences_from_groups(groups, self._spec)
+
+    def _send_receipt(
+        self, part: pb.BatchReply, sequences: list[TrainSequence], metrics: dict[str, float]
+    ) -> None:
+        receipt = pb.Receipt(
+            step=self.step - 1,
+            rank=self._rank.rank,
+            world_size=self._rank.world_size,
+            groups=[pb.BatchGroup(group_id=group.group_id, digest=group.digest) for group in part.groups],
+            tokens=sum(len(sequence.completion_ids) for sequence in sequences),
+            metrics=metrics if self._rank.rank == 0 else {},
+        )
+        request = pb.ExchangeRequest(run_id=self.run_id, session=self.session, receipt=receipt)
+        reply, _ = self._request(request)
+        if reply.status == pb.REPLY_STATUS_INVALID:
+            raise PacelineError(f"the receipt of step {self.step - 1} was refused: {reply.message}")
+        if reply.status == pb.REPLY_STATUS_STALE:
+            self._superseded.set()
+
+    def _request(self, request: pb.ExchangeRequest) -> tuple[pb.ExchangeReply, list[bytes]]:
+        """The exchange's answer, however long it is away; told to stop, a rank waits no longer than its grace."""
+        rank = self._rank
+        try:
+            return rank.background.wait(
+                rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, rank.grace_s
+            )
+        except TimeoutError:
+            raise Unavailable("the coordinator did not answer before this rank had to go") from None
+
+    # What a step leaves behind
+
+    def _publish(self, last: bool) -> None:
+        """All ranks gather; rank 0 stages the copy and goes on. Replayed steps are not published."""
+        if self._spec.algorithm == "sft" or (self.step < self._assignment.publish_from_step and not last):
+            return
+        dtype = torch.bfloat16 if self._wire_type() == "bfloat16" else torch.float32
+        tensors = gather_weights(self._trainer.model, dtype)
+        if self._publisher is not None:
+            self._publisher.stage(Version(self.session, self.step), tensors)
+
+    def _wire_type(self) -> str:
+        wanted = self._spec.policy.generation_precision
+        if wanted != "auto":
+            return wanted
+        return "bfloat16" if self._rank.device.type == "cuda" else "float32"
+
+    def _begin_save(self) -> None:
+        """Starts a checkpoint after the current step; its files are written while the next steps train."""
+        if self.step == (self._assignment.start_step if self._assignment.checkpoint_path else -1):
+            return  # it is what this session came from
+        if self.step == self._writer.step:
+            return
+        self._finish_save()
+        phase, self.phase = self.phase, "saving"
+        self._writer.begin(self.step, self._trainer.model, self._trainer.optimizer, self._chain)
+        self.phase = phase
+
+    def _finish_save(self) -> None:
+        """Waits for the checkpoint in the making, if there is one, and registers it with the coordinator."""
+        if not self._writer.in_progress:
+            return
+        phase, self.phase = self.phase, "saving"
+        saved = self._writer.finish()
+        self.phase = phase
+        if saved is None:
+            return
+        self._newest = (str(saved.path), saved.manifest.step)
+        removed = checkpoints.prune(self._directory, self._spec.checkpointing.keep_top_k)
+        self._report(
+            worker_pb2.ConnectRequest(
+                checkpoint=worker_pb2.CheckpointReport(
+                    run_id=self.run_id,
+                    session=self.session,
+                    step=saved.manifest.step,
+                    path=str(saved.path),
+                    sha256=saved.manifest_sha256,
+                    chain=saved.manifest.chain_hash,
+                    seconds=self._writer.seconds,
+                    removed_paths=[str(path) for path in removed],
+                )
+            )
+        )
+
+    def _save_ordered(self) -> None:
+        self._begin_save()
+        self._finish_save()
+        for order in self._rank.orders.take_checkpoints():
+            order.set_result(self._newest)
+
+    def _export_ordered(self) -> None:
+        """One export for all orders of this moment, under the first one's name."""
+        orders = self._rank.orders.take_exports()
+        name = broadcast_bytes(orders[0][0].encode() if orders else b"").decode()
+        path = self._export(Path(self._assignment.directory) / name)
+        for _, order in orders:
+            order.set_result(path)
+
+    def _export(self, path: Path) -> str:
+        """The current weights as a Hugging Face folder; replaces what this run exported there before."""
+        tensors = gather_weights(self._trainer.model, None)
+        if self._rank.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            policy = self._spec.policy
+            export_pretrained(
+                path, tensors, model_name=policy.model_name, tokenizer_name=policy.tokenizer_name
+            )
+        return str(path)
+
+    def _finish(self) -> None:
+        """Every step is trained: export, say so, and serve members with the last version until the run ends."""
+        path = self._export(Path(self._assignment.directory) / "export")
+        self._finish_save()
+        finished = worker_pb2.RunReport(
+            run_id=self.run_id, session=self.session, finished=True, export_path=path
+        )
+        if self._rank.rank == 0:
+            self._report(worker_pb2.ConnectRequest(run_report=finished))
+        self._next_part()
+
+    def _fail(self, message: str) -> None:
+        log.error("run %s: %s", self.run_id, message)
+        failed = worker_pb2.RunReport(run_id=self.run_id, session=self.session, error=message)
+        self._rank.report(worker_pb2.ConnectRequest(run_report=failed))
+
+    def _report(self, report: worker_pb2.ConnectRequest) -> None:
+        if self._rank.rank == 0:
+            kind = report.WhichOneof("report")
+            self._reports = [r for r in self._reports if r.WhichOneof("report") != kind] + [report]
+            self._rank.report(report)
+
+    def _send_offer(self, offer: WeightOffer) -> None:
+        message = worker_pb2.WeightOffer(
+            run_id=offer.run_id,
+            epoch=offer.epoch,
+            member_id=offer.member_id,
+            attempt=offer.attempt,
+            backend=offer.backend,
+            store_host=offer.store_host,
+            store_port=offer.store_port,
+            prefix=offer.prefix,
+            manifest=offer.manifest,
+            max_wait_s=self._spec.weights.max_wait_s,
+        )
+        message.version.session, message.version.step = offer.session, offer.step
+        self._rank.report(worker_pb2.ConnectRequest(weight_offer=message))
+
+    def _on_publish_result(self, result: PublishResult) -> None:
+        report = worker_pb2.PublishReport(
+            run_id=self.run_id,
+            member_id=result.member_id,
+            epoch=result.epoch,
+            ok=result.ok,
+            error=result.error,
+            size_bytes=result.size_bytes,
+            publish_s=result.form_s + result.transfer_s + result.ack_s,
+            transfer_s=result.transfer_s,
+        )
+        report.version.session, report.version.step = result.version
+        self._rank.report(worker_pb2.ConnectRequest(publish=report))

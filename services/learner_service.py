@@ -1,0 +1,111 @@
+"""`LearnerService`: status, and orders that all ranks carry out together after the current step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from paceline.errors import Conflict, InvalidInput
+from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
+from services.grpc_server import with_status
+
+if TYPE_CHECKING:
+    from services.learner_rank import LearnerRank
+
+Context = grpc.aio.ServicerContext[Any, Any]
+ORDER_TIMEOUT_S = 600.0
+
+
+@dataclass
+class Orders:
+    """What rank 0 was asked to do after the current step. Filled from the loop, taken by the main thread."""
+
+    checkpoint: list[Future[tuple[str, int]]] = field(default_factory=list)
+    export: list[tuple[str, Future[str]]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask_checkpoint(self) -> Future[tuple[str, int]]:
+        """Path and step of a checkpoint made after the current step."""
+        future: Future[tuple[str, int]] = Future()
+        with self._lock:
+            self.checkpoint.append(future)
+        return future
+
+    def ask_export(self, name: str) -> Future[str]:
+        """Path of an export made after the current step."""
+        future: Future[str] = Future()
+        with self._lock:
+            self.export.append((name, future))
+        return future
+
+    def take_checkpoints(self) -> list[Future[tuple[str, int]]]:
+        """The checkpoint orders, once."""
+        with self._lock:
+            taken, self.checkpoint = self.checkpoint, []
+        return taken
+
+    def take_exports(self) -> list[tuple[str, Future[str]]]:
+        """The export orders, once."""
+        with self._lock:
+            taken, self.export = self.export, []
+        return taken
+
+    def refuse_all(self, reason: str) -> None:
+        """The run is over."""
+        for future in self.take_checkpoints():
+            future.set_exception(Conflict(reason))
+        for _, export in self.take_exports():
+            export.set_exception(Conflict(reason))
+
+
+class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
+    """Answers for the whole learner; lives on rank 0."""
+
+    def __init__(self, rank: LearnerRank):
+        self._rank = rank
+
+    @with_status
+    async def Status(
+        self, request: learner_pb2.LearnerServiceStatusRequest, context: Context
+    ) -> learner_pb2.LearnerServiceStatusResponse:
+        response = learner_pb2.LearnerServiceStatusResponse(world_size=self._rank.world_size, phase="idle")
+        run = self._rank.current_run
+        if run is not None:
+            response.run_id, response.phase = run.run_id, run.phase
+            response.version.session, response.version.step = run.session, run.step
+        return response
+
+    @with_status
+    async def Checkpoint(
+        self, request: learner_pb2.CheckpointRequest, context: Context
+    ) -> learner_pb2.CheckpointResponse:
+        self._check_running()
+        order = asyncio.wrap_future(self._rank.orders.ask_checkpoint())
+        path, step = await asyncio.wait_for(order, ORDER_TIMEOUT_S)
+        return learner_pb2.CheckpointResponse(path=path, step=step)
+
+    @with_status
+    async def Export(
+        self, request: learner_pb2.ExportRequest, context: Context
+    ) -> learner_pb2.ExportResponse:
+        run = self._check_running()
+        name = request.name or "export"
+        if "/" in name or name.startswith("."):
+            raise InvalidInput(f"name {name!r} has to be a plain folder name under the run's directory")
+        path = await asyncio.wait_for(
+            asyncio.wrap_future(self._rank.orders.ask_export(name)), ORDER_TIMEOUT_S
+        )
+        response = learner_pb2.ExportResponse(path=path)
+        response.version.session, response.version.step = run.session, run.step
+        return response
+
+    def _check_running(self) -> Any:
+        run = self._rank.current_run
+        if run is None:
+            raise Conflict("the learner has no run now; ask when one trains")
+        return run

@@ -1,0 +1,225 @@
+"""A worker's side of belonging: one control stream, one exchange socket, both made anew whenever they break.
+
+Used by all three roles. `Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. When it
+breaks, it comes back with the same member id after a growing pause; the coordinator tells a new term by Welcome.
+`request()` sends an exchange request and waits for its reply. Only the absence of a reply is a reason to send
+again: after a reconnect, everything that is still unanswered is sent again under the new term.
+
+Who waits for whom: requests wait for the reader task, which waits for the socket; nothing waits for a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import grpc
+import zmq
+import zmq.asyncio
+
+from paceline.errors import Conflict, WireError
+from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_header
+from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
+from services.grpc_server import OPTIONS
+
+MAX_BACKOFF_S = 5.0
+LEAVE_WAIT_S = 2.0
+RESEND_S = 60.0
+"""A request without reply for this long is sent again; longer than any wait that a request may ask for."""
+
+OUTBOX_SIZE = 1024
+FATAL = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
+log = logging.getLogger(__name__)
+Directive = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
+
+
+@dataclass
+class Pending:
+    """A request that waits for its reply."""
+
+    request: pb.ExchangeRequest
+    payloads: list[bytes]
+    reply: asyncio.Future[tuple[pb.ExchangeReply, list[bytes]]]
+    sent_s: float = field(default_factory=time.monotonic)
+
+
+class Membership:
+    """One worker's connection to the coordinator, over all reconnects."""
+
+    def __init__(
+        self,
+        coordinator: str,
+        hello: Callable[[], worker_pb2.Hello],
+        on_directive: Directive,
+        gauges: Callable[[], dict[str, float]] = dict,
+    ):
+        self._coordinator = coordinator
+        self._hello = hello
+        self._on_directive = on_directive
+        self._gauges = gauges
+        self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(OUTBOX_SIZE)
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._pending: dict[int, Pending] = {}
+        self._numbers = itertools.count(1)
+        self.term = 0
+        self._welcomed = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._left = asyncio.Event()
+
+    async def run(self) -> None:
+        """Belongs until cancelled. Raises Conflict when the coordinator refuses this worker for good."""
+        backoff_s = 0.1
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._resend())
+                while True:
+                    started_s = time.monotonic()
+                    try:
+                        await self._stream()
+                    except grpc.aio.AioRpcError as error:
+                        if error.code() in FATAL:
+                            raise Conflict(
+                                f"the coordinator refuses this worker: {error.details()}"
+                            ) from None
+                        log.warning("no coordinator at %s: %s", self._coordinator, error.details())
+                    if self._leaving.is_set():
+                        self._left.set()
+                        await asyncio.sleep(LEAVE_WAIT_S)  # until whoever called leave() cancels this
+                    if time.monotonic() - started_s > MAX_BACKOFF_S:
+                        backoff_s = 0.1
+                    await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        finally:
+            self._close_socket()
+            self._context.term()
+
+    async def report(self, report: worker_pb2.ConnectRequest) -> None:
+        """Queues a report; it goes out with this stream or the next."""
+        await self._outbox.put(report)
+
+    async def leave(self) -> None:
+        """Tells the coordinator, and waits a moment for it to end the stream."""
+        self._leaving.set()
+        await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._left.wait(), LEAVE_WAIT_S)
+
+    async def request(
+        self, request: pb.ExchangeRequest, payloads: list[bytes] | None = None
+    ) -> tuple[pb.ExchangeReply, list[bytes]]:
+        """The reply to an exchange request and its payload frames. Waits for as long as it takes: the coordinator
+        may be restarting, and what it has not acknowledged must not be forgotten. Cancel to give up.
+        """
+        await self._welcomed.wait()
+        request.protocol, request.member_id = PROTOCOL, self._hello().member_id
+        pending = Pending(request, payloads or [], asyncio.get_running_loop().create_future())
+        try:
+            await self._send(pending)
+            return await pending.reply
+        finally:
+            self._pending.pop(request.request_id, None)
+
+    # The control stream
+
+    async def _stream(self) -> None:
+        async with grpc.aio.insecure_channel(self._coordinator, options=OPTIONS) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            call = stub.Connect(self._reports())
+            try:
+                async for directive in call:
+                    if directive.WhichOneof("directive") == "welcome":
+                        await self._on_welcome(directive.welcome)
+                    await self._on_directive(directive)
+            finally:
+                call.cancel()
+
+    async def _reports(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
+        """Hello, then whatever is reported, and a heartbeat whenever a second has passed without."""
+        yield worker_pb2.ConnectRequest(hello=self._hello())
+        beat_s = time.monotonic()
+        while True:
+            try:
+                yield await asyncio.wait_for(self._outbox.get(), max(0.01, beat_s + 1.0 - time.monotonic()))
+            except TimeoutError:
+                beat_s = time.monotonic()
+                yield worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat(gauges=self._gauges()))
+
+    async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
+        """(Re)connects the exchange; what was not answered is sent again under the new term."""
+        self.term = welcome.term
+        self._close_socket()
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.connect(_reachable(welcome.exchange_endpoint, self._coordinator))
+        self._socket = socket
+        self._reader = asyncio.create_task(self._read(socket))
+        self._reader.add_done_callback(self._fail_pending)
+        self._welcomed.set()
+        log.info("member of %s, term %d", self._coordinator, self.term)
+        for pending in list(self._pending.values()):
+            await self._send(pending)
+
+    # The exchange
+
+    async def _send(self, pending: Pending) -> None:
+        """Sends a request, under a number of its own each time: a reply to an earlier sending is not the answer."""
+        self._pending.pop(pending.request.request_id, None)
+        pending.request.request_id = next(self._numbers)
+        self._pending[pending.request.request_id] = pending
+        pending.request.term, pending.sent_s = self.term, time.monotonic()
+        if self._socket is not None:
+            await self._socket.send_multipart([pending.request.SerializeToString(), *pending.payloads])
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            header, *payloads = await socket.recv_multipart()
+            try:
+                reply = parse_header(pb.ExchangeReply, header)
+            except WireError as error:
+                log.warning("ignored a message from the exchange: %s", error)
+                continue
+            pending = self._pending.get(reply.request_id)
+            if pending is None or pending.reply.done():
+                continue
+            if reply.status == pb.REPLY_STATUS_STALE and reply.term != pending.request.term:
+                continue  # the coordinator restarted: after its Welcome this is sent again under the new term
+            pending.reply.set_result((reply, payloads))
+
+    def _fail_pending(self, reader: asyncio.Task[None]) -> None:
+        """Nobody waits for replies that nobody reads any more."""
+        error = None if reader.cancelled() else reader.exception()
+        for pending in self._pending.values():
+            if error is not None and not pending.reply.done():
+                pending.reply.set_exception(error)
+
+    async def _resend(self) -> None:
+        """A reply can be lost with a connection that ZeroMQ mends by itself: ask again after a while."""
+        while True:
+            await asyncio.sleep(RESEND_S / 4)
+            for pending in list(self._pending.values()):
+                if time.monotonic() - pending.sent_s > RESEND_S:
+                    await self._send(pending)
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._reader.cancel()
+            self._socket.close()
+            self._socket = None
+
+
+def _reachable(endpoint: str, coordinator: str) -> str:
+    """The exchange's endpoint, at the host by which the coordinator was reached if it named none."""
+    parts = urlsplit(endpoint)
+    if parts.hostname in ("0.0.0.0", "::", "*"):
+        return f"tcp://{coordinator.rsplit(':', 1)[0]}:{parts.port}"
+    return endpoint

@@ -1,0 +1,138 @@
+"""What a replay needs to know: which steps, from which checkpoint, on how many ranks, with which groups.
+
+Read from the ledger, which is opened read-only, so a replay can neither disturb a run nor be disturbed by it. The
+promise: the parts are those that the ranks trained, made by the same function that the exchange served them with.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from learner.checkpoint_manifest import read_manifest
+from paceline.errors import Conflict, NotFound
+from paceline.groups import Group
+from paceline.spec import RunSpec
+from paceline.spec_io import spec_from_yaml
+from paceline.wire import decode_group
+from services.coordinator.batches import split_batch
+from services.coordinator.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """Steps [start, end) of a run, as the record has them."""
+
+    run_id: str
+    spec: RunSpec
+    start: int
+    end: int
+    ranks: int
+    """World size that trained step `start`."""
+    steady: bool
+    """Whether all steps were trained at that world size; a replay is not bit-identical otherwise."""
+    threads: int
+    """Compute threads of each rank."""
+    checkpoint: sqlite3.Row | None
+    """Where the weights come from; None at step 0, where they are the model's."""
+    expected: sqlite3.Row | None
+    """The run's own checkpoint after the last of the steps, if there is one to compare with."""
+
+
+def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None) -> ReplayPlan:
+    """Looks up what is on record. `end` None is after the last trained step.
+
+    Raises NotFound: no such run, no checkpoint of step `start`, a step that was not trained, samples that were not kept.
+    """
+    row = ledger.run(run_id)
+    spec = spec_from_yaml(row["spec_yaml"])
+    end = row["next_step"] if end is None else end
+    if not 0 <= start < end <= row["next_step"]:
+        raise NotFound(
+            f"steps {start} to {end} cannot be replayed: run {run_id} has trained {row['next_step']} steps, and "
+            "the first step has to be before the last"
+        )
+    known = _checkpoints(ledger, run_id)
+    if start and start not in known:
+        steps = ", ".join(str(step) for step in sorted({0, *known} - {row["next_step"]}))
+        raise NotFound(f"run {run_id} has no checkpoint after {start} steps; replay from one of: {steps}")
+    sizes = ledger.db.execute(
+        "SELECT step, world_size FROM receipts WHERE run_id = ? AND step >= ? AND step < ? ORDER BY step, session",
+        (run_id, start, end),
+    ).fetchall()
+    if spec.algorithm == "grpo":
+        _check_kept(ledger, run_id, start, end)
+    return ReplayPlan(
+        run_id=run_id,
+        spec=spec,
+        start=start,
+        end=end,
+        ranks=max(size["world_size"] for size in sizes if size["step"] == start),
+        steady=len({size["world_size"] for size in sizes}) == 1,
+        threads=_threads(spec, [known[start]] if start else list(known.values())),
+        checkpoint=known.get(start) if start else None,
+        expected=known.get(end),
+    )
+
+
+def read_part(
+    ledger: Ledger, run_id: str, step: int, rank: int, world_size: int, *, check_digests: bool = True
+) -> list[Group]:
+    """The groups that a rank of `world_size` trains in a step, scored. Raises Conflict for one that was changed."""
+    groups = []
+    for row in split_batch(ledger.db, run_id, step, world_size)[rank]:
+        payload = ledger.db.execute(
+            "SELECT arrays FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'result'",
+            (run_id, row["group_id"]),
+        ).fetchone()
+        rewards = np.frombuffer(row["rewards"], "<f4").tolist()
+        group = decode_group(row["group_id"], payload["arrays"], rewards)
+        if check_digests and group.digest() != row["digest"]:
+            raise Conflict(
+                f"group {row['group_id']} of step {step} is not what was trained; its digest differs"
+            )
+        groups.append(group)
+    return groups
+
+
+def recorded_losses(ledger: Ledger, run_id: str) -> dict[int, float]:
+    """The loss of every step as the run reported it when the step was first trained."""
+    rows = ledger.db.execute(
+        "SELECT json_extract(json, '$.step') AS step, json_extract(json, '$.loss') AS loss FROM events"
+        " WHERE run_id = ? AND kind = 'step'",
+        (run_id,),
+    )
+    return {row["step"]: row["loss"] for row in rows if row["loss"] is not None}
+
+
+def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, sqlite3.Row]:
+    """The checkpoints that can be loaded, by step; of one step that of the newest session."""
+    rows = ledger.db.execute(
+        "SELECT c.* FROM checkpoints c LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
+        " WHERE c.run_id = ? AND c.removed = 0 AND c.chain = COALESCE(b.chain, '') ORDER BY c.session",
+        (run_id,),
+    )
+    return {row["step"]: row for row in rows}
+
+
+def _check_kept(ledger: Ledger, run_id: str, start: int, end: int) -> None:
+    gone = ledger.db.execute(
+        "SELECT MIN(step) AS step FROM groups g WHERE run_id = ? AND step >= ? AND step < ? AND NOT EXISTS (SELECT 1"
+        " FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id AND p.kind = 'result')",
+        (run_id, start, end),
+    ).fetchone()["step"]
+    if gone is not None:
+        raise NotFound(f"the samples of step {gone} were not kept: the run has logger.keep_samples false")
+
+
+def _threads(spec: RunSpec, checkpoints: list[sqlite3.Row]) -> int:
+    """As a checkpoint recorded it; the spec's where there is none."""
+    for checkpoint in checkpoints:
+        try:
+            return read_manifest(Path(checkpoint["path"]))[0].num_threads
+        except (NotFound, Conflict):
+            continue
+    return spec.cluster.threads_per_process

@@ -1,0 +1,294 @@
+"""The reward service: score tasks in, rewards out.
+
+`RewardWorker` belongs to the pool and answers `RewardService`. User functions run in processes of their own (reward/),
+so nothing that they do stops the service. Started by `paceline serve reward` (also `paceline-reward`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+
+from paceline.errors import Conflict, InvalidInput, PacelineError
+from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.spec_io import spec_from_yaml
+from paceline.tracing import set_up_tracing, span
+from paceline.wire import PROTOCOL, decode_completions
+from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2
+from protos.paceline.v1 import exchange_pb2 as pb
+from reward.builtin import BUILTIN_FUNCTIONS
+from reward.results import RewardResult
+from reward.runner import RewardRunner
+from services.advertise import advertised_host
+from services.grpc_server import GrpcServer, run_service, with_status
+from services.lifeline import die_with_parent
+from services.member import Membership
+from services.ready import announce
+
+TASK_WAIT_S = 10.0
+PREFETCH = 8
+"""Tasks that are held for each process, so that none waits for a round trip to the exchange."""
+
+log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
+    """One member of the reward pool: at most one run at a time."""
+
+    def __init__(self, coordinator: str, member_id: str, num_processes: int):
+        self.member_id = member_id
+        self.address = ""
+        self._num_processes = num_processes
+        self._assignment: worker_pb2.RunAssignment | None = None
+        self._spec: RunSpec | None = None
+        self._runner: RewardRunner | None = None
+        self._changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._scored = 0
+        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+
+    async def work(self) -> None:
+        """Scores for whatever run is assigned, until `stop` and the last task's end."""
+        while not self._stopping.is_set():
+            self._changed.clear()
+            assignment = self._assignment
+            if assignment is None:
+                await self._changed.wait()
+                continue
+            try:
+                spec = spec_from_yaml(assignment.spec_yaml)
+                async with RewardRunner(spec.rewards, self._num_processes) as runner:
+                    self._spec, self._runner = spec, runner
+                    await self._report_ready()
+                    await self._score_forever(assignment.run_id, spec, runner)
+            except PacelineError as error:
+                log.error("cannot work on run %s: %s", assignment.run_id, error)
+                report = worker_pb2.RunReport(run_id=assignment.run_id, error=str(error))
+                await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
+                await self._changed.wait()
+            finally:
+                self._spec = self._runner = None
+
+    def stop(self) -> None:
+        """Takes no further task."""
+        self._stopping.set()
+        self._changed.set()
+
+    async def _score_forever(self, run_id: str, spec: RunSpec, runner: RewardRunner) -> None:
+        """Tasks as there are free processes, until the run changes; then the running ones end."""
+        running: dict[asyncio.Task[None], int] = {}
+        changed = asyncio.create_task(self._changed.wait())
+        async with asyncio.TaskGroup() as tasks:
+            while not self._changed.is_set():
+                room = PREFETCH * self._num_processes - len(running)
+                if room == 0:
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                request = pb.ExchangeRequest(
+                    run_id=run_id,
+                    task=pb.TaskRequest(
+                        room=room, wait_s=TASK_WAIT_S, held=pb.Held(group_ids=running.values())
+                    ),
+                )
+                asked = asyncio.create_task(self.membership.request(request))
+                await asyncio.wait((asked, changed), return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done():
+                    asked.cancel()
+                    break
+                reply, payloads = asked.result()
+                if reply.status == pb.REPLY_STATUS_STALE:
+                    await self._changed.wait()  # the run is over; the next assignment is on its way
+                if reply.status == pb.REPLY_STATUS_INVALID:
+                    raise RuntimeError(
+                        f"the exchange refuses this worker's request for tasks: {reply.message}"
+                    )
+                for task, payload in zip(reply.task.tasks, payloads, strict=True):
+                    scoring = tasks.create_task(self._score(run_id, spec, runner, task, payload))
+                    running[scoring] = task.group_id
+                    scoring.add_done_callback(running.pop)
+        changed.cancel()
+
+    async def _score(
+        self, run_id: str, spec: RunSpec, runner: RewardRunner, task: pb.ScoreTask, payload: bytes
+    ) -> None:
+        """One task, from text to the exchange's word."""
+        started_s = time.monotonic()
+        score = pb.ScoreResult(group_id=task.group_id, attempt=task.attempt, digest=task.digest)
+        with span("score", task.traceparent, group_id=task.group_id, attempt=task.attempt):
+            try:
+                result = await self._run_functions(runner, task, payload)
+            except InvalidInput as error:
+                score.error = str(error)
+            else:
+                if result.failure is not None:
+                    score.error = result.failure.message
+                elif result.rewards_CF is not None:
+                    score.rewards.extend(result.rewards_CF.ravel().tolist())
+                    score.functions.extend(reward.label for reward in spec.rewards)
+        score.score_s = time.monotonic() - started_s
+        reply, _ = await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score))
+        if reply.status == pb.REPLY_STATUS_INVALID:
+            log.error("the score of group %d was refused: %s", task.group_id, reply.message)
+            refused = pb.ScoreResult(
+                group_id=task.group_id, attempt=task.attempt, digest=task.digest, error=reply.message
+            )
+            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
+        self._scored += 1
+
+    async def _run_functions(self, runner: RewardRunner, task: pb.ScoreTask, payload: bytes) -> RewardResult:
+        count = len(task.texts)
+        _, completions = decode_completions(payload, [""] * count, task.texts)
+        prompt, columns = json.loads(task.prompt_json), json.loads(task.columns_json)
+        texts: list[Any] = list(task.texts)
+        if not isinstance(prompt, str):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        ids = [completion.token_ids.tolist() for completion in completions]
+        return await runner.score(
+            [prompt] * count, texts, ids, {name: [value] * count for name, value in columns.items()}
+        )
+
+    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        match directive.WhichOneof("directive"):
+            case "welcome":
+                await self._report_ready()
+            case "run":
+                if self._assignment is None or self._assignment.run_id != directive.run.run_id:
+                    self._assignment = directive.run
+                    self._changed.set()
+            case "idle":
+                self._assignment = None
+                self._changed.set()
+            case "drain":
+                self.stop()
+
+    async def _report_ready(self) -> None:
+        if self._runner is not None and self._assignment is not None:
+            report = worker_pb2.RunReport(run_id=self._assignment.run_id)
+            await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
+
+    def _hello(self) -> worker_pb2.Hello:
+        return worker_pb2.Hello(
+            role=common_pb2.ROLE_REWARD, member_id=self.member_id, address=self.address, protocol=PROTOCOL
+        )
+
+    def _gauges(self) -> dict[str, float]:
+        scored, self._scored = self._scored, 0
+        return {"groups_since_report": float(scored)}
+
+    # RewardService
+
+    @with_status
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
+        functions = self._functions(list(request.functions))
+        count = len(request.completions)
+        prompts = list(request.prompts) or [""] * count
+        try:
+            columns = json.loads(request.columns_json or "{}")
+        except ValueError as error:
+            raise InvalidInput(f"columns_json is not valid JSON: {error}") from None
+        if not isinstance(columns, dict):
+            raise InvalidInput(f"columns_json is {type(columns).__name__}, it has to be an object of lists")
+        async with RewardRunner(functions) as runner:
+            result = await runner.score(
+                prompts, list(request.completions), [[] for _ in range(count)], columns
+            )
+        if result.failure is not None:
+            raise InvalidInput(result.failure.message)
+        assert result.rewards_CF is not None
+        response = reward_pb2.ScoreResponse()
+        for function, values in zip(functions, result.rewards_CF.T.tolist(), strict=True):
+            scores = response.scores.add(function=function.label)
+            for value in values:
+                scores.scores.add(**({} if value != value else {"value": value}))
+        return response
+
+    @with_status
+    async def ListFunctions(
+        self, request: reward_pb2.ListFunctionsRequest, context: Context
+    ) -> reward_pb2.ListFunctionsResponse:
+        response = reward_pb2.ListFunctionsResponse()
+        used = self._spec.rewards if self._spec is not None else ()
+        for name, factory in BUILTIN_FUNCTIONS.items():
+            response.functions.add(name=name, summary=(factory.__doc__ or "").strip().partition("\n")[0])
+        for function in used:
+            response.functions.add(name=function.label, summary=function.function, weight=function.weight)
+        return response
+
+    def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
+        """The functions asked for: the current run's by name, else built-ins; a file is never named from outside."""
+        used = {
+            function.label: function for function in (self._spec.rewards if self._spec is not None else ())
+        }
+        if not names and not used:
+            raise Conflict("no run is set up here; name the functions to score with")
+        for name in names:
+            if name not in used and name not in BUILTIN_FUNCTIONS:
+                raise InvalidInput(
+                    f"no reward function {name!r}; there are {sorted({*used, *BUILTIN_FUNCTIONS})}"
+                )
+        return [used.get(name, RewardFunctionSection(function=name)) for name in names or used]
+
+
+@click.command()
+@click.option(
+    "--coordinator", default="127.0.0.1:7070", show_default=True, help="Address of the coordinator."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, help="gRPC port; 0 takes a free one.")
+@click.option("--advertise-host", default="", help="This machine's address for the others; default --host.")
+@click.option("--name", default="reward", help="A word for people; the member id is made from it.")
+@click.option("--processes", default=1, show_default=True, help="Groups scored at one time.")
+@click.option(
+    "--grace", "grace_s", default=20.0, show_default=True, help="Seconds to finish tasks at SIGTERM."
+)
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
+)
+def main(
+    coordinator: str,
+    host: str,
+    port: int,
+    advertise_host: str,
+    name: str,
+    processes: int,
+    grace_s: float,
+    ready_file: Path | None,
+) -> None:
+    """A reward worker: scores completions for the coordinator's run."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("reward")
+
+    async def serve(stop: asyncio.Event) -> None:
+        reachable = advertised_host(host, advertise_host, coordinator)
+        worker = RewardWorker(coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes)
+        server = GrpcServer(host, port)
+        server.add(worker, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
+        worker.address = f"{reachable}:{server.port}"
+        async with server, asyncio.TaskGroup() as tasks:
+            announce(ready_file, worker.address)
+            belonging = tasks.create_task(worker.membership.run())
+            working = tasks.create_task(worker.work())
+            await stop.wait()
+            worker.stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(working), grace_s)
+            await worker.membership.leave()
+            working.cancel()
+            belonging.cancel()
+
+    run_service(serve)
+
+
+if __name__ == "__main__":
+    main()

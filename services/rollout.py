@@ -1,0 +1,275 @@
+"""The rollout service: leases in, groups out, weights received while it samples.
+
+`RolloutWorker` belongs to the pool and answers `RolloutService`; `services/rollout_run.py` is its work on one run.
+Started by `paceline serve rollout` (also `paceline-rollout`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+import numpy as np
+
+from paceline.errors import Conflict, InvalidInput, PacelineError
+from paceline.prompts import encode_prompt
+from paceline.spec_io import spec_from_yaml
+from paceline.tracing import set_up_tracing, shut_down_tracing
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
+from rollout.engine import GenerationRequest, SamplingParams
+from services.advertise import advertised_host
+from services.grpc_server import GrpcServer, run_service, with_status
+from services.lifeline import die_with_parent
+from services.member import Membership
+from services.ready import announce
+from services.rollout_run import RolloutRun, sample_seed
+
+log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
+    """One member of the rollout pool: at most one run at a time."""
+
+    def __init__(self, coordinator: str, member_id: str, device: str, grace_s: float, host: str):
+        self.member_id = member_id
+        self.address = ""
+        self.drained = asyncio.Event()
+        self._host = host
+        self._device = device
+        self._grace_s = grace_s
+        self._run: RolloutRun | None = None
+        self._assignment: worker_pb2.RunAssignment | None = None
+        self._changed = asyncio.Event()
+        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+
+    async def work(self) -> None:
+        """Works on whatever run is assigned, until cancelled. An engine that dies ends the service."""
+        while True:
+            self._changed.clear()
+            assignment = self._assignment
+            if assignment is None:
+                await self._changed.wait()
+                continue
+            work = asyncio.create_task(self._work_on(assignment))
+            changed = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait((work, changed), return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    work.result()
+                    await self._changed.wait()
+            finally:
+                changed.cancel()
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+
+    async def drain(self, grace_s: float) -> int:
+        """Finishes what it can in `grace_s` seconds and hands back the rest; returns how many leases that were."""
+        run = self._run
+        returned = await run.drain(grace_s) if run is not None else 0
+        self.drained.set()
+        return returned
+
+    async def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
+        try:
+            spec = spec_from_yaml(assignment.spec_yaml)
+            run = await RolloutRun.start(
+                spec, assignment, self.member_id, self.membership, self._device, self._host
+            )
+        except PacelineError as error:
+            log.error("cannot work on run %s: %s", assignment.run_id, error)
+            report = worker_pb2.RunReport(run_id=assignment.run_id, error=str(error))
+            await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
+            return
+        self._run = run
+        try:
+            await self._report_ready()
+            await run.generate_forever()
+        finally:
+            self._run = None
+            await run.close()
+
+    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        match directive.WhichOneof("directive"):
+            case "welcome":
+                await self._report_ready()
+            case "run":
+                if self._assignment is None or self._assignment.run_id != directive.run.run_id:
+                    self._assignment = directive.run
+                    self._changed.set()
+            case "idle":
+                self._assignment = None
+                self._changed.set()
+            case "weight_offer":
+                if self._run is not None:
+                    self._run.offer(directive.weight_offer)
+            case "drain":
+                self._grace_s = directive.drain.grace_s
+                self.drained.set()
+
+    async def _report_ready(self) -> None:
+        if self._run is not None:
+            report = worker_pb2.RunReport(run_id=self._run.run_id)
+            await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
+
+    def _hello(self) -> worker_pb2.Hello:
+        hello = worker_pb2.Hello(
+            role=common_pb2.ROLE_ROLLOUT, member_id=self.member_id, address=self.address, protocol=PROTOCOL
+        )
+        if self._run is not None and self._run.engine.version is not None:
+            hello.run_id = self._run.run_id
+            hello.version.session, hello.version.step = self._run.engine.version
+        return hello
+
+    def _gauges(self) -> dict[str, float]:
+        return self._run.gauges() if self._run is not None else {}
+
+    # RolloutService
+
+    @with_status
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> rollout_pb2.GenerateResponse:
+        run = self._run
+        if run is None or run.engine.version is None:
+            raise Conflict("this worker holds no weights yet; try again when a run has started")
+        if request.prompt_ids:
+            prompt_ids = np.array(request.prompt_ids, np.int32)
+        else:
+            prompt_ids = encode_prompt(run.tokenizer, request.prompt, run.spec.data.apply_chat_template)
+        params = _params(request.params, run) if request.HasField("params") else run.params
+        call = uuid.uuid4().hex
+        completions = await asyncio.gather(
+            *(
+                run.engine.generate(
+                    GenerationRequest(f"call/{call}/{i}", prompt_ids, params, sample_seed(request.seed, 0, i))
+                )
+                for i in range(request.n or 1)
+            )
+        )
+        response = rollout_pb2.GenerateResponse()
+        for completion in completions:
+            generated = response.completions.add(
+                text=run.decode(completion.token_ids),
+                token_ids=completion.token_ids.tolist(),
+                logprobs=completion.logprobs.tolist(),
+                finish_reason=completion.finish_reason,
+            )
+            for span in completion.spans:
+                version = common_pb2.PolicyVersion(session=span.session, step=span.step)
+                generated.spans.add(version=version, start=span.start, end=span.end)
+        return response
+
+    @with_status
+    async def Status(
+        self, request: rollout_pb2.RolloutServiceStatusRequest, context: Context
+    ) -> rollout_pb2.RolloutServiceStatusResponse:
+        response = rollout_pb2.RolloutServiceStatusResponse(member_id=self.member_id)
+        run = self._run
+        if run is not None:
+            response.run_id = run.run_id
+            response.num_running, response.num_waiting = run.engine.num_running, run.engine.num_waiting
+            response.num_leases, response.generated_tokens = run.num_leases, run.generated_tokens
+            if run.engine.version is not None:
+                response.version.session, response.version.step = run.engine.version
+        return response
+
+    @with_status
+    async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.DrainResponse:
+        return rollout_pb2.DrainResponse(returned=await self.drain(request.grace_s))
+
+
+def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParams:
+    """The request's parameters; zero or unset fields take the run's."""
+    default = run.params
+    if params.max_new_tokens > run.spec.policy.max_total_sequence_length:
+        raise InvalidInput(
+            f"max_new_tokens {params.max_new_tokens} exceeds policy.max_total_sequence_length "
+            f"{run.spec.policy.max_total_sequence_length}"
+        )
+    return SamplingParams(
+        max_new_tokens=params.max_new_tokens or default.max_new_tokens,
+        min_new_tokens=params.min_new_tokens,
+        temperature=params.temperature or default.temperature,
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k,
+        stop_token_ids=tuple(params.stop_token_ids) or default.stop_token_ids,
+    )
+
+
+@click.command()
+@click.option(
+    "--coordinator", default="127.0.0.1:7070", show_default=True, help="Address of the coordinator."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, help="gRPC port; 0 takes a free one.")
+@click.option("--advertise-host", default="", help="This machine's address for the others; default --host.")
+@click.option("--name", default="rollout", help="A word for people; the member id is made from it.")
+@click.option("--device", default="auto", help="cpu, cuda, or auto.")
+@click.option(
+    "--grace", "grace_s", default=20.0, show_default=True, help="Seconds to finish leases at SIGTERM."
+)
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
+)
+def main(
+    coordinator: str,
+    host: str,
+    port: int,
+    advertise_host: str,
+    name: str,
+    device: str,
+    grace_s: float,
+    ready_file: Path | None,
+) -> None:
+    """A rollout worker: generates completions for the coordinator's run."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("rollout")
+
+    async def serve(stop: asyncio.Event) -> None:
+        reachable = advertised_host(host, advertise_host, coordinator)
+        member_id = f"{name}-{uuid.uuid4().hex[:8]}"
+        worker = RolloutWorker(coordinator, member_id, _device(device), grace_s, reachable)
+        server = GrpcServer(host, port)
+        server.add(
+            worker, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
+        )
+        worker.address = f"{reachable}:{server.port}"
+        async with server, asyncio.TaskGroup() as tasks:
+            announce(ready_file, worker.address)
+            loops = [tasks.create_task(worker.membership.run()), tasks.create_task(worker.work())]
+            stopped, drained = asyncio.create_task(stop.wait()), asyncio.create_task(worker.drained.wait())
+            await asyncio.wait((stopped, drained), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            drained.cancel()
+            await worker.drain(grace_s)
+            await worker.membership.leave()
+            for loop in loops:
+                loop.cancel()
+
+    run_service(serve)
+    shut_down_tracing()
+    from learner.collectives import end_process
+
+    end_process()  # its weight links have used gloo, which does not survive the interpreter's finalisation
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""A rollout worker's work on one run: ask for leases as there is room, generate, hand in, take weights on the way.
+
+Who waits for whom: the lease loop waits for room or for the exchange; each group's task waits for its samples and
+then for the exchange's word. A finished group is kept until that word came. New weights come on the receiver's
+threads and are swapped in by the engine between two decode steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import InvalidInput, PacelineError
+from paceline.groups import Completion, Group, IntArray, Version
+from paceline.prompts import encode_prompt, load_tokenizer
+from paceline.spec import RunSpec
+from paceline.tracing import span
+from paceline.weights import WeightOffer
+from paceline.wire import decode_completions, encode_completions
+from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1 import worker_pb2
+from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
+from rollout.receiver import WeightReceiver
+from services.member import Membership
+
+LEASE_WAIT_S = 10.0
+log = logging.getLogger(__name__)
+
+
+class RolloutRun:
+    """Engine, tokenizer and receiver of one run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_id: str,
+        member_id: str,
+        membership: Membership,
+        engine: Engine,
+        tokenizer: Any,
+        host: str,
+    ):
+        self.spec = spec
+        self.run_id = run_id
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.params = SamplingParams.from_spec(spec.policy.generation)
+        self.generated_tokens = 0
+        self._member_id = member_id
+        self._membership = membership
+        self._loop = asyncio.get_running_loop()
+        self._leases: dict[int, int] = {}
+        """Samples that are still running, by group."""
+        self._room = asyncio.Event()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running: dict[str, None] = {}
+        self._pause_s = 0.0
+        self._reported = (time.monotonic(), 0, 0.0)
+        self._empty_since_s: float | None = time.monotonic()
+        self._empty_s = 0.0
+        self.receiver = WeightReceiver(
+            run_id=run_id,
+            max_wait_s=spec.weights.max_wait_s,
+            on_weights=self._on_weights,
+            on_ack=self._on_ack,
+            host=host,
+        )
+
+    @classmethod
+    async def start(
+        cls,
+        spec: RunSpec,
+        assignment: worker_pb2.RunAssignment,
+        member_id: str,
+        membership: Membership,
+        device: str,
+        host: str,
+    ) -> RolloutRun:
+        """Loads tokenizer and engine; weights come later, to `host`, this machine's address for the learner.
+
+        Raises InvalidInput for a model that cannot be used.
+        """
+        tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
+        engine = await asyncio.to_thread(create_engine, spec, device=device)
+        return cls(spec, assignment.run_id, member_id, membership, engine, tokenizer, host)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases held: groups that are being generated or wait for the exchange's word."""
+        return len(self._leases)
+
+    async def close(self) -> None:
+        """Ends receiver and engine."""
+        self.receiver.close()
+        await self.engine.close()
+
+    async def generate_forever(self) -> None:
+        """Leases and generates until cancelled, or until everything is handed back after `drain`."""
+        async with asyncio.TaskGroup() as groups:
+            while not self._draining:
+                group_size, running = self.spec.grpo.num_generations_per_prompt, sum(self._leases.values())
+                room = (
+                    self.engine.max_batch_size + group_size - running
+                )  # one group waits, so that no slot stays empty
+                if room < group_size and running:
+                    self._room.clear()
+                    await self._room.wait()
+                    continue
+                request = pb.ExchangeRequest(
+                    run_id=self.run_id,
+                    lease=pb.LeaseRequest(
+                        room=room, wait_s=LEASE_WAIT_S, held=pb.Held(group_ids=self._leases)
+                    ),
+                )
+                reply, payloads = await self._membership.request(request)
+                if reply.status == pb.REPLY_STATUS_STALE:
+                    return  # the run is over; the next assignment is on its way
+                if reply.status == pb.REPLY_STATUS_INVALID:
+                    raise PacelineError(
+                        f"the exchange refuses this worker's request for leases: {reply.message}"
+                    )
+                for lease in reply.lease.leases:
+                    if self._draining:
+                        await self._hand_back(lease)
+                        continue
+                    payload = payloads[lease.prefix_frame - 1] if lease.prefix_frame else None
+                    self._take(lease)
+                    groups.create_task(self._generate(lease, payload))
+
+    async def drain(self, grace_s: float) -> int:
+        """No further lease; running samples have `grace_s` to finish, then go back unfinished. Returns how many leases."""
+        self._draining = True
+        self._room.set()
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            left = self.num_leases
+            for request_id in list(self._running):
+                self.engine.abort(request_id)
+            await self._idle.wait()
+            return left
+        return 0
+
+    def offer(self, offer: worker_pb2.WeightOffer) -> None:
+        """The learner offers a version."""
+        self.receiver.offer(
+            WeightOffer(
+                run_id=offer.run_id,
+                epoch=offer.epoch,
+                member_id=offer.member_id,
+                attempt=offer.attempt,
+                backend=offer.backend,
+                store_host=offer.store_host,
+                store_port=offer.store_port,
+                prefix=offer.prefix,
+                session=offer.version.session,
+                step=offer.version.step,
+                manifest=offer.manifest,
+            )
+        )
+
+    def decode(self, token_ids: IntArray) -> str:
+        """Text of a completion, without special tokens."""
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def gauges(self) -> dict[str, float]:
+        """For the heartbeat: what happened since the last one."""
+        now_s, empty_s = time.monotonic(), self._empty_s
+        if self._empty_since_s is not None:
+            empty_s += now_s - self._empty_since_s
+        since_s, tokens, earlier_empty_s = self._reported
+        self._reported = (now_s, self.generated_tokens, empty_s)
+        elapsed_s = max(now_s - since_s, 1e-6)
+        return {
+            "tokens_per_s": (self.generated_tokens - tokens) / elapsed_s,
+            "wait_fraction": min(1.0, (empty_s - earlier_empty_s) / elapsed_s),
+            "running": float(self.engine.num_running),
+            "leases": float(self.num_leases),
+        }
+
+    # One group
+
+    async def _generate(self, lease: pb.Lease, prefix: bytes | None) -> None:
+        """From lease to the exchange's word."""
+        started_s = time.monotonic()
+        try:
+            with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
+                prompt_ids, completions = await self._sample(lease, prefix)
+        except InvalidInput as error:
+            await self._hand_back(lease, error=str(error))
+        else:
+            if any(completion.finish_reason == "abort" for completion in completions):
+                await self._hand_back(lease, prompt_ids=prompt_ids, completions=completions)
+            else:
+                await self._hand_in(lease, prompt_ids, completions, time.monotonic() - started_s)
+        finally:
+            self._release(lease)
+
+    async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
+        begun: Sequence[Completion | None] = [None] * lease.num_generations
+        if prefix is None:
+            prompt_ids = encode_prompt(
+                self.tokenizer, json.loads(lease.prompt_json), self.spec.data.apply_chat_template
+            )
+        else:
+            reasons = lease.prefix_finish_reasons
+            prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
+        completions = await asyncio.gather(
+            *(self._sample_one(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations))
+        )
+        return prompt_ids, [
+            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.decode(c.token_ids))
+            for c in completions
+        ]
+
+    async def _sample_one(
+        self, lease: pb.Lease, index: int, prompt_ids: IntArray, begun: Completion | None
+    ) -> Completion:
+        try:
+            if begun is not None and begun.finish_reason != "abort":
+                return begun
+            request_id = f"{lease.group_id}/{lease.attempt}/{index}"
+            self._running[request_id] = None
+            prefix = begun if begun is not None and len(begun.token_ids) else None
+            seed = sample_seed(lease.seed, lease.attempt, index)
+            request = GenerationRequest(request_id, prompt_ids, _lease_params(lease), seed, prefix)
+            try:
+                completion = await self.engine.generate(request)
+            finally:
+                del self._running[request_id]
+            self.generated_tokens += len(completion.token_ids) - (len(prefix.token_ids) if prefix else 0)
+            return completion
+        finally:
+            self._leases[lease.group_id] -= 1
+            self._room.set()
+
+    async def _hand_in(
+        self, lease: pb.Lease, prompt_ids: IntArray, completions: list[Completion], generate_s: float
+    ) -> None:
+        group = Group(lease.group_id, prompt_ids, tuple(completions))
+        result = pb.GroupResult(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            texts=[completion.text for completion in completions],
+            finish_reasons=[completion.finish_reason for completion in completions],
+            digest=group.digest(),
+            generate_s=generate_s,
+        )
+        request = pb.ExchangeRequest(run_id=self.run_id, group=result)
+        reply, _ = await self._membership.request(request, [encode_completions(prompt_ids, completions)])
+        if reply.status == pb.REPLY_STATUS_INVALID:
+            log.error("group %d was refused: %s", lease.group_id, reply.message)
+            await self._hand_back(lease, error=reply.message, reason="invalid_result")
+
+    async def _hand_back(
+        self,
+        lease: pb.Lease,
+        *,
+        prompt_ids: IntArray | None = None,
+        completions: Sequence[Completion] = (),
+        error: str = "",
+        reason: str = "bad_prompt",
+    ) -> None:
+        returned = pb.LeaseReturn(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            data_error=error,
+            data_error_reason=reason if error else "",
+            texts=[completion.text for completion in completions],
+            finish_reasons=[completion.finish_reason for completion in completions],
+        )
+        payloads = [encode_completions(prompt_ids, completions)] if prompt_ids is not None else []
+        await self._membership.request(
+            pb.ExchangeRequest(run_id=self.run_id, lease_return=returned), payloads
+        )
+
+    def _take(self, lease: pb.Lease) -> None:
+        self._leases[lease.group_id] = lease.num_generations
+        self._idle.clear()
+        if self._empty_since_s is not None:
+            self._empty_s += time.monotonic() - self._empty_since_s
+            self._empty_since_s = None
+
+    def _release(self, lease: pb.Lease) -> None:
+        del self._leases[lease.group_id]
+        self._room.set()
+        if not self._leases:
+            self._idle.set()
+            self._empty_since_s = time.monotonic()
+
+    # Weights, on the receiver's threads
+
+    def _on_weights(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        swap = asyncio.run_coroutine_threadsafe(self.engine.update_weights(version, tensors), self._loop)
+        self._pause_s = swap.result()  # the engine answers or raises; the learner has a deadline of its own
+
+    def _on_ack(self, version: Version, ok: bool, message: str) -> None:
+        ack = worker_pb2.WeightAck(
+            run_id=self.run_id, member_id=self._member_id, ok=ok, message=message, pause_s=self._pause_s
+        )
+        ack.version.session, ack.version.step = version
+        report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
+        asyncio.run_coroutine_threadsafe(report, self._loop)
+
+
+def sample_seed(group_seed: int, attempt: int, index: int) -> int:
+    """Seed, of 63 bits, of sample `index` in an attempt at a group."""
+    digest = hashlib.sha256(f"{group_seed}/{attempt}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _lease_params(lease: pb.Lease) -> SamplingParams:
+    params = lease.params
+    return SamplingParams(
+        max_new_tokens=params.max_new_tokens,
+        min_new_tokens=params.min_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop_token_ids=tuple(params.stop_token_ids),
+    )

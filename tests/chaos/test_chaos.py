@@ -1,0 +1,78 @@
+"""A short campaign: every role is met, nothing is lost; and the judge sees what it is there to see."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from campaign import Result, campaign
+from faults import ROLES, schedule
+from verdict import Verdict, judge
+
+from services.coordinator.ledger import Ledger
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Runs that met five faults, and where they are."""
+    directory = tmp_path_factory.mktemp("chaos")
+    return directory / "runs", campaign(directory, schedule(7), faults=5, steps=40, per_run=5)
+
+
+@pytest.mark.slow
+def test_a_short_campaign_keeps_the_promise(outcome: tuple[Path, Result]) -> None:
+    _, result = outcome
+    assert result.problems == []
+    assert result.line().endswith("runs: lost 0, trained twice 0, stalled 0, wrong weights 0")
+    assert result.faults == 5
+    assert result.good
+
+
+@pytest.mark.slow
+def test_the_judge_sees_what_it_looks_for(outcome: tuple[Path, Result]) -> None:
+    """Records that were tampered with: a group without end, one trained twice, other rewards than the trained ones."""
+    directory, _ = outcome
+    ledger = Ledger(directory / "ledger.sqlite")
+    with contextlib.closing(ledger):
+        run_id = ledger.runs()[0]["run_id"]
+        with ledger.transaction():
+            ledger.db.execute(
+                "UPDATE groups SET rewards = (SELECT rewards FROM groups g WHERE g.run_id = groups.run_id"
+                " AND g.step = 1 LIMIT 1) WHERE step = 0"
+            )
+            ledger.db.execute(
+                "UPDATE groups SET state = 'scored' WHERE run_id = ?1 AND group_id ="
+                " (SELECT MAX(group_id) FROM groups WHERE run_id = ?1 AND state = 'trained')",
+                (run_id,),
+            )
+            first = ledger.db.execute(
+                "SELECT group_ids FROM receipts WHERE run_id = ? AND step = 0 ORDER BY session DESC",
+                (run_id,),
+            ).fetchone()
+            ids = json.loads(first["group_ids"])
+            ledger.db.execute(
+                "UPDATE receipts SET group_ids = ? WHERE run_id = ? AND step = 1", (json.dumps(ids), run_id)
+            )
+    verdict = judge(directory, run_id)
+    assert verdict.lost == 1
+    assert verdict.trained_twice == 8
+    assert verdict.wrong_weights == 1
+    assert verdict.problems
+
+
+def test_a_schedule_is_its_seed_and_meets_every_role() -> None:
+    first = [fault for fault, _ in zip(schedule(3), range(40), strict=False)]
+    assert first == [fault for fault, _ in zip(schedule(3), range(40), strict=False)]
+    assert first != [fault for fault, _ in zip(schedule(4), range(40), strict=False)]
+    assert set(ROLES) <= {fault.role for fault in first}
+    assert {fault.kind for fault in first} == {"kill", "pause", "term", "cut"}
+    assert all(fault.index < ROLES.get(fault.role, 1) for fault in first)
+
+
+def test_one_fault_of_any_kind_spoils_the_result() -> None:
+    assert Result(verdicts=[Verdict()]).good
+    for wrong in (Verdict(lost=1), Verdict(trained_twice=1), Verdict(stalled=1), Verdict(wrong_weights=1)):
+        assert not Result(verdicts=[Verdict(), wrong]).good
+    assert not Result(verdicts=[Verdict(problems=["the chain is torn"])]).good

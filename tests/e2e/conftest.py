@@ -1,0 +1,79 @@
+"""Real services as processes on loopback, with a model small enough that a run takes seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.client import Client
+from paceline.demo.model import make_model
+from paceline.demo.task import answer, problem
+from paceline.spec import ClusterSection, RunSpec
+from paceline.spec_io import parse_spec
+from paceline.up import LocalCluster
+
+RUN_TIMEOUT_S = 180.0
+"""Runs here take some ten seconds; a machine that is busy with other things may need longer."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/, train.jsonl and validation.jsonl."""
+    folder = tmp_path_factory.mktemp("files")
+    make_model(folder / "model", seed=0, hidden=32, layers=1, heads=2)
+    rows = [
+        {"prompt": problem(a, b), "answer": answer(a, b)} for a in range(0, 100, 3) for b in range(0, 100, 7)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[20:]))
+    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
+    (folder / "rewards.py").write_text(
+        "def digits(completions, **columns):\n"
+        "    return [sum(c.isdigit() for c in text) / 4 for text in completions]\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_spec(files: Path) -> Callable[..., RunSpec]:
+    """A small GRPO spec; keyword arguments `section={...}` are merged into its sections."""
+
+    def make(**sections: Any) -> RunSpec:
+        tree: dict[str, Any] = {
+            "name": "test",
+            "policy": {
+                "model_name": str(files / "model"),
+                "max_total_sequence_length": 32,
+                "optimizer": {"lr": 1e-3},
+                "generation": {"max_new_tokens": 6},
+            },
+            "data": {"train": str(files / "train.jsonl"), "validation": str(files / "validation.jsonl")},
+            "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": 12},
+            "async_grpo": {"max_trajectory_age_steps": 2},
+            "rewards": [{"function": f"{files / 'rewards.py'}:digits"}],
+            "checkpointing": {"save_period": 4},
+            "logger": {"tensorboard": False},
+        }
+        for section, values in sections.items():
+            tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
+        return parse_spec(tree)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Two rollout workers, a reward worker, and a learner of two ranks."""
+    sizes = ClusterSection(rollout_workers=2, reward_workers=1, learner_ranks=2)
+    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
+    """A client of the cluster's coordinator."""
+    with Client(cluster.address) as connected:
+        yield connected

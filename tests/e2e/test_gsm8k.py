@@ -1,0 +1,116 @@
+"""Word problems in GSM8K's form through the whole pipeline: chat template, system prompt, `#### n`, math reward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from paceline.client import Client
+from paceline.spec import RunSpec
+from paceline.up import LocalCluster
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import verify
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+RECORDED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 over bytes, with a chat template of its own."""
+    folder = tmp_path_factory.mktemp("chat-model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    fast.add_special_tokens({"additional_special_tokens": special[1:]})
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(fast),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def hand_made(path: Path) -> Path:
+    """Problems in the same form, for machines without the recorded ones."""
+    rows = [
+        {
+            "question": f"Ann has {a} pens and buys {b} more. How many has she?",
+            "answer": f"{a}+{b}={a + b}\n#### {a + b}",
+        }
+        for a in range(2, 12)
+        for b in range(3, 9)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("data", ["recorded", "hand-made"])
+def test_word_problems_go_through_the_whole_pipeline(
+    client: Client,
+    cluster: LocalCluster,
+    make_spec: Callable[..., RunSpec],
+    chat_model: Path,
+    tmp_path: Path,
+    data: str,
+) -> None:
+    if data == "recorded" and not RECORDED.is_file():
+        pytest.skip("the recorded problems are not on this machine")
+    train = RECORDED if data == "recorded" else hand_made(tmp_path / "train.jsonl")
+    spec = make_spec(
+        policy={
+            "model_name": str(chat_model),
+            "max_total_sequence_length": 1600,
+            "generation": {"max_new_tokens": 24},
+        },
+        data={
+            "train": str(train),
+            "validation": None,
+            "prompt_key": "question",
+            "system_prompt": "Think, then answer.",
+        },
+        rewards=[
+            {"function": "math_accuracy", "name": "accuracy"},
+            {"function": "think_answer_format", "name": "format", "weight": 0.2},
+            {"function": "length", "weight": 0.1, "kwargs": {"tolerance_tokens": 24}},
+        ],
+        grpo={"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 3},
+    )
+    run = client.wait(client.submit(spec).run_id, timeout_s=180)
+    assert run.step == 3, run.message
+
+    ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
+    assert verify(ledger, run.run_id).problems == []
+    rows = ledger.db.execute(
+        "SELECT prompt_json, columns_json, functions FROM groups WHERE run_id = ? AND state = 'trained'",
+        (run.run_id,),
+    ).fetchall()
+    ledger.close()
+    assert len(rows) == 3 * 4
+    for row in rows:
+        assert [message["role"] for message in json.loads(row["prompt_json"])] == ["system", "user"]
+        assert "####" in json.loads(row["columns_json"])["answer"]
+        assert json.loads(row["functions"]) == ["accuracy", "format", "length"]

@@ -1,0 +1,34 @@
+"""Objectives that take the whole batch, through real services and two learner ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.client import Client
+from paceline.spec import RunSpec
+from paceline.up import LocalCluster
+
+
+@pytest.mark.parametrize("preset", ["rloo", "reinforce_pp", "m2po"])
+def test_a_preset_runs_with_its_rewards_spread_over_ranks(
+    preset: str, client: Client, cluster: LocalCluster, make_spec: Callable[..., RunSpec]
+) -> None:
+    spec = make_spec(
+        grpo={"max_num_steps": 16}, loss_fn={"preset": preset}, policy={"num_updates_per_step": 2}
+    )
+    run = client.wait(client.submit(spec).run_id, timeout_s=180.0)
+    cluster.check()
+    summary = json.loads((Path(run.directory) / "summary.json").read_text())
+    assert summary["state"] == "succeeded", summary["message"]
+    lines = [json.loads(line) for line in (Path(run.directory) / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert len(trained) == 16
+    # With no advantage at all (rewards lost on the way) there would be no gradient.
+    assert min(line["grad_norm"] for line in trained) > 0
+    assert all("kl_reference" in line for line in trained) == (spec.loss_fn.reference_policy_kl_penalty > 0)
+    rewards = [line["reward"] for line in trained]
+    assert sum(rewards[-4:]) > sum(rewards[:4])

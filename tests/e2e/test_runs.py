@@ -1,0 +1,212 @@
+"""Whole runs through real services: learning, ages, books, the queue, faults in the middle."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paceline.client import Client
+from paceline.spec import RunSpec
+from paceline.up import LocalCluster
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import verify
+
+RUN_TIMEOUT_S = 180.0
+MakeSpec = Callable[..., RunSpec]
+
+
+def finish(client: Client, cluster: LocalCluster, run_id: str) -> dict[str, Any]:
+    """Waits for a run's good end; its summary, after every record was compared with every other."""
+    run = client.wait(run_id, timeout_s=RUN_TIMEOUT_S)
+    summary: dict[str, Any] = json.loads((Path(run.directory) / "summary.json").read_text())
+    assert summary["state"] == "succeeded", summary["message"]
+    ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
+    report = verify(ledger, run_id)
+    ledger.close()
+    assert report.problems == []
+    books = {name: summary[f"{name}_tokens"] for name in ("generated", "trained", "dropped", "live")}
+    assert books["generated"] == books["trained"] + books["dropped"] + books["live"]
+    return summary
+
+
+def trained_groups(cluster: LocalCluster, run_id: str) -> list[sqlite3.Row]:
+    """Step and oldest version of every trained group."""
+    ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
+    rows = ledger.db.execute(
+        "SELECT step, oldest_step, slot FROM groups WHERE run_id = ? AND state = 'trained'", (run_id,)
+    ).fetchall()
+    ledger.close()
+    return rows
+
+
+def metrics(summary: dict[str, Any], cluster: LocalCluster) -> list[dict[str, Any]]:
+    """The run's training lines of metrics.jsonl."""
+    path = cluster.directory / summary["run_id"] / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def wait_for_step(client: Client, cluster: LocalCluster, run_id: str, step: int) -> None:
+    """Returns when `step` steps were trained. Fails when that takes too long or a service was given up."""
+    deadline_s = time.monotonic() + RUN_TIMEOUT_S
+    pause = threading.Event()
+    while client.get(run_id).step < step:
+        cluster.check()
+        assert time.monotonic() < deadline_s, f"{run_id} did not reach step {step}"
+        pause.wait(0.05)
+
+
+def test_a_run_learns_evaluates_checkpoints_and_exports(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec
+) -> None:
+    spec = make_spec(grpo={"max_num_steps": 24, "val_at_start": True, "val_period": 8, "val_at_end": True})
+    summary = finish(client, cluster, client.submit(spec).run_id)
+
+    assert [evaluation["samples"] for evaluation in summary["evaluations"]] == [20, 20, 20, 20]
+    assert summary["reward_after"] > summary["reward_before"] + 0.1
+    assert summary["samples"] == 24 * 8 * 4
+    lines = metrics(summary, cluster)
+    assert [line["step"] for line in lines] == list(range(24))
+    expected = {
+        *(
+            "reward",
+            "reward/digits",
+            "completion_length",
+            "learner_wait_s",
+            "kl_behaviour",
+            "ratio_behaviour",
+        ),
+        *(
+            "clip_fraction",
+            "effective_sample_size",
+            "entropy",
+            "grad_norm",
+            "weights/publish_s",
+            "weights/pause_s",
+        ),
+        *("groups/admitted", "groups/scored", "rollout/tokens_per_s", "rollout/wait_fraction"),
+    }
+    assert expected <= lines[-1].keys()
+    model = AutoModelForCausalLM.from_pretrained(summary["export_path"])
+    assert len(AutoTokenizer.from_pretrained(summary["export_path"])) == model.config.vocab_size
+    run_directory = cluster.directory / summary["run_id"]
+    assert {"spec.yaml", "ledger.sqlite", "metrics.jsonl", "checkpoints", "logs"} <= {
+        p.name for p in run_directory.iterdir()
+    }
+
+
+def test_age_zero_is_synchronous_and_on_policy(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec
+) -> None:
+    spec = make_spec(async_grpo={"max_trajectory_age_steps": 0})
+    summary = finish(client, cluster, client.submit(spec).run_id)
+
+    assert all(row["oldest_step"] == row["step"] for row in trained_groups(cluster, summary["run_id"]))
+    assert all(abs(line["ratio_behaviour"] - 1) < 1e-4 for line in metrics(summary, cluster))
+    assert all(line["age"] == 0 for line in metrics(summary, cluster))
+
+
+def test_in_order_never_trains_a_token_older_than_allowed(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec
+) -> None:
+    spec = make_spec(async_grpo={"max_trajectory_age_steps": 2, "order": "in_order"})
+    summary = finish(client, cluster, client.submit(spec).run_id)
+
+    rows = trained_groups(cluster, summary["run_id"])
+    assert all(0 <= row["step"] - row["oldest_step"] <= 2 for row in rows)
+    assert all(row["slot"] // 8 == row["step"] for row in rows)
+    assert any(row["step"] > row["oldest_step"] for row in rows), "generation never ran ahead of training"
+
+
+def test_a_second_run_waits_for_the_first(client: Client, cluster: LocalCluster, make_spec: MakeSpec) -> None:
+    first = client.submit(make_spec())
+    second = client.submit(make_spec(grpo={"max_num_steps": 3}))
+
+    wait_for_step(client, cluster, first.run_id, 1)
+    assert client.get(second.run_id).step == 0
+    finish(client, cluster, first.run_id)
+    assert finish(client, cluster, second.run_id)["steps"] == 3
+
+
+def test_a_paused_run_trains_nothing_and_a_cancelled_one_ends(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec
+) -> None:
+    run = client.submit(make_spec(grpo={"max_num_steps": 1000}))
+    wait_for_step(client, cluster, run.run_id, 2)
+    client.pause(run.run_id)
+    client.resume(run.run_id)
+    wait_for_step(client, cluster, run.run_id, client.get(run.run_id).step + 2)
+    client.cancel(run.run_id)
+
+    run = client.get(run.run_id)
+    assert run.groups["dropped:run_ended"] > 0
+    assert run.tokens["generated"] == run.tokens["trained"] + run.tokens["dropped"] + run.tokens["live"]
+
+
+@pytest.mark.parametrize("order", ["ready_first", "in_order"])
+def test_killed_rollout_and_reward_workers_lose_nothing(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, order: str
+) -> None:
+    run = client.submit(make_spec(grpo={"max_num_steps": 30}, async_grpo={"order": order}))
+    wait_for_step(client, cluster, run.run_id, 3)
+    assert cluster.kill("rollout", 0)
+    wait_for_step(client, cluster, run.run_id, 6)
+    assert cluster.kill("reward", 0)
+
+    assert finish(client, cluster, run.run_id)["steps"] == 30
+
+
+def test_a_killed_learner_goes_on_from_its_checkpoint(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec
+) -> None:
+    run = client.submit(make_spec(grpo={"max_num_steps": 30}))
+    wait_for_step(client, cluster, run.run_id, 6)
+    assert cluster.kill("learner", 0)
+
+    summary = finish(client, cluster, run.run_id)
+    assert summary["learner_sessions"] == 2
+    assert summary["samples"] == 30 * 8 * 4
+
+
+def test_a_killed_coordinator_goes_on_from_its_ledger(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec
+) -> None:
+    run = client.submit(make_spec(grpo={"max_num_steps": 30}))
+    wait_for_step(client, cluster, run.run_id, 6)
+    assert cluster.kill("coordinator", 0)
+
+    summary = finish(client, cluster, run.run_id)
+    assert summary["learner_sessions"] == 1
+    assert summary["samples"] == 30 * 8 * 4
+
+
+def test_supervised_training_goes_through_the_same_loop(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec
+) -> None:
+    spec = make_spec(
+        algorithm="sft",
+        data={"completion_key": "answer"},
+        sft={"max_num_steps": 40, "num_examples_per_step": 16},
+    )
+    summary = finish(client, cluster, client.submit(spec).run_id)
+
+    losses = [line["loss"] for line in metrics(summary, cluster)]
+    assert len(losses) == 40
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_two_runs_may_share_a_checkpoint_folder(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    spec = make_spec(grpo={"max_num_steps": 2}, checkpointing={"checkpoint_dir": str(tmp_path)})
+    for run in [client.submit(spec) for _ in range(2)]:
+        finish(client, cluster, run.run_id)
+        assert [path.name for path in (tmp_path / run.run_id).iterdir()] == ["1-2"]

@@ -1,0 +1,63 @@
+"""Spans of all services, received as a collector would: one trace for a group from lease to score, one for a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from paceline.client import Client
+from paceline.spec import ClusterSection, RunSpec
+from paceline.tracing import ENDPOINT_VARIABLE, group_traceparent, step_traceparent
+from paceline.up import LocalCluster
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps (trace id, span name) of everything that is exported to it."""
+
+    def __init__(self) -> None:
+        self.spans: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        with self._lock:
+            for resource in request.resource_spans:
+                for scope in resource.scope_spans:
+                    self.spans |= {(span.trace_id.hex(), span.name) for span in scope.spans}
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def trace_id(traceparent: str) -> str:
+    return traceparent.split("-")[1]
+
+
+def test_a_group_and_a_step_each_have_one_trace_over_all_services(
+    make_spec: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = Collector()
+    server = grpc.server(ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv(ENDPOINT_VARIABLE, f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+    try:
+        sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
+        with LocalCluster(tmp_path, sizes) as cluster, Client(cluster.address) as client:
+            run = client.wait(client.submit(make_spec(grpo={"max_num_steps": 3})).run_id, timeout_s=120)
+            assert run.step == 3, run.message
+    finally:
+        server.stop(1.0).wait()
+
+    group, step = (
+        trace_id(text) for text in (group_traceparent(run.run_id, 0), step_traceparent(run.run_id, 1))
+    )
+    assert {name for trace, name in collector.spans if trace == group} >= {"lease", "generate", "score"}
+    assert {name for trace, name in collector.spans if trace == step} >= {"wait", "train", "publish"}

@@ -1,0 +1,86 @@
+"""From groups to sequences to packed rows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import make_spec
+
+from learner.batch import TrainSequence, pack_row, sequences_from_examples, sequences_from_groups
+from paceline.errors import InvalidInput
+from paceline.groups import Completion, Group, VersionSpan
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def completion(*tokens: int) -> Completion:
+    spans = (VersionSpan(1, 3, 0, 1), VersionSpan(1, 4, 1, len(tokens)))
+    return Completion(ids(*tokens), -np.arange(1, len(tokens) + 1, dtype=np.float32), spans, "stop")
+
+
+def group(rewards: list[float] | None) -> Group:
+    rewards_CF = None if rewards is None else np.array(rewards, np.float32)[:, None]
+    return Group(
+        7, ids(1, 2), (completion(3, 4), completion(5, 6, 8), completion(9, 9)), rewards_CF=rewards_CF
+    )
+
+
+def test_groups_become_sequences_with_their_advantage() -> None:
+    spec = make_spec(Path("anywhere"))
+    spec = spec.model_copy(update={"grpo": spec.grpo.model_copy(update={"advantage": "dr_grpo"})})
+    first, second, third = sequences_from_groups([group([1.0, 0.0, math.nan])], spec)
+    assert [first.advantage, second.advantage, third.advantage] == [0.5, -0.5, 0.0]
+    assert second.group_id == 7
+    assert second.prompt_ids.tolist() == [1, 2]
+    assert second.completion_ids.tolist() == [5, 6, 8]
+    assert second.behaviour_logprobs_T is not None
+    assert second.behaviour_logprobs_T.tolist() == [-1, -2, -3]
+    assert second.versions_T is not None
+    assert second.versions_T.tolist() == [3, 4, 4]
+
+
+@pytest.mark.parametrize("rewards", [None, [1.0, 0.0]])
+def test_rewards_must_be_there_for_every_completion(rewards: list[float] | None) -> None:
+    with pytest.raises(InvalidInput, match="group 7 has rewards of shape"):
+        sequences_from_groups([group(rewards)], make_spec(Path("anywhere")))
+
+
+def test_a_row_holds_all_but_the_last_token_of_each() -> None:
+    sequences = [
+        TrainSequence(1, ids(10, 11), ids(12, 13, 14), np.array([-1, -2, -3], np.float32), 0.5),
+        TrainSequence(2, ids(20), ids(21), np.array([-4], np.float32), -2.0),
+    ]
+    row = pack_row(sequences, torch.device("cpu"))
+    assert row.input_ids.tolist() == [[10, 11, 12, 13, 20]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0]]
+    assert row.layout.starts.tolist() == [0, 4, 5]
+    assert row.layout.runs == ((1, 4), (1, 1))
+    assert row.predictors_N.tolist() == [1, 2, 3, 4]
+    assert row.targets_N.tolist() == [12, 13, 14, 21]
+    assert row.lengths_N.tolist() == [3, 3, 3, 1]
+    assert row.sequence_N.tolist() == [0, 0, 0, 1]
+    assert row.behaviour_N is not None
+    assert row.behaviour_N.tolist() == [-1, -2, -3, -4]
+    assert row.advantages_N is not None
+    assert row.advantages_N.tolist() == [0.5, 0.5, 0.5, -2.0]
+    assert row.group_ids_S == (1, 2)
+
+
+def test_examples_have_no_sampler() -> None:
+    (sequence,) = sequences_from_examples([(3, ids(1), ids(2, 3))])
+    assert sequence.behaviour_logprobs_T is None
+    assert sequence.num_row_tokens == 2
+    assert pack_row([sequence], torch.device("cpu")).behaviour_N is None
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="group 4 has an empty prompt"):
+        TrainSequence(4, ids(), ids(1))
+    with pytest.raises(InvalidInput, match="behaviour_logprobs_T has 1 values for 2"):
+        TrainSequence(4, ids(1), ids(1, 2), np.zeros(1, np.float32))

@@ -1,0 +1,195 @@
+"""Advantages over the whole batch, M2PO's limit and the entropy's gradient against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import CPU, make_spec
+from torch import Tensor
+
+from learner.batch import sequences_from_groups
+from learner.batch_advantages import (
+    ScoredBatch,
+    batch_advantages,
+    clip_advantages,
+    needs_whole_batch,
+    whitened_token_advantages,
+)
+from learner.logprobs import chunked_logprobs
+from learner.update import m2_limit_of
+from paceline.groups import Completion, Group, VersionSpan
+from paceline.spec import RunSpec
+
+NAN = math.nan
+
+
+def spec_with(advantage: str, functions: int = 1, **loss_fn: Any) -> RunSpec:
+    spec = make_spec("nowhere", grpo={"advantage": advantage}, loss_fn=loss_fn)  # type: ignore[arg-type]
+    rewards = [{"function": "length", "name": f"f{i}", "weight": 1.0 + i} for i in range(functions)]
+    return RunSpec.model_validate({**spec.model_dump(), "rewards": rewards})
+
+
+def scored(groups: list[int], rewards: list[Any], penalties: list[float] | None = None) -> ScoredBatch:
+    rewards_SF = np.array(rewards, np.float64).reshape(len(groups), -1)
+    return ScoredBatch(np.array(groups), rewards_SF, np.array(penalties or [0.0] * len(groups)))
+
+
+def test_std_of_the_batch() -> None:
+    # Groups [3, 1] and [0, 0, None]: centred ±1 and 0; rewards 3, 1, 0, 0 have mean 1 and sample variance 6/3.
+    got = batch_advantages(scored([7, 7, 9, 9, 9], [3, 1, 0, 0, NAN]), spec_with("trl_batch"))
+    scale = math.sqrt(2) + 1e-4
+    np.testing.assert_allclose(got, [1 / scale, -1 / scale, 0, 0, 0], rtol=1e-12, atol=1e-15)
+
+
+def test_each_reward_normalised_by_itself() -> None:
+    # Function 0 (weight 1): group 7 has ±1/(√2 + 1e-4) from [2, 0]; group 9 nothing. Function 1 (weight 2): group 7
+    # nothing, group 9 ∓5/(√50 + 1e-4) from [0, 10]. Their scale no longer matters.
+    a, b = 1 / (math.sqrt(2) + 1e-4), 2 * 5 / (math.sqrt(50) + 1e-4)
+    # The scores a, -a, -b, b have mean 0 and sample variance 2(a² + b²)/3.
+    scale = math.sqrt(2 * (a * a + b * b) / 3) + 1e-4
+    got = batch_advantages(
+        scored([7, 7, 9, 9], [[2, 1], [0, 1], [5, 0], [5, 10]]), spec_with("gdpo", functions=2)
+    )
+    np.testing.assert_allclose(got, [a / scale, -a / scale, -b / scale, b / scale], rtol=1e-12)
+
+
+def test_a_function_that_does_not_apply_leaves_the_others() -> None:
+    rewards = [[1, NAN], [0, NAN], [NAN, NAN], [3, 1], [2, 0]]
+    got = batch_advantages(scored([7, 7, 7, 9, 9], rewards), spec_with("gdpo", functions=2))
+    assert got[2] == 0
+    # Scores z, -z (group 7), 3z, -3z (group 9: both functions, weights 1 + 2): mean 0.
+    np.testing.assert_allclose(got[3] / got[0], 3, rtol=1e-6)
+    np.testing.assert_allclose(got[[0, 3]], -got[[1, 4]], rtol=1e-12)
+
+
+def test_a_kl_in_the_reward_moves_the_baseline_too() -> None:
+    # Rewards less KL: [1 - 0.2, 0 - 0.4, 0]; others' means: -0.2, 0.4, 0.2.
+    got = batch_advantages(scored([5, 5, 5], [1, 0, 0], [0.2, 0.4, 0.0]), spec_with("rloo", preset="rloo"))
+    np.testing.assert_allclose(got, [0.8 + 0.2, -0.4 - 0.4, 0 - 0.2], rtol=1e-12)
+
+
+def test_the_bases_of_reinforce_pp() -> None:
+    batch = scored([7, 7, 9], [2, 0, NAN], [0.5, 0.5, 0.5])
+    np.testing.assert_array_equal(batch_advantages(batch, spec_with("reinforce_pp")), [2, 0, NAN])
+    np.testing.assert_array_equal(batch_advantages(batch, spec_with("reinforce_pp_baseline")), [1, -1, NAN])
+
+
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_reinforce_pp_whitens_tokens_over_the_batch() -> None:
+    # Sequence 0: r = 1, KL 0.1, 0.2, 0.3: returns to go 0.4, 0.5, 0.7; sequence 1: r = 0, KL 0.4: -0.4; then one without.
+    rows = [f64(1, 1, 1, 0), f64(NAN, NAN)]
+    penalties = [f64(0.1, 0.2, 0.3, 0.4), f64(9, 9)]
+    sequences = [torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0])]
+    got = whitened_token_advantages(rows, penalties, sequences, CPU)
+    raw = [0.4, 0.5, 0.7, -0.4]
+    mean = 1.2 / 4
+    std = math.sqrt(sum((x - mean) ** 2 for x in raw) / 4)
+    assert got[0].tolist() == pytest.approx([(x - mean) / std for x in raw])
+    assert got[1].tolist() == [0, 0]
+
+
+def test_a_kl_that_is_not_a_number_does_not_pass_for_a_missing_reward() -> None:
+    got = batch_advantages(scored([5, 5, 5], [1, 0, NAN], [NAN, 0, 0]), spec_with("rloo", preset="rloo"))
+    assert np.isnan(got[0])
+    assert got[2] == 0
+    tokens = whitened_token_advantages([f64(1, 0)], [f64(NAN, 0)], [torch.tensor([0, 1])], CPU)[0]
+    assert tokens.isnan().all()
+
+
+def test_whitening_does_not_see_the_split() -> None:
+    values_N, sequence_N = (
+        torch.randn(10, generator=torch.Generator().manual_seed(1)).double(),
+        torch.arange(10),
+    )
+    whole = whitened_token_advantages([values_N], [None], [sequence_N], CPU)[0]
+    parts = whitened_token_advantages(
+        [values_N[:3], values_N[3:]], [None, None], [sequence_N[:3], sequence_N[:7]], CPU
+    )
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_no_contrast_in_the_batch_is_no_advantage() -> None:
+    assert whitened_token_advantages([f64(2, 2)], [None], [torch.tensor([0, 1])], CPU)[0].tolist() == [0, 0]
+    assert whitened_token_advantages([], [], [], CPU) == []
+    assert batch_advantages(scored([7, 7], [3, 3]), spec_with("gdpo")).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "threshold", "limit"),
+    [
+        ([0.01, 0.02, 0.03], 0.04, math.inf),
+        ([0.01, 0.02, 0.09, 4.0], 0.04, 0.09),  # mean of the first three is 0.04
+        ([0.01, 0.02, 0.09, 4.0], 0.039, 0.02),
+        ([0.5, 0.5, 0.01], 0.04, 0.01),  # equal values go together
+        ([0.5, 0.7], 0.04, None),  # nothing may stay
+        ([], 0.04, math.inf),
+    ],
+)
+def test_m2po_limit(values: list[float], threshold: float, limit: float | None) -> None:
+    got = m2_limit_of(torch.tensor(values), threshold + 1e-9, lambda sums: sums)
+    kept = [value for value in torch.tensor(values).tolist() if value <= got]
+    expected = (
+        [] if limit is None else [value for value in torch.tensor(values).tolist() if value <= limit + 1e-8]
+    )
+    assert kept == expected
+
+
+def test_advantages_are_clipped_on_both_sides() -> None:
+    spec = make_spec("nowhere", grpo={"advantage_clip_low": -0.5, "advantage_clip_high": 1.0})  # type: ignore[arg-type]
+    np.testing.assert_array_equal(clip_advantages(np.array([-2, -0.1, 3.0]), spec), [-0.5, -0.1, 1.0])
+
+
+def cut_off_group() -> Group:
+    def completion(finish_reason: str) -> Completion:
+        ids = np.array([3, 4], np.int32)
+        return Completion(ids, np.full(2, -1, np.float32), (VersionSpan(1, 0, 0, 2),), finish_reason)
+
+    rewards_CF = np.array([[1.0], [0.0]], np.float32)
+    return Group(
+        1, np.array([1], np.int32), (completion("stop"), completion("length")), rewards_CF=rewards_CF
+    )
+
+
+def test_over_long_filtering_keeps_the_place_and_the_baseline() -> None:
+    spec = make_spec("nowhere", grpo={"advantage": "dr_grpo", "overlong_filtering": True})  # type: ignore[arg-type]
+    kept, filtered = sequences_from_groups([cut_off_group()], spec)
+    assert (len(kept.completion_ids), kept.advantage) == (2, 0.5)
+    assert (len(filtered.completion_ids), len(filtered.behaviour_logprobs_T)) == (0, 0)
+
+
+def test_whole_batch_advantages_wait_for_the_step() -> None:
+    spec = spec_with("gdpo")
+    assert needs_whole_batch(spec)
+    assert not needs_whole_batch(spec_with("trl"))
+    first, second = sequences_from_groups([cut_off_group()], spec)
+    assert (first.advantage, second.advantage) == (0, 0)
+    assert (first.rewards_F, second.rewards_F) == ([1.0], [0.0])
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 100])
+def test_gradient_of_the_entropy(chunk_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(5, 4, generator=generator, requires_grad=True)
+    weight_VH = torch.randn(7, 4, generator=generator, requires_grad=True)
+    targets_N = torch.tensor([0, 3, 6, 2, 2])
+    weights_N = torch.linspace(-1, 2, 5)
+    logp_NV = (hidden_NH @ weight_VH.T / 0.7).log_softmax(-1)
+    chosen_N = logp_NV.gather(-1, targets_N[:, None])[:, 0]
+    expected = chosen_N.sum() + (weights_N * -(logp_NV.exp() * logp_NV).sum(-1)).sum()
+    logprobs_N, entropy_N = chunked_logprobs(
+        hidden_NH, weight_VH, targets_N, temperature=0.7, chunk_tokens=chunk_tokens, entropy_gradient=True
+    )
+    got = logprobs_N.sum() + (weights_N * entropy_N).sum()
+    for a, b in zip(
+        torch.autograd.grad(got, (hidden_NH, weight_VH)),
+        torch.autograd.grad(expected, (hidden_NH, weight_VH)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,247 @@
+"""Checkpoints of one rank: going on as if nothing had happened, and refusing everything that is not whole."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
+
+from learner import checkpoint
+from learner.checkpoint import Checkpoint
+from learner.trainer import Trainer
+from paceline.errors import Conflict, NotFound, Unavailable
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def written(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint after one step; tests that damage it work on a copy."""
+    trainer = trained(policy, 1)
+    return save(trainer, tmp_path_factory.mktemp("checkpoints"), step=1)
+
+
+@pytest.fixture
+def copied(written: Checkpoint, tmp_path: Path) -> Checkpoint:
+    return written._replace(path=Path(shutil.copytree(written.path, tmp_path / written.path.name)))
+
+
+def trained(policy: Path, steps: int) -> Trainer:
+    trainer = Trainer(make_spec(policy), CPU)
+    train(trainer, 0, steps)
+    return trainer
+
+
+def train(trainer: Trainer, start: int, end: int) -> None:
+    for step in range(start, end):
+        trainer.train_step(make_batch(), step)
+
+
+def save(trainer: Trainer, directory: Path, step: int, session: int = 1) -> Checkpoint:
+    saved = checkpoint.save(
+        directory,
+        session=session,
+        step=step,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        chain_hash="c4a1",
+        extra={"published": [session, step]},
+    )
+    assert saved is not None
+    return saved
+
+
+def load(saved: Checkpoint, trainer: Trainer) -> checkpoint.CheckpointManifest:
+    return checkpoint.load(
+        saved.path, expected_sha256=saved.manifest_sha256, model=trainer.model, optimizer=trainer.optimizer
+    )
+
+
+def assert_same_weights(one: Trainer, other: Trainer) -> None:
+    expected = one.model.state_dict()
+    for name, tensor in other.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_resumed_training_is_bit_identical_to_uninterrupted(policy: Path, tmp_path: Path) -> None:
+    uninterrupted = trained(policy, 4)
+    saved = save(trained(policy, 2), tmp_path, step=2)
+    resumed = Trainer(make_spec(policy), CPU)
+    manifest = load(saved, resumed)
+    assert (manifest.session, manifest.step, manifest.chain_hash) == (1, 2, "c4a1")
+    assert manifest.extra == {"published": [1, 2]}
+    assert (manifest.world_size, manifest.num_threads) == (1, torch.get_num_threads())
+    train(resumed, 2, 4)
+    assert_same_weights(uninterrupted, resumed)
+
+
+def test_writing_a_checkpoint_changes_nothing_even_before_the_first_step(
+    policy: Path, tmp_path: Path
+) -> None:
+    """torch would count a step of the optimizer that never was, and shift its bias correction for good."""
+    untouched = trained(policy, 2)
+    saving = trained(policy, 0)
+    saved = save(saving, tmp_path, step=0)
+    train(saving, 0, 2)
+    assert_same_weights(untouched, saving)
+    resumed = Trainer(make_spec(policy), CPU)
+    load(saved, resumed)
+    train(resumed, 0, 2)
+    assert_same_weights(untouched, resumed)
+
+
+def test_generator_goes_on_where_it_was(policy: Path, tmp_path: Path) -> None:
+    trainer = trained(policy, 1)
+    torch.manual_seed(7)
+    saved = save(trainer, tmp_path, step=1)
+    expected = torch.rand(3)
+    torch.manual_seed(8)
+    load(saved, trainer)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def cut(path: Path) -> None:
+    data = (path / "__0_0.distcp").read_bytes()
+    (path / "__0_0.distcp").write_bytes(data[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+
+
+def remove(path: Path) -> None:
+    (path / "__0_0.distcp").unlink()
+
+
+def add(path: Path) -> None:
+    (path / "__1_0.distcp").write_bytes(b"")
+
+
+def edit_manifest(path: Path) -> None:
+    document = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(document | {"step": 99}))
+
+
+def garble_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut, r"file '__0_0.distcp' has \d+ bytes, not \d+"),
+        (flip, "file '__0_0.distcp' has SHA-256"),
+        (remove, "file '__0_0.distcp' is missing"),
+        (add, "file '__1_0.distcp' is not in its manifest"),
+        (edit_manifest, "its manifest has SHA-256 .* expected was"),
+        (garble_manifest, "its manifest cannot be read"),
+    ],
+)
+def test_damaged_checkpoint_is_refused_with_the_reason(
+    damage: Callable[[Path], None], reason: str, copied: Checkpoint, policy: Path
+) -> None:
+    damage(copied.path)
+    trainer = Trainer(make_spec(policy), CPU)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(Conflict, match=reason):
+        load(copied, trainer)
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_torn_and_missing_checkpoints_are_not_found(copied: Checkpoint, policy: Path) -> None:
+    trainer = Trainer(make_spec(policy), CPU)
+    (copied.path / "manifest.json").unlink()
+    with pytest.raises(NotFound, match="writing it was never finished"):
+        load(copied, trainer)
+    with pytest.raises(NotFound, match="no such folder"):
+        load(copied._replace(path=copied.path / "elsewhere"), trainer)
+
+
+def test_foreign_metadata_is_refused_before_it_can_run(
+    copied: Checkpoint, policy: Path, tmp_path: Path
+) -> None:
+    """`.metadata` is a pickle: this one would make a file. Unverified, it does; `load` never opens it."""
+    mark = tmp_path / "it-ran"
+    program = b"cbuiltins\nexec\n(V" + f"open({str(mark)!r}, 'w').close()".encode() + b"\ntR."
+    (copied.path / ".metadata").write_bytes(program)
+    with pytest.raises(Conflict, match=r"file '\.metadata' has"):
+        load(copied, Trainer(make_spec(policy), CPU))
+    assert not mark.exists()
+    with pytest.raises(Conflict, match="does not fit"):
+        checkpoint.read_state(copied.path, {"model": {}})
+    assert mark.exists()
+
+
+def test_checkpoint_of_another_model_is_refused(written: Checkpoint, tmp_path: Path) -> None:
+    wider = Trainer(make_spec(save_tiny_policy(tmp_path / "wider", intermediate_size=64)), CPU)
+    with pytest.raises(Conflict, match="refused: it does not fit: rank 0: Size mismatch"):
+        load(written, wider)
+
+
+def test_failure_to_write_leaves_no_checkpoint(policy: Path, tmp_path: Path) -> None:
+    trainer = trained(policy, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # as on a full disk, writing fails half-way
+    try:
+        with pytest.raises(Unavailable, match="could not be written: rank 0: "):
+            save(trainer, tmp_path, step=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert checkpoint.list_complete(tmp_path) == []
+    assert save(trainer, tmp_path, step=1) == checkpoint.latest(tmp_path)
+
+
+def test_latest_is_the_newest_complete_one_of_the_latest_session(copied: Checkpoint) -> None:
+    directory = copied.path.parent
+    assert checkpoint.latest(directory / "nowhere") is None
+    assert checkpoint.latest(directory) == copied
+    renamed = directory / "3-900"  # complete, but it says that it is 1-1
+    shutil.copytree(copied.path, renamed)
+    torn = directory / "2-5"
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_bytes(b"half")
+    (directory / "notes").mkdir()
+    assert [found.path.name for found in checkpoint.list_complete(directory)] == ["1-1"]
+
+
+def test_prune_keeps_the_newest_and_what_may_be_in_the_making(policy: Path, tmp_path: Path) -> None:
+    trainer = trained(policy, 1)
+    for session, step in ((1, 9), (1, 10), (2, 3), (2, 4)):
+        save(trainer, tmp_path, step=step, session=session)
+    for name in ("1-11", "2-5"):
+        (tmp_path / name).mkdir()
+    assert [found.path.name for found in checkpoint.list_complete(tmp_path)] == ["1-9", "1-10", "2-3", "2-4"]
+    assert [path.name for path in checkpoint.prune(tmp_path, keep=2)] == ["1-9", "1-10", "1-11"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2-3", "2-4", "2-5"]
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert newest.path.name == "2-4"
+    with pytest.raises(ValueError, match="keep is 0"):
+        checkpoint.prune(tmp_path, keep=0)
+
+
+def test_torn_one_of_the_same_name_is_written_anew_and_a_complete_one_never(
+    policy: Path, tmp_path: Path
+) -> None:
+    trainer = trained(policy, 1)
+    (tmp_path / "1-1").mkdir()
+    (tmp_path / "1-1" / "__7_0.distcp").write_bytes(b"half")
+    saved = save(trainer, tmp_path, step=1)
+    assert checkpoint.verify(saved.path, saved.manifest_sha256) == saved.manifest
+    with pytest.raises(Conflict, match="exists and is complete"):
+        save(trainer, tmp_path, step=1)

@@ -1,0 +1,110 @@
+"""Checkpoints written beside training: what is written is the state of their step, and nothing else changes."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
+
+from learner import checkpoint
+from learner.checkpoint_writer import CheckpointWriter
+from learner.trainer import Trainer
+from paceline.errors import Conflict, Unavailable
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def trainer(policy: Path) -> Trainer:
+    trainer = Trainer(make_spec(policy), CPU)
+    trainer.train_step(make_batch(), 0)
+    return trainer
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writing begins when this is set: a disk that is slow for as long as the test likes."""
+    go, write = threading.Event(), checkpoint.write
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert go.wait(DEADLINE_S)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    yield go
+    go.set()
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def test_steps_go_on_while_the_files_are_written_and_do_not_reach_them(
+    trainer: Trainer, policy: Path, tmp_path: Path, held: threading.Event
+) -> None:
+    before = weights(trainer)
+    writer = CheckpointWriter(tmp_path, session=3)
+    writer.begin(1, trainer.model, trainer.optimizer, "c4a1")
+    trainer.train_step(make_batch(), 1)  # while nothing is on the disk yet
+    trainer.train_step(make_batch(), 2)
+    assert writer.in_progress
+    assert not writer.ready
+    assert checkpoint.list_complete(tmp_path) == []
+    held.set()
+    saved = writer.finish()
+
+    assert saved is not None
+    assert not writer.in_progress
+    assert (saved.path.name, saved.manifest.step, saved.manifest.chain_hash) == ("3-1", 1, "c4a1")
+    assert saved.manifest.num_threads == torch.get_num_threads()
+    after = weights(trainer)
+    resumed = Trainer(make_spec(policy), CPU)
+    checkpoint.load(
+        saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(resumed).items())
+    resumed.train_step(make_batch(), 1)
+    resumed.train_step(make_batch(), 2)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(resumed).items())
+
+
+def test_one_is_in_the_making_at_a_time(trainer: Trainer, tmp_path: Path, held: threading.Event) -> None:
+    writer = CheckpointWriter(tmp_path, session=1)
+    assert writer.finish() is None
+    writer.begin(1, trainer.model, trainer.optimizer)
+    with pytest.raises(RuntimeError, match="finish it first"):
+        writer.begin(2, trainer.model, trainer.optimizer)
+    held.set()
+    assert writer.finish() is not None
+    with pytest.raises(Conflict, match="exists and is complete"):
+        writer.begin(1, trainer.model, trainer.optimizer)
+    writer.begin(2, trainer.model, trainer.optimizer)
+    assert writer.finish() is not None
+    assert [c.path.name for c in checkpoint.list_complete(tmp_path)] == ["1-1", "1-2"]
+
+
+def test_a_failure_is_raised_where_it_can_be_answered_and_leaves_nothing_complete(
+    trainer: Trainer, tmp_path: Path, held: threading.Event
+) -> None:
+    writer = CheckpointWriter(tmp_path, session=1)
+    writer.begin(1, trainer.model, trainer.optimizer)
+    shutil.rmtree(tmp_path / "1-1")
+    (tmp_path / "1-1").write_text("somebody else's file")
+    held.set()
+    with pytest.raises(Unavailable, match="could not be written"):
+        writer.finish()
+    assert checkpoint.list_complete(tmp_path) == []
+    (tmp_path / "1-1").unlink()
+    writer.begin(2, trainer.model, trainer.optimizer)
+    assert writer.finish() is not None

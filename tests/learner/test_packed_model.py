@@ -1,0 +1,170 @@
+"""The packed policy against the plain transformers model, sequence by sequence, in value and gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from learner.attention import SequenceLayout, packed_attention
+from learner.batch import pack_row
+from learner.cpu_linear import use_onednn_linear
+from learner.model import load_policy, load_reference, row_logprobs
+from paceline.errors import InvalidInput
+
+SMALL = {
+    "vocab_size": 23,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+def save_llama(folder: Path) -> Path:
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(folder)
+    return folder
+
+
+def save_qwen2_with_biases(folder: Path) -> Path:
+    Qwen2ForCausalLM(Qwen2Config(**SMALL)).save_pretrained(folder)
+    return folder
+
+
+def save_mistral_with_window(folder: Path) -> Path:
+    MistralForCausalLM(MistralConfig(**SMALL, sliding_window=5)).save_pretrained(folder)
+    return folder
+
+
+def save_untied(folder: Path) -> Path:
+    return save_tiny_policy(folder, tied=False)
+
+
+def unpacked_loss(
+    model: torch.nn.Module, weights: list[Tensor], temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and Σ weight · logprob, one sequence at a time."""
+    logprobs, entropies = [], []
+    for sequence in trained():
+        ids = torch.from_numpy(
+            np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(np.int64)
+        )
+        logp_RV = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[
+            len(sequence.prompt_ids) - 1 : -1
+        ]
+        logprobs.append(logp_RV.gather(-1, ids[len(sequence.prompt_ids) :, None])[:, 0])
+        entropies.append(-(logp_RV.exp() * logp_RV).sum(-1))
+    total = sum((lp * w).sum() for lp, w in zip(logprobs, weights, strict=True))
+    assert isinstance(total, Tensor)
+    return torch.cat(logprobs), torch.cat(entropies), total
+
+
+def trained() -> list[Any]:
+    return sorted((s for s in make_batch() if len(s.completion_ids)), key=lambda s: -s.num_row_tokens)
+
+
+@pytest.mark.parametrize(
+    "save", [save_tiny_policy, save_untied, save_llama, save_qwen2_with_biases, save_mistral_with_window]
+)
+def test_packed_equals_plain(save: Any, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    folder = save(tmp_path)
+    weights = [torch.randn(len(s.completion_ids)) for s in trained()]
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    expected_N, expected_entropy_N, total = unpacked_loss(plain, weights, 0.7)
+    total.backward()
+
+    policy = load_policy(make_spec(folder).policy, CPU)
+    logprobs_N, entropy_N = row_logprobs(policy, pack_row(trained(), CPU), temperature=0.7, chunk_tokens=7)
+    (logprobs_N * torch.cat(weights)).sum().backward()
+
+    torch.testing.assert_close(logprobs_N, expected_N, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy_N, expected_entropy_N, atol=1e-5, rtol=1e-5)
+    expected_grads = {name: p.grad for name, p in plain.named_parameters()}
+    assert expected_grads.keys() == dict(policy.named_parameters()).keys()
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected_grads[name], atol=2e-5, rtol=1e-4)
+
+
+def test_names_and_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(save_tiny_policy(tmp_path), dtype=torch.float32)
+    policy = load_policy(make_spec(tmp_path, activation_checkpointing=True).policy, CPU)
+    assert policy.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in policy.state_dict().items())
+    assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
+
+
+def test_the_reference_takes_no_gradient(tmp_path: Path) -> None:
+    reference = load_reference(make_spec(save_tiny_policy(tmp_path)).policy, CPU)
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert not row_logprobs(reference, pack_row(trained(), CPU), temperature=1.0, chunk_tokens=7)[
+        0
+    ].requires_grad
+
+
+def test_runs_of_equal_length() -> None:
+    layout = SequenceLayout.of([5, 5, 3, 2, 2, 2], CPU)
+    assert layout.runs == ((2, 5), (1, 3), (3, 2))
+    assert layout.starts.tolist() == [0, 5, 10, 13, 15, 17, 19]
+    assert layout.starts.dtype == torch.int32
+    assert layout.max_length == 5
+
+
+def test_attention_that_it_cannot_compute_is_refused() -> None:
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(NotImplementedError, match="softcap"):
+        packed_attention(torch.nn.Identity(), q, q, q, None, layout=SequenceLayout.of([3], CPU), softcap=30.0)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "no-such-owner-xyz/no-such-model"])
+def test_a_model_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InvalidInput, match=r"policy\.model_name"):
+        load_policy(make_spec(Path("x")).policy.model_copy(update={"model_name": name}), CPU)
+
+
+def test_soft_capped_logits_are_refused(tmp_path: Path) -> None:
+    Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8)).save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match="final_logit_softcapping 30"):
+        load_policy(make_spec(tmp_path).policy, CPU)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_onednn_linear_is_the_same_product(bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(5, 7, bias=bias)
+    other = torch.nn.Linear(5, 7, bias=bias)
+    other.load_state_dict(plain.state_dict())
+    use_onednn_linear(other, CPU, torch.float32)
+    inputs = torch.randn(2, 3, 5, requires_grad=True)
+    slopes = torch.randn(2, 3, 7)
+    expected, got = (
+        (out, torch.autograd.grad((out * slopes).sum(), (inputs, *module.parameters())))
+        for module in (plain, other)
+        for out in [module(inputs)]
+    )
+    torch.testing.assert_close(got, expected)
+
+
+def test_linear_layers_stay_as_they_are_in_other_types() -> None:
+    linear = torch.nn.Linear(5, 7)
+    use_onednn_linear(linear, CPU, torch.bfloat16)
+    assert "forward" not in vars(linear)

@@ -1,0 +1,187 @@
+"""Preference losses against their closed forms, in value and gradient, on pairs of unequal length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.preferences import (
+    PairLogRatios,
+    kto_loss,
+    orpo_loss,
+    pair_weights,
+    preference_loss,
+    reward_model_loss,
+)
+
+BETA, EPSILON = 0.5, 0.1
+CHOSEN = [1.2, -0.8, 300.0, 0.0]
+REJECTED = [0.2, 1.7, -300.0, 0.0]
+CHOSEN_LENGTHS = [4, 1, 10, 0]
+REJECTED_LENGTHS = [2, 5, 3, 0]
+WEIGHTS = [0.5, 0.25, 0.125, 0.125]
+
+
+def f64(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def make_pairs() -> PairLogRatios:
+    return PairLogRatios(
+        f64(CHOSEN).requires_grad_(),
+        f64(REJECTED).requires_grad_(),
+        f64(CHOSEN_LENGTHS),
+        f64(REJECTED_LENGTHS),
+        f64(WEIGHTS),
+    )
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else math.exp(x)
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x)) if x > -30 else x
+
+
+Form = Callable[[float], tuple[float, float]]
+"""d → (value, slope in d)."""
+
+FORMS: dict[str, Form] = {
+    "sigmoid": lambda d: (-log_sigmoid(BETA * d), -BETA * sigmoid(-BETA * d)),
+    "conservative": lambda d: (
+        -(1 - EPSILON) * log_sigmoid(BETA * d) - EPSILON * log_sigmoid(-BETA * d),
+        -BETA * (1 - EPSILON) * sigmoid(-BETA * d) + BETA * EPSILON * sigmoid(BETA * d),
+    ),
+    "robust": lambda d: (
+        (-(1 - EPSILON) * log_sigmoid(BETA * d) + EPSILON * log_sigmoid(-BETA * d)) / 0.8,
+        (-BETA * (1 - EPSILON) * sigmoid(-BETA * d) - BETA * EPSILON * sigmoid(BETA * d)) / 0.8,
+    ),
+    "hinge": lambda d: (max(0.0, 1 - BETA * d), -BETA if BETA * d < 1 else 0.0),
+    "ipo": lambda d: ((d - 1.0) ** 2, 2 * (d - 1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("average", [False, True])
+def test_pairs(kind: Any, average: bool) -> None:
+    pairs = make_pairs()
+    smoothing = EPSILON if kind in ("conservative", "robust") else 0.0
+    loss = preference_loss(pairs, kind, beta=BETA, label_smoothing=smoothing, average=average)
+    chosen_grad, rejected_grad = torch.autograd.grad(loss, (pairs.chosen_P, pairs.rejected_P))
+    divide = average or kind == "ipo"
+    value, chosen_slopes, rejected_slopes = 0.0, [], []
+    for chosen, rejected, a, b, weight in zip(
+        CHOSEN, REJECTED, CHOSEN_LENGTHS, REJECTED_LENGTHS, WEIGHTS, strict=True
+    ):
+        # An empty completion has the log-ratio 0 and counts as one token.
+        chosen_tokens, rejected_tokens = (max(a, 1), max(b, 1)) if divide else (1, 1)
+        form_value, slope = FORMS[kind](chosen / chosen_tokens - rejected / rejected_tokens)
+        value += weight * form_value
+        chosen_slopes.append(weight * slope / chosen_tokens)
+        rejected_slopes.append(-weight * slope / rejected_tokens)
+    assert loss.item() == pytest.approx(value, rel=1e-9)
+    assert chosen_grad.tolist() == pytest.approx(chosen_slopes, rel=1e-9, abs=1e-12)
+    assert rejected_grad.tolist() == pytest.approx(rejected_slopes, rel=1e-9, abs=1e-12)
+
+
+def test_robust_is_unbiased_under_flipped_labels() -> None:
+    """(1-ε)·robust(d) + ε·robust(-d) is the loss without flips."""
+    for d in (-2.0, 0.3, 4.0):
+        value = 0.9 * FORMS["robust"](d)[0] + 0.1 * FORMS["robust"](-d)[0]
+        assert value == pytest.approx(FORMS["sigmoid"](d)[0])
+
+
+def test_shares_of_micro_batches_add_up() -> None:
+    pairs = make_pairs()
+    whole = preference_loss(pairs, "sigmoid", beta=BETA)
+    parts = [
+        preference_loss(
+            PairLogRatios(*(getattr(pairs, name)[part] for name in PairLogRatios.__dataclass_fields__)),
+            "sigmoid",
+            beta=BETA,
+        )
+        for part in (slice(0, 1), slice(1, 4))
+    ]
+    assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-12)
+
+
+def test_a_prompt_counts_once_however_many_it_rejects() -> None:
+    assert pair_weights([1, 3]) == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
+    with pytest.raises(ValueError, match=r"\[1, 0\]"):
+        pair_weights([1, 0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "smoothing", "match"),
+    [("sigmoid", 0.1, "'sigmoid'"), ("robust", 0.5, r"0\.5"), ("aot", 0.0, "'aot'")],
+)
+def test_what_has_no_meaning_is_refused(kind: Any, smoothing: float, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        preference_loss(make_pairs(), kind, beta=BETA, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize(("batch_kl", "z"), [(0.3, 0.3), (-2.0, 0.0)])
+def test_kto(batch_kl: float, z: float) -> None:
+    log_ratios_S = f64([0.9, -0.4, 800.0]).requires_grad_()
+    loss = kto_loss(
+        log_ratios_S,
+        torch.tensor([True, False, True]),
+        batch_kl,
+        num_sequences=6,
+        beta=BETA,
+        undesirable_weight=1.5,
+    )
+    (grad_S,) = torch.autograd.grad(loss, log_ratios_S)
+    good, bad = sigmoid(BETA * (0.9 - z)), sigmoid(-BETA * (-0.4 - z))
+    assert loss.item() == pytest.approx((1 - good + 1.5 * (1 - bad)) / 6)
+    assert grad_S.tolist() == pytest.approx(
+        [-BETA * good * (1 - good) / 6, 1.5 * BETA * bad * (1 - bad) / 6, 0.0]
+    )
+
+
+def test_orpo() -> None:
+    chosen, rejected = 0.5, 0.2  # probabilities: odds 1 and 1/4, log odds ratio log 4
+    mean_chosen_P, mean_rejected_P = f64([math.log(chosen)]), f64([math.log(rejected)])
+    mean_chosen_P.requires_grad_()
+    mean_rejected_P.requires_grad_()
+    loss = orpo_loss(mean_chosen_P, mean_rejected_P, num_pairs=2, beta=BETA)
+    grads = torch.autograd.grad(loss, (mean_chosen_P, mean_rejected_P))
+    # σ(log 4) = 4/5; ∂ log odds/∂ log p = 1/(1-p).
+    assert loss.item() == pytest.approx(-BETA * math.log(0.8) / 2)
+    assert grads[0].item() == pytest.approx(-BETA * 0.2 / (1 - chosen) / 2)
+    assert grads[1].item() == pytest.approx(BETA * 0.2 / (1 - rejected) / 2)
+
+
+@pytest.mark.parametrize("log_p", [0.0, -1e-9, -1e-3, -0.6931, -0.694, -50.0, -1000.0])
+def test_orpo_stays_finite_at_both_ends(log_p: float) -> None:
+    mean_P = torch.tensor([log_p], requires_grad=True)
+    loss = orpo_loss(mean_P, torch.tensor([-1.0]), num_pairs=1, beta=BETA)
+    (grad_P,) = torch.autograd.grad(loss, mean_P)
+    assert loss.isfinite()
+    assert grad_P.isfinite()
+
+
+def test_reward_model() -> None:
+    chosen_P, rejected_P = f64([2.0, -1.0]).requires_grad_(), f64([0.5, 900.0]).requires_grad_()
+    margins_P = f64([0.5, 1.0])
+    loss = reward_model_loss(chosen_P, rejected_P, 4, margins_P=margins_P, centring=0.01)
+    chosen_grad, rejected_grad = torch.autograd.grad(loss, (chosen_P, rejected_P))
+    values = [-log_sigmoid(1.0) + 0.01 * 2.5**2, 902.0 + 0.01 * 899.0**2]
+    assert loss.item() == pytest.approx(sum(values) / 4)
+    slopes = [-sigmoid(-1.0), -1.0]
+    centre = [0.02 * 2.5, 0.02 * 899.0]
+    assert chosen_grad.tolist() == pytest.approx([(s + c) / 4 for s, c in zip(slopes, centre, strict=True)])
+    assert rejected_grad.tolist() == pytest.approx(
+        [(-s + c) / 4 for s, c in zip(slopes, centre, strict=True)]
+    )
+
+
+def test_a_reward_model_without_margin_or_centring_is_bradley_terry() -> None:
+    loss = reward_model_loss(f64([math.log(3)]), f64([0.0]), 1, centring=0.0)
+    assert loss.item() == pytest.approx(-math.log(0.75))

@@ -1,0 +1,295 @@
+"""The publisher against receivers in this process, and against members that misbehave on purpose."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from learner.publisher import Publisher, PublishResult
+from paceline.errors import Conflict
+from paceline.flat_weights import checksums, pack, plan
+from paceline.groups import Version
+from paceline.weights import WeightOffer
+from rollout.receiver import WeightReceiver
+
+DEADLINE_S = 20.0
+V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)
+
+
+class Bench:
+    """A publisher whose offers go where a test says, and its results in order."""
+
+    def __init__(self, max_wait_s: float) -> None:
+        self.results: queue.Queue[PublishResult] = queue.Queue()
+        self.offers: queue.Queue[WeightOffer] = queue.Queue()
+        self.deliver: Callable[[WeightOffer], None] = self.offers.put
+        self.receivers: list[WeightReceiver] = []
+        self.publisher = Publisher(
+            run_id="run",
+            send_offer=lambda offer: self.deliver(offer),
+            on_result=self.results.put,
+            bucket_bytes=64,
+            max_wait_s=max_wait_s,
+        )
+
+    def result(self) -> PublishResult:
+        return self.results.get(timeout=DEADLINE_S)
+
+    def receiver(
+        self, on_weights: Callable[[Version, dict[str, torch.Tensor]], None]
+    ) -> tuple[WeightReceiver, queue.Queue[tuple[Version, bool, str]]]:
+        """A receiver for member `m` that answers to the publisher; also every answer, for the test."""
+        acks: queue.Queue[tuple[Version, bool, str]] = queue.Queue()
+
+        def on_ack(version: Version, ok: bool, message: str) -> None:
+            acks.put((version, ok, message))
+            self.publisher.acknowledge("m", version, ok, message)
+
+        receiver = WeightReceiver(run_id="run", max_wait_s=5.0, on_weights=on_weights, on_ack=on_ack)
+        self.deliver = receiver.offer
+        self.receivers.append(receiver)
+        return receiver, acks
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """For tests in which nothing times out."""
+    yield from opened(max_wait_s=10.0)
+
+
+@pytest.fixture
+def hasty() -> Iterator[Bench]:
+    """For tests that wait for a time-out."""
+    yield from opened(max_wait_s=1.5)
+
+
+def opened(max_wait_s: float) -> Iterator[Bench]:
+    bench = Bench(max_wait_s)
+    yield bench
+    bench.publisher.close()
+    for receiver in bench.receivers:
+        receiver.close()
+
+
+def ones(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((100,), value)}
+
+
+def test_overtaken_versions_are_skipped(bench: Bench) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    served: list[float] = []
+
+    def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+        served.append(float(tensors["weight"][0]))
+
+    bench.receiver(on_weights)
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0))
+    assert entered.wait(DEADLINE_S)
+    bench.publisher.stage(V2, ones(2.0))
+    bench.publisher.stage(V3, ones(3.0))
+    go_on.set()
+    assert [bench.result().version, bench.result().version] == [V1, V3]
+    assert served == [1.0, 3.0]
+
+
+def test_wrong_checksum_is_refused_by_name_and_the_next_version_goes_through(bench: Bench) -> None:
+    served: list[Version] = []
+    bench.receiver(lambda version, tensors: served.append(version))
+    layout = plan(ones(1.0), bucket_bytes=64)
+    foreign = layout.with_checksums(checksums(pack(ones(9.0), layout), layout))
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0), foreign)
+    refused = bench.result()
+    assert (refused.ok, refused.version) == (False, V1)
+    assert "the member refused: tensor 'weight' arrived with" in refused.error
+    assert bench.publisher.held() == {"m": None}
+
+    bench.publisher.stage(V2, ones(2.0))
+    while not (result := bench.result()).ok:
+        assert result.version == V1  # tried again before version 2 was there
+    assert result.version == V2
+    assert served == [V2]
+
+
+def test_link_that_failed_once_is_not_used_again(bench: Bench) -> None:
+    refusals = [RuntimeError("the engine is busy")]
+    served: list[Version] = []
+    prefixes: list[str] = []
+
+    def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        if version == V2 and refusals:
+            raise refusals.pop()
+        served.append(version)
+
+    receiver, _ = bench.receiver(on_weights)
+
+    def deliver(offer: WeightOffer) -> None:
+        prefixes.append(offer.prefix)
+        receiver.offer(offer)
+
+    bench.deliver = deliver
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0))
+    assert bench.result().ok
+    bench.publisher.stage(V2, ones(2.0))
+    refused, taken = bench.result(), bench.result()
+    assert (refused.ok, refused.attempt, refused.form_s) == (False, 1, 0.0)
+    assert refused.error == "the member refused: the engine is busy"
+    assert (taken.ok, taken.attempt, taken.version) == (True, 2, V2)
+    assert taken.form_s > 0
+    first, second, third = prefixes
+    assert first == second != third
+    assert served == [V1, V2]
+
+
+def test_every_version_arrives_in_memory_of_its_own(bench: Bench) -> None:
+    arrived: queue.Queue[torch.Tensor] = queue.Queue()
+    bench.receiver(lambda version, tensors: arrived.put(tensors["weight"]))
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0))
+    assert bench.result().ok
+    first = arrived.get(timeout=DEADLINE_S)
+    bench.publisher.stage(V2, ones(2.0))
+    assert bench.result().ok
+    assert torch.equal(first, ones(1.0)["weight"])
+    assert torch.equal(arrived.get(timeout=DEADLINE_S), ones(2.0)["weight"])
+
+
+def test_member_that_never_comes_is_reported_and_tried_with_fresh_prefixes(hasty: Bench) -> None:
+    hasty.publisher.set_members(1, ["deaf"])
+    hasty.publisher.stage(V1, ones(1.0))
+    first, second = hasty.offers.get(timeout=DEADLINE_S), hasty.offers.get(timeout=DEADLINE_S)
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert first.prefix != second.prefix
+    result = hasty.result()
+    assert (result.ok, result.attempt, result.version) == (False, 1, V1)
+    assert result.error.startswith("form: ")
+
+
+def test_member_that_leaves_in_the_middle_is_not_reported_and_not_tried_again(bench: Bench) -> None:
+    bench.publisher.set_members(1, ["deaf"])
+    bench.publisher.stage(V1, ones(1.0))
+    bench.offers.get(timeout=DEADLINE_S)
+    bench.publisher.set_members(2, [])
+    bench.publisher.close()  # joins the link's threads
+    assert bench.results.empty()
+    assert bench.offers.empty()
+    assert bench.publisher.held() == {}
+
+
+def test_late_yes_counts(hasty: Bench) -> None:
+    """The member was slow to answer, not dead: it does hold the version, so nothing is sent again."""
+    hasty.publisher.set_members(1, ["m"])
+    hasty.publisher.stage(V1, ones(1.0))
+    hasty.offers.get(timeout=DEADLINE_S)
+    assert not hasty.result().ok
+    hasty.publisher.acknowledge("m", V1, True)
+    late = hasty.result()
+    assert (late.ok, late.version) == (True, V1)
+    assert hasty.publisher.held() == {"m": V1}
+
+
+def test_offer_that_cannot_be_sent_is_a_failed_attempt(bench: Bench) -> None:
+    def unreachable(offer: WeightOffer) -> None:
+        raise ConnectionError("no route to m")
+
+    bench.deliver = unreachable
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0))
+    assert bench.result().error == "offer: no route to m"
+    served: list[Version] = []
+    bench.receiver(lambda version, tensors: served.append(version))
+    while not bench.result().ok:
+        pass
+    assert served == [V1]
+
+
+def test_answer_without_transfer_delivers_and_the_link_is_made_anew(hasty: Bench) -> None:
+    """The acknowledgement was lost once; the member then says that it holds the version already."""
+    served: list[Version] = []
+    receiver, acks = hasty.receiver(lambda version, tensors: served.append(version))
+    lost: list[Version] = []
+    acknowledge = hasty.publisher.acknowledge
+
+    def lose_the_first(member_id: str, version: Version, ok: bool, message: str = "") -> None:
+        if not lost:
+            lost.append(version)
+        else:
+            acknowledge(member_id, version, ok, message)
+
+    hasty.publisher.acknowledge = lose_the_first  # type: ignore[method-assign]
+    hasty.publisher.set_members(1, ["m"])
+    hasty.publisher.stage(V1, ones(1.0))
+    failed, delivered = hasty.result(), hasty.result()
+    assert (failed.ok, failed.error) == (False, "answer: nothing within 1.5 s")
+    assert (delivered.ok, delivered.attempt) == (True, 2)
+    assert [acks.get(timeout=DEADLINE_S) for _ in range(2)] == [(V1, True, ""), (V1, True, "already held")]
+    hasty.publisher.stage(V2, ones(2.0))
+    result = hasty.result()
+    assert (result.ok, result.version, result.attempt) == (True, V2, 3)
+    assert served == [V1, V2]
+    assert receiver.held == V2
+
+
+def test_stale_stage_and_use_after_close_are_conflicts(bench: Bench) -> None:
+    bench.publisher.stage(V2, ones(2.0))
+    with pytest.raises(Conflict, match=r"version \(0, 1\) is staged after \(0, 2\)"):
+        bench.publisher.stage(V1, ones(1.0))
+    bench.publisher.acknowledge("unknown", V2, True)
+    bench.publisher.close()
+    bench.publisher.close()
+    with pytest.raises(Conflict, match="closed"):
+        bench.publisher.set_members(1, ["m"])
+
+
+def test_sums_are_cryptographic_beyond_loopback() -> None:
+    offers: queue.Queue[WeightOffer] = queue.Queue()
+    publisher = Publisher(
+        run_id="run",
+        send_offer=offers.put,
+        on_result=lambda result: None,
+        bucket_bytes=64,
+        max_wait_s=1.0,
+        advertise_host="192.0.2.1",
+    )
+    publisher.set_members(1, ["m"])
+    publisher.stage(V1, ones(1.0))
+    offer = offers.get(timeout=DEADLINE_S)
+    assert (offer.store_host, offer.store_port) == publisher.store_address
+    assert offer.store_host == "192.0.2.1"
+    assert b'"algorithm":"sha256"' in offer.manifest
+    publisher.close()
+
+
+def test_an_interrupted_transfer_begins_anew_at_once(bench: Bench) -> None:
+    """The offer is lost with the control plane; without the interruption the member would wait for max_wait_s."""
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, {"w": torch.arange(4.0)})
+    lost = bench.offers.get(timeout=DEADLINE_S)
+
+    _, acks = bench.receiver(lambda version, tensors: None)
+    bench.publisher.interrupt("the coordinator was away")
+
+    first, second = bench.result(), bench.result()
+    assert (first.ok, first.error) == (False, "the coordinator was away")
+    assert (second.ok, second.attempt) == (True, lost.attempt + 1)
+    assert acks.get(timeout=DEADLINE_S) == (V1, True, "")
+
+
+def test_interrupting_without_a_transfer_changes_nothing(bench: Bench) -> None:
+    _, acks = bench.receiver(lambda version, tensors: None)
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, {"w": torch.arange(4.0)})
+    assert bench.result().ok
+    bench.publisher.interrupt("the coordinator was away")
+    bench.publisher.stage(V2, {"w": torch.arange(4.0)})
+
+    assert bench.result().ok
+    assert [acks.get(timeout=DEADLINE_S)[0] for _ in range(2)] == [V1, V2]

@@ -1,0 +1,175 @@
+"""The training step in one process: invariance, correctness of its numbers, refusal of what is not finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import CASES, CPU, VOCABULARY, make_batch, make_spec, run_case, save_tiny_policy
+from transformers import Qwen3ForCausalLM
+
+from learner.batch import TrainSequence
+from learner.trainer import Trainer
+from paceline.errors import NonFiniteLoss
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_split_into_micro_batches_gives_the_same_step(name: str, model: Path) -> None:
+    batch = make_batch(supervised=name == "sft")
+    metrics, tensors = run_case(model, CASES[name], batch, budget=1000)
+    for budget in (1, 12, 25):
+        split_metrics, split_tensors = run_case(model, CASES[name], batch[::-1], budget)
+        assert split_metrics["micro_batches"] > metrics["micro_batches"]
+        for key in ("loss", "grad_norm", "entropy", "logprob", "tokens"):
+            assert split_metrics[key] == pytest.approx(metrics[key], rel=1e-5, abs=1e-5), key
+        for key, tensor in tensors.items():
+            if key.startswith("grad."):
+                torch.testing.assert_close(split_tensors[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_bnpo_depends_on_the_split_and_agrees_with_dapo_without_one(model: Path) -> None:
+    bnpo = {"loss_fn": {"reduction": "bnpo"}}
+    whole_loss = run_case(model, bnpo, make_batch(), budget=1000)[0]["loss"]
+    assert whole_loss == pytest.approx(run_case(model, CASES["dapo"], make_batch(), budget=1000)[0]["loss"])
+    assert run_case(model, bnpo, make_batch(), budget=12)[0]["loss"] != pytest.approx(whole_loss, rel=1e-3)
+
+
+def reference_logprobs(model: Path, sequence: TrainSequence, temperature: float) -> torch.Tensor:
+    """[T] by an unpacked forward of the model as transformers has it."""
+    plain = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.from_numpy(np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(np.int64))
+    with torch.no_grad():
+        logp_RV = (plain(ids[None]).logits[0] / temperature).log_softmax(-1)
+    predictors_T = torch.arange(len(sequence.prompt_ids) - 1, len(ids) - 1)
+    return logp_RV[predictors_T, ids[predictors_T + 1]]
+
+
+def on_policy(model: Path, batch: list[TrainSequence], temperature: float) -> list[TrainSequence]:
+    return [replace(s, behaviour_logprobs_T=reference_logprobs(model, s, temperature).numpy()) for s in batch]
+
+
+def test_equal_weights_give_ratio_one_and_the_policy_gradient_loss(model: Path) -> None:
+    batch = on_policy(model, make_batch(), temperature=0.8)
+    trainer = Trainer(make_spec(model, loss_fn={"reduction": "dapo"}), CPU)
+    metrics = trainer.train_step(batch, 1)
+    assert metrics["ratio_behaviour"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["kl_behaviour"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["effective_sample_size"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    tokens = [len(s.completion_ids) for s in batch]
+    advantages = [s.advantage for s in batch]
+    assert metrics["loss"] == pytest.approx(-np.dot(tokens, advantages) / sum(tokens), abs=1e-5)
+    assert metrics["tokens"] == 40
+    assert metrics["sequences"] == 8
+    assert metrics["row_tokens"] == 40 + (3 + 3 + 5 + 2 + 2 + 4 + 4) - 7
+    assert metrics["age"] == pytest.approx((14 * 1 + 26 * 0) / 40)
+
+
+def test_supervised_loss_is_the_token_mean_at_temperature_one(model: Path) -> None:
+    batch = make_batch(supervised=True)
+    metrics = Trainer(make_spec(model, algorithm="sft"), CPU).train_step(batch, 0)
+    logprobs = torch.cat([reference_logprobs(model, s, 1.0) for s in batch])
+    assert metrics["loss"] == pytest.approx(-logprobs.mean().item(), abs=1e-5)
+    assert "ratio_behaviour" not in metrics
+
+
+def test_several_updates_move_away_from_the_proximal_policy(model: Path) -> None:
+    batch = on_policy(model, make_batch(), temperature=0.8)
+    spec = make_spec(
+        model, num_updates_per_step=2, loss_fn={"ratio_clip_min": 0.001, "ratio_clip_max": 0.001}
+    )
+    metrics = Trainer(spec, CPU).train_step(batch, 0)
+    assert metrics["clip_fraction"] > 0  # only the second update can clip
+    assert metrics["effective_sample_size"] == pytest.approx(
+        1.0, abs=1e-5
+    )  # the proximal policy is the sampler
+    assert abs(metrics["ratio_behaviour"] - 1) > 1e-4  # the current one no longer is
+
+
+def test_the_reference_stays_where_training_began(model: Path) -> None:
+    spec = make_spec(model, loss_fn={"reference_policy_kl_penalty": 0.1})
+    trainer = Trainer(spec, CPU)
+    first, second = (trainer.train_step(make_batch(), step) for step in range(2))
+    assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
+    assert second["kl_reference"] > 1e-4
+
+
+def test_same_seed_same_loss(model: Path) -> None:
+    losses = []
+    for _ in range(2):
+        trainer = Trainer(make_spec(model, train_mb_tokens=20), CPU)
+        losses.append([trainer.train_step(make_batch(), step)["loss"] for step in range(3)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+def test_training_raises_the_probability_of_what_was_good(model: Path) -> None:
+    rng = np.random.default_rng(0)
+    prompt, good, bad = (rng.integers(0, VOCABULARY, n).astype(np.int32) for n in (4, 5, 5))
+    pair = [TrainSequence(1, prompt, good, np.full(5, -3, np.float32), 1.0)]
+    pair += [TrainSequence(1, prompt, bad, np.full(5, -3, np.float32), -1.0)]
+    trainer = Trainer(make_spec(model), CPU)
+    losses = [trainer.train_step(pair, step)["loss"] for step in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_the_gradient_is_clipped_to_its_norm(model: Path) -> None:
+    trainer = Trainer(make_spec(model, max_grad_norm=0.125), CPU)
+    norms = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(
+            torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item()
+        )
+    )
+    assert trainer.train_step(make_batch(), 0)["grad_norm"] > 0.2
+    assert norms == [pytest.approx(0.125, rel=1e-4)]
+
+
+def test_the_learning_rate_follows_the_step(model: Path) -> None:
+    trainer = Trainer(make_spec(model, scheduler={"name": "linear", "warmup_steps": 4}), CPU)
+    assert trainer.train_step(make_batch(), 1)["lr"] == pytest.approx(1e-2 * 2 / 4)
+
+
+def test_a_nan_names_its_group_and_moves_nothing(model: Path) -> None:
+    trainer = Trainer(make_spec(model, train_mb_tokens=12), CPU)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    batch = make_batch()
+    broken = [replace(s, advantage=math.nan) if i == 4 else s for i, s in enumerate(batch)]
+    with pytest.raises(NonFiniteLoss, match="102") as caught:
+        trainer.train_step(broken, 0)
+    assert caught.value.group_ids == (102,)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+    assert trainer.optimizer.state == {}
+    assert math.isfinite(trainer.train_step(batch, 0)["loss"])
+
+
+def test_a_batch_without_tokens_is_a_step_without_gradient(model: Path) -> None:
+    empty = [s for s in make_batch() if len(s.completion_ids) == 0]
+    metrics = Trainer(make_spec(model), CPU).train_step(empty, 0)
+    assert metrics["loss"] == 0
+    assert metrics["grad_norm"] == 0
+    assert metrics["sequences"] == 1
+
+
+def test_bfloat16_compute_stays_near_float32(model: Path) -> None:
+    exact = Trainer(make_spec(model), CPU).train_step(make_batch(), 0)
+    trainer = Trainer(make_spec(model, precision="bfloat16"), CPU)
+    try:
+        rough = trainer.train_step(make_batch(), 0)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    assert rough["logprob"] != exact["logprob"]
+    assert rough["logprob"] == pytest.approx(exact["logprob"], rel=0.02)
+    assert rough["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)

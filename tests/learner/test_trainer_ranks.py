@@ -1,0 +1,73 @@
+"""Two real processes over gloo train what one process trains."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_policy import CASES, make_batch, run_case, save_tiny_policy
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+ROOT = WORKER.parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            WORKER,
+            model,
+            out,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one(name: str, model: Path, two_ranks: Path) -> None:
+    metrics, tensors = run_case(model, CASES[name], make_batch(supervised=name == "sft"), budget=1000)
+    got = [json.loads((two_ranks / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+    assert got[0] == got[1]
+    same_by_split = (
+        set(metrics) - {key for key in metrics if key.endswith("_s")} - {"micro_batches", "unfilled_fraction"}
+    )
+    for key in same_by_split:
+        assert got[0][key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-5), key
+    assert got[0]["micro_batches"] > metrics["micro_batches"]
+    for rank in range(2):
+        sharded = load_file(two_ranks / f"{name}.{rank}.safetensors")
+        assert sharded.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            if key.startswith("grad."):
+                assert tensor.abs().max() > 0, key
+                torch.testing.assert_close(sharded[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_every_rank_names_the_broken_group_and_goes_on(two_ranks: Path) -> None:
+    results = [json.loads((two_ranks / f"non_finite.{rank}.json").read_text()) for rank in range(2)]
+    assert [result["group_ids"] for result in results] == [[103], [103]]
+    assert math.isfinite(results[0]["loss_after"])
+    assert results[0]["loss_after"] == results[1]["loss_after"]

@@ -1,0 +1,264 @@
+"""The command line: instant help, one-line errors, and the run commands against a real coordinator process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paceline import view
+from paceline.cli import COMMANDS, main
+from paceline.cli.serve import SERVICES
+from paceline.doctor import Finding, examine
+from paceline.spec import ClusterSection
+from paceline.up import LocalCluster
+
+IMPORTS = (
+    "import sys, click.testing, paceline.cli\n"
+    "result = click.testing.CliRunner().invoke(paceline.cli.main, sys.argv[1:])\n"
+    "assert result.exit_code == 0, result.output\n"
+    "heavy = {'torch', 'grpc', 'transformers', 'numpy', 'pydantic', 'rich', 'datasets'} & sys.modules.keys()\n"
+    "print(sorted(heavy))"
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A coordinator without workers."""
+    cluster = LocalCluster(tmp_path / "runs", ClusterSection(), say=lambda line: None)
+    try:
+        cluster.start_coordinator()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def spec_path(tmp_path: Path) -> Path:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "{name: sums, policy: {model_name: none}, data: {train: train.jsonl}, rewards: [{function: length}]}"
+    )
+    return path
+
+
+def call(*arguments: str, coordinator: str = "127.0.0.1:1") -> Result:
+    """Runs the command in this process, against the given coordinator."""
+    return CliRunner().invoke(main, arguments, env={"PACELINE_COORDINATOR": coordinator})
+
+
+def lines_of(result: Result) -> list[dict[str, object]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, *arguments], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_commands_that_need_no_coordinator_import_no_grpc() -> None:
+    code = "import sys, paceline.cli.runs, paceline.cli.up, paceline.cli.records, paceline.client; " \
+        "print(sorted({'torch', 'grpc', 'rich'} & sys.modules.keys()))"  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_help_lists_every_command() -> None:
+    output = call("--help").output
+    for name in COMMANDS:
+        assert f"\n  {name} " in output
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"demo", "serve"}))
+def test_every_command_can_be_imported_and_says_what_it_does(name: str) -> None:
+    result = call(name, "--help")
+    assert result.exit_code == 0, result.output
+    assert f"Usage: main {name}" in result.output
+
+
+@pytest.mark.parametrize("role", sorted(SERVICES))
+def test_serve_hands_over_to_the_service(role: str) -> None:
+    result = call("serve", role, "--help")
+    assert result.exit_code == 0, result.output
+    assert "--port" in result.output
+
+
+def test_no_coordinator_is_one_line_with_the_remedy() -> None:
+    result = call("runs")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "Error: no coordinator answers at 127.0.0.1:1; start one with `paceline serve coordinator` or name another "
+        "with --coordinator\n"
+    )
+    assert result.stdout == ""
+
+
+def test_a_misspelt_spec_is_one_line(spec_path: Path) -> None:
+    result = call("submit", str(spec_path), "grpo.max_step=3")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: grpo.max_step: unknown key; did you mean 'max_num_steps'?\n"
+
+
+def test_a_missing_spec_is_one_line(tmp_path: Path) -> None:
+    result = call("up", str(tmp_path / "no.yaml"), "--directory", str(tmp_path / "runs"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: cannot read the spec")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_up_without_spec_needs_an_open_run(tmp_path: Path) -> None:
+    result = call("up", "--directory", str(tmp_path / "runs"))
+    assert result.exit_code == 2
+    assert "no run is open in" in result.stderr
+
+
+def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_path: Path) -> None:
+    at = cluster.address
+    assert call("runs", coordinator=at).stdout == "no runs yet\n"
+    submitted = lines_of(call("submit", str(spec_path), "--json", coordinator=at))
+    assert [(run["run_id"], run["step"], run["max_num_steps"]) for run in submitted] == [("sums-1", 0, 100)]
+    again = call("submit", str(spec_path), "name=again", coordinator=at)
+    assert again.stdout == f"run again-2 is queued: {cluster.directory / 'again-2'}\n"
+    listed = lines_of(call("runs", "--json", coordinator=at))
+    assert [run["run_id"] for run in listed] == ["sums-1", "again-2"]
+    table = call("runs", coordinator=at).stdout.splitlines()
+    assert table[0].split()[:3] == ["run", "state", "steps"]
+    assert table[2].split()[:3] == ["again-2", "queued", "0/100"]
+    refused = call("resume", "again-2", coordinator=at)
+    assert (refused.exit_code, refused.stderr) == (1, "Error: run again-2 is queued, not paused\n")
+    assert call("cancel", "again-2", coordinator=at).stdout == "run again-2 is cancelled\n"
+    assert lines_of(call("cancel", "sums-1", "--json", coordinator=at))[0]["state"] == "cancelled"
+
+
+def test_watch_shows_how_a_run_ended(cluster: LocalCluster, spec_path: Path) -> None:
+    at = cluster.address
+    call("submit", str(spec_path), coordinator=at)
+    call("cancel", "sums-1", coordinator=at)
+    text = call("watch", "sums-1", coordinator=at)
+    assert text.exit_code == 1, "the run did not succeed"
+    lines = text.stdout.splitlines()
+    assert lines[0] == "the run is queued"
+    assert "the run was cancelled: cancelled by request" in lines
+    assert lines[-2] == "sums-1 cancelled after 0 of 100 steps: cancelled by request"
+    as_json = call("watch", "sums-1", "--json", coordinator=at)
+    events = [json.loads(line) for line in as_json.stdout.splitlines()]
+    assert events[0] == {"run_id": "sums-1", "sequence": 1, "kind": "state", "content": {"state": "queued"}}
+    assert [event["sequence"] for event in events] == list(range(1, len(events) + 1))
+    later = call("watch", "sums-1", "--json", "--after", "1", coordinator=at)
+    assert [json.loads(line) for line in later.stdout.splitlines()] == events[1:]
+
+
+def test_workers_that_are_not_there(cluster: LocalCluster) -> None:
+    assert call("members", coordinator=cluster.address).stdout == "no workers yet\n"
+    assert lines_of(call("members", "--json", coordinator=cluster.address)) == []
+    result = call("generate", "1+1=", coordinator=cluster.address)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: no rollout worker with an address belongs to {cluster.address}")
+    result = call("generate", "1+1=", "--temperature", "0", coordinator=cluster.address)
+    assert result.stderr == "Error: n is 1 and temperature 0.0; both have to be above 0\n"
+
+
+def test_doctor_reports_what_it_really_found(tmp_path: Path) -> None:
+    findings = {finding.name: finding for finding in examine(tmp_path / "runs")}
+    assert findings["Python"].value.startswith(sys.version.split()[0])
+    assert findings["torch"].status == "ok"
+    assert findings["directory"].value.startswith(f"{tmp_path / 'runs'} is writable")
+    assert not (tmp_path / "runs").exists()
+    printed = lines_of(call("doctor", "--json", "--directory", str(tmp_path)))
+    assert [line["name"] for line in printed] == list(findings)
+
+
+def test_doctor_fails_where_nothing_can_be_written() -> None:
+    findings = {finding.name: finding for finding in examine(Path("/proc/paceline"))}
+    assert findings["directory"] == Finding(
+        "directory",
+        "fault",
+        "cannot write in /proc: No such file or directory",
+        "name another one with --directory",
+    )
+
+
+def test_a_step_fits_a_line_of_100_columns() -> None:
+    metrics = {
+        "step": 11,
+        "reward": 0.5123,
+        "completion_length": 1414.25,
+        "rollout/tokens_per_s": 123456.7,
+        "step_s": 0.314,
+        "learner_wait_s": 12.03,
+        "age/0": 3.0,
+        "age/2": 1.0,
+        "age/3": 0.0,
+    }
+    line = view.event_line("step", metrics)
+    assert line == (
+        "step   11  reward  0.512  length 1414.2   123457 tok/s  train  0.31 s  wait 12.03 s  age 0.5 (max 2)"
+    )
+    assert len(line) <= 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "line"),
+    [
+        ("step", {"step": 3, "loss": 1.25}, "step    3  loss  1.2500"),
+        (
+            "step",
+            {"step": 3, "reward": float("nan"), "rollout/tokens_per_s": 0.0},
+            "step    3  reward      -        - tok/s",
+        ),
+        (
+            "evaluation",
+            {"step": 12, "reward": 0.75, "samples": 256, "failed": 2, "completion_length": 5.0},
+            "evaluation of version 12: reward 0.750 over 256 prompts, 2 failed, length 5.0",
+        ),
+        (
+            "evaluation",
+            {"step": 0, "reward": None},
+            "evaluation of version 0: reward - over 0 prompts, length -",
+        ),
+        ("state", {"state": "failed", "message": "no data"}, "the run has failed: no data"),
+        ("checkpoint", {"step": 50, "path": "/c", "seconds": 1.25}, "checkpoint after step 49 in 1.2 s: /c"),
+        (
+            "checkpoint",
+            {"step": 0, "path": "/c", "seconds": 1.25},
+            "checkpoint before the first step in 1.2 s: /c",
+        ),
+        ("warning", {"message": "scoring failed"}, "warning: scoring failed"),
+        ("member", {"member_id": "r-0", "role": "rollout", "what": "joined"}, "r-0 (rollout) joined"),
+        ("session", {"session": 2}, "learner session 2 begins"),
+        ("novel", {"a": 1}, 'novel: {"a": 1}'),
+    ],
+)
+def test_each_kind_of_event_has_its_line(kind: str, content: dict[str, object], line: str) -> None:
+    assert view.event_line(kind, content) == line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.9, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (273600, "3 d 4 h")],
+)
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert view.duration(seconds) == text
+
+
+def test_up_refuses_bad_data_before_any_worker_starts(spec_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("not json\n")
+    runs = tmp_path / "runs"
+    result = call("up", str(spec_path), "--directory", str(runs), "--port", "0")
+    assert result.exit_code == 1
+    started, error = result.stderr.splitlines()
+    assert started.startswith("coordinator at 127.0.0.1:")
+    assert error.startswith(f"Error: {tmp_path / 'train.jsonl'}, line 1: not valid JSON")
+    assert sorted(path.name for path in (runs / "logs").glob("*.log")) == ["coordinator.log"]

@@ -1,0 +1,163 @@
+"""Data sets: every fault is found when the set is opened and names file and line; the order repeats from a seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from paceline.data import PromptSource, check_columns, open_prompts, open_rows
+from paceline.errors import DataError
+from paceline.spec import DataSection
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    return write(tmp_path / "train.jsonl", *(json.dumps(row) for row in ROWS))
+
+
+def source(path: Path, *, seed: int = 1, validation: bool = False, **fields: Any) -> PromptSource:
+    return open_prompts(
+        DataSection(train=str(path), validation=str(path), **fields), seed, validation=validation
+    )
+
+
+def refusal(path: Path, **fields: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        source(path, **fields)
+    return str(caught.value)
+
+
+def test_every_row_comes_once_in_an_epoch_in_an_order_of_its_own(jsonl: Path) -> None:
+    prompts = source(jsonl)
+    assert len(prompts) == 5
+    epochs = [[prompts.draw(5 * epoch + i)[0] for i in range(5)] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == [row["prompt"] for row in ROWS]
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_the_same_seed_and_cursor_give_the_same_prompt_also_after_a_restart(jsonl: Path) -> None:
+    first, again = source(jsonl), source(jsonl)
+    assert [again.draw(i) for i in (11, 3, 7)] == [first.draw(i) for i in (11, 3, 7)]
+    assert [source(jsonl, seed=2).draw(i) for i in range(20)] != [first.draw(i) for i in range(20)]
+
+
+def test_without_shuffling_and_for_validation_the_order_is_the_files(jsonl: Path) -> None:
+    expected = [(row["prompt"], {"answer": row["answer"]}) for row in ROWS]
+    unshuffled, validation = source(jsonl, shuffle=False), source(jsonl, validation=True)
+    assert [unshuffled.draw(i) for i in range(6)] == [*expected, expected[0]]
+    assert [validation.draw(i) for i in range(5)] == expected
+
+
+def test_a_system_prompt_makes_a_chat(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    path = write(tmp_path / "d.jsonl", '{"prompt": "1+1="}', json.dumps({"prompt": chat}))
+    system = {"role": "system", "content": "be brief"}
+    prompts = source(path, shuffle=False, system_prompt="be brief")
+    assert prompts.draw(0)[0] == [system, {"role": "user", "content": "1+1="}]
+    assert prompts.draw(1)[0] == [system, *chat]
+
+
+def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
+    prompts = source(
+        write(tmp_path / "d.jsonl", "", '{"prompt": "ä"}', "  ", '{"prompt": "b"}'), shuffle=False
+    )
+    assert [prompts.draw(i)[0] for i in range(2)] == ["ä", "b"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"}', '{"prompt": '], "line 2: not valid JSON"),
+        (['{"prompt": "a"}', "", "[1]"], "line 3: list instead of an object"),
+        (
+            ['{"prompt": "a"}', '{"prompt": ""}'],
+            "line 2: column 'prompt' has to be text or chat messages, not ''",
+        ),
+        (
+            ['{"prompt": "a"}', '{"prompt": 7}'],
+            "line 2: column 'prompt' has to be text or chat messages, not 7",
+        ),
+        (['{"prompt": [{"role": "user"}]}'], "line 1: column 'prompt' has to be text or chat messages"),
+        (
+            ['{"prompt": "a", "answer": 1}', '{"prompt": "b"}'],
+            "line 2: no column 'answer', which earlier rows have",
+        ),
+        (['{"question": "a"}'], "line 1: data.prompt_key is 'prompt', but the columns are ['question']"),
+    ],
+)
+def test_a_malformed_row_is_found_at_opening_with_its_line(
+    tmp_path: Path, lines: list[str], message: str
+) -> None:
+    path = write(tmp_path / "d.jsonl", *lines)
+    assert refusal(path).startswith(f"{path}, {message}")
+
+
+def test_a_file_that_is_not_there_names_the_field(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "no.jsonl") == (
+        f"data.train: no file '{tmp_path / 'no.jsonl'}'; check the path (relative paths start at the spec's folder)"
+    )
+    assert "no file" in refusal(tmp_path / "no.parquet")
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    assert refusal(write(tmp_path / "d.jsonl")) == (
+        f"data.train: '{tmp_path / 'd.jsonl'}' has no rows; at least one is needed"
+    )
+
+
+def test_a_validation_set_is_named_as_such(tmp_path: Path) -> None:
+    assert refusal(write(tmp_path / "d.jsonl"), validation=True).startswith("data.validation: ")
+
+
+def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    datasets.Dataset.from_list(ROWS).to_parquet(str(path))
+    prompts = source(path, shuffle=False)
+    assert [prompts.draw(i) for i in range(5)] == [(row["prompt"], {"answer": row["answer"]}) for row in ROWS]
+    assert "data.prompt_key is 'question', but the columns are ['answer', 'prompt']" in refusal(
+        path, prompt_key="question"
+    )
+
+
+def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.parquet", "not parquet")
+    assert refusal(path).startswith(f"cannot load the data set '{path}': ")
+
+
+def test_a_data_set_saved_to_disk_has_splits(tmp_path: Path) -> None:
+    single, several = tmp_path / "single", tmp_path / "several"
+    datasets.Dataset.from_list(ROWS).save_to_disk(single)
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:2]), "test": datasets.Dataset.from_list(ROWS[2:])}
+                         ).save_to_disk(several)  # fmt: skip
+    assert len(source(single)) == 5
+    assert len(source(several)) == 2
+    assert len(source(several, train_split="test")) == 3
+    assert refusal(several, train_split="dev") == (
+        f"the data set '{several}' has the splits ['test', 'train'], not 'dev'"
+    )
+
+
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path).startswith(f"cannot load the data set '{tmp_path}': ")
+
+
+def test_rows_of_a_supervised_run_need_both_columns(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "d.jsonl", '{"prompt": "a", "completion": "b"}', '{"prompt": "a", "completion": ""}'
+    )
+    with pytest.raises(
+        DataError, match=r"line 2: no 'completion' in a row with the columns \['completion', 'prompt'\]"
+    ):
+        open_rows(str(path), "train", check=lambda row: check_columns(row, ("prompt", "completion")))

@@ -1,0 +1,127 @@
+"""Presets of the loss, and the combinations that are refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.loss_presets import PRESETS, PresetName
+from paceline.spec import LossSection, RunSpec
+
+
+def spec_with(**sections: Any) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "policy": {"model_name": "anywhere", **sections.pop("policy", {})},
+            "data": {"train": "prompts.jsonl"},
+            "rewards": [{"function": "length"}],
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", get_args(PresetName))
+def test_a_preset_is_whole_and_survives_its_own_resolution(name: str) -> None:
+    spec = spec_with(loss_fn={"preset": name})
+    for key, value in PRESETS[name].loss_fn.items():  # type: ignore[index]
+        assert getattr(spec.loss_fn, key) == value
+    for key, value in PRESETS[name].grpo.items():  # type: ignore[index]
+        assert getattr(spec.grpo, key) == value
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_what_the_user_says_wins_over_the_preset() -> None:
+    spec = spec_with(
+        loss_fn={"preset": "dapo", "ratio_clip_max": 0.3}, grpo={"use_dynamic_sampling": False, "seed": 3}
+    )
+    assert (spec.loss_fn.ratio_clip_max, spec.loss_fn.reduction) == (0.3, "dapo")
+    assert (spec.grpo.use_dynamic_sampling, spec.grpo.seed) == (False, 3)
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValidationError, match="'gspo'"):
+        LossSection(preset="gpso")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"ratio_anchor": "behaviour"}, ("truncated_importance_sampling_ratio 2.0", "twice")),
+        (
+            {
+                "ratio_anchor": "behaviour",
+                "ratio_level": "sequence",
+                "truncated_importance_sampling_ratio": None,
+            },
+            ("'behaviour'", "'sequence'", "noise"),
+        ),
+        ({"preset": "gspo", "ratio_anchor": "behaviour"}, ("'behaviour'",)),
+        ({"policy_loss": "dppo"}, ("'dppo'", "'proximal'", "ratio_anchor=behaviour")),
+        ({"policy_loss": "cispo", "ratio_level": "sequence"}, ("'cispo'", "'sequence'")),
+        (
+            {"preset": "vespo", "truncated_importance_sampling_type": "sequence_mask"},
+            ("'vespo'", "'sequence_mask'"),
+        ),
+        (
+            {"preset": "vespo", "ratio_anchor": "behaviour", "truncated_importance_sampling_ratio": None},
+            ("'vespo'", "'behaviour'"),
+        ),
+        (
+            {"preset": "m2po", "ratio_anchor": "proximal", "proximal_policy": "log_linear"},
+            ("m2_threshold 0.04", "'log_linear'"),
+        ),
+        (
+            {
+                "ratio_anchor": "behaviour",
+                "truncated_importance_sampling_ratio": None,
+                "proximal_policy": "log_linear",
+            },
+            ("'behaviour'", "'log_linear'"),
+        ),
+        ({"ratio_clip_c": 1.1}, ("ratio_clip_c 1.1", "1.2")),
+        ({"ratio_clip_c": 3.0, "policy_loss": "sapo"}, ("ratio_clip_c 3.0", "'sapo'")),
+        ({"geometric_mask": (1.01, 0.99)}, ("geometric_mask", "(1.01, 0.99)")),
+        ({"veto": (2.0, 1.0)}, ("veto", "(2.0, 1.0)")),
+        ({"truncated_importance_sampling_ratio_min": 2.0}, ("ratio_min 2.0", "ratio 2.0")),
+        ({"use_kl_in_reward": True}, ("use_kl_in_reward", "reference_policy_kl_penalty 0")),
+        ({"preset": "rloo", "use_kl_in_reward": False}, ("'k1'", "no gradient")),
+    ],
+)
+def test_a_combination_that_means_nothing_is_refused(
+    settings: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        LossSection(**settings)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"loss_fn": {"proximal_policy": "log_linear"}}, ("'log_linear'", "num_updates_per_step 1")),
+        (
+            {
+                "grpo": {"advantage": "gdpo"},
+                "loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1},
+            },
+            ("'gdpo'", "use_kl_in_reward"),
+        ),
+        (
+            {"grpo": {"advantage_clip_low": 1, "advantage_clip_high": -1}},
+            ("advantage_clip_low 1", "advantage_clip_high -1"),
+        ),
+    ],
+)
+def test_sections_that_contradict_each_other(sections: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        spec_with(**sections)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_log_linear_is_for_several_updates() -> None:
+    spec = spec_with(loss_fn={"proximal_policy": "log_linear"}, policy={"num_updates_per_step": 2})
+    assert spec.loss_fn.proximal_policy == "log_linear"

@@ -1,0 +1,206 @@
+"""Reading a spec: what is misspelt is named with what was meant, what contradicts itself with both values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.errors import SpecError
+from paceline.spec import RunSpec
+from paceline.spec_io import load_spec, parse_spec, spec_from_yaml, spec_to_yaml
+
+TREE: dict[str, Any] = {
+    "policy": {"model_name": "org/model"},
+    "data": {"train": "org/data"},
+    "rewards": [{"function": "length"}, {"function": "exact_match"}],
+}
+
+
+@pytest.fixture
+def spec_path(tmp_path: Path) -> Path:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "policy: {model_name: org/model}\ndata: {train: org/data}\n"
+        "rewards: [{function: length}, {function: exact_match}]\n"
+    )
+    return path
+
+
+def refusal(spec_path: Path, *overrides: str) -> str:
+    """The message of the SpecError that these overrides cause."""
+    with pytest.raises(SpecError) as caught:
+        load_spec(spec_path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "grpo.num_prompt_per_step=4",
+            "grpo.num_prompt_per_step: unknown key; did you mean 'num_prompts_per_step'?",
+        ),
+        ("algoritm=sft", "algoritm: unknown key; did you mean 'algorithm'?"),
+        (
+            "policy.optimizer.learning_rate=1",
+            "policy.optimizer.learning_rate: unknown key; known keys: lr, betas, ",
+        ),
+        ("rewards.1.wieght=2", "rewards.1.wieght: unknown key; did you mean 'weight'?"),
+    ],
+)
+def test_an_unknown_key_says_what_was_meant(spec_path: Path, override: str, message: str) -> None:
+    assert refusal(spec_path, override).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("grpo.num_prompts_per_step=0", ("grpo.num_prompts_per_step", "greater than 0", "got 0")),
+        ("grpo.num_prompts_per_step=many", ("grpo.num_prompts_per_step", "valid integer", "got 'many'")),
+        ("algorithm=ppo", ("algorithm", "'grpo' or 'sft'", "got 'ppo'")),
+        ("loss_fn.ratio_clip_min=1.5", ("loss_fn.ratio_clip_min", "less than or equal to 1", "got 1.5")),
+    ],
+)
+def test_a_wrong_value_is_shown_with_its_field(
+    spec_path: Path, override: str, parts: tuple[str, ...]
+) -> None:
+    message = refusal(spec_path, override)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["weights.publish_interval=3"], ("weights.publish_interval 3", "max_trajectory_age_steps + 1 = 2")),
+        (["async_grpo.hard_max_age=0"], ("hard_max_age 0", "max_trajectory_age_steps 1")),
+        (
+            ["policy.generation.max_new_tokens=64", "policy.max_total_sequence_length=64"],
+            ("max_new_tokens 64", "max_total_sequence_length 64"),
+        ),
+        (
+            ["policy.num_updates_per_step=8", "grpo.num_prompts_per_step=4"],
+            ("num_updates_per_step 8", "num_prompts_per_step 4"),
+        ),
+        (["grpo.val_period=5"], ("grpo.val_period", "data.validation is not")),
+        (["rewards=[]"], ("rewards is empty",)),
+        (["rewards.1.function=length"], ("rewards has the name 'length' 2 times",)),
+        (["rewards.0.weight=0", "rewards.1.weight=0"], ("every reward has weight 0",)),
+        (["policy.generation.top_k=5"], ("top_k=5", "allow_biased_sampling=true")),
+        (["policy.generation.min_new_tokens=300"], ("min_new_tokens 300", "max_new_tokens 256")),
+        (
+            ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.reference_policy_kl_type=k1"],
+            ("'k1'", "reference_policy_kl_penalty 0.1"),
+        ),
+    ],
+)
+def test_a_contradiction_names_both_values(
+    spec_path: Path, overrides: list[str], parts: tuple[str, ...]
+) -> None:
+    message = refusal(spec_path, *overrides)
+    for part in parts:
+        assert part in message
+
+
+def test_every_fault_is_told_at_once(spec_path: Path) -> None:
+    message = refusal(spec_path, "grpo.seed=-1", "polcy={}")
+    assert [line.split(":")[0] for line in message.splitlines()] == ["grpo.seed", "polcy"]
+
+
+def test_what_has_to_be_set_is_named() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec({"policy": {}, "data": {"train": "d"}})
+    assert str(caught.value) == "policy.model_name: missing; every spec has to set it"
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [("1e-6", 1e-6), ("1.5E+2", 150.0), ("0.25", 0.25), ("2", 2.0)],
+)
+def test_an_override_reads_numbers_as_people_write_them(spec_path: Path, raw: str, value: float) -> None:
+    assert load_spec(spec_path, [f"policy.optimizer.lr={raw}"]).policy.optimizer.lr == value
+
+
+def test_overrides_reach_into_lists_and_make_sections(spec_path: Path) -> None:
+    spec = load_spec(
+        spec_path,
+        ["rewards.1.weight=0.5", "rewards.0={function: length, name: short}", "cluster.rollout_gpus=[0, 1]",
+         "policy.tokenizer_name=null", "data.system_prompt='a: b'"],
+    )  # fmt: skip
+    assert [(reward.label, reward.weight) for reward in spec.rewards] == [
+        ("short", 1.0),
+        ("exact_match", 0.5),
+    ]
+    assert spec.cluster.rollout_gpus == (0, 1)
+    assert spec.data.system_prompt == "a: b"
+    assert spec.policy.tokenizer_name is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.seed", "override 'grpo.seed' has to look like section.key=value"),
+        ("=3", "override '=3' has to look like section.key=value"),
+        ("rewards.2.weight=1", "override 'rewards.2.weight=1': '2' has to be an index below 2"),
+        ("rewards.first.weight=1", "override 'rewards.first.weight=1': 'first' has to be an index below 2"),
+        ("data.train.path=x", "override 'data.train.path=x': 'path' is below a plain value"),
+        ("data.train.a.b=x", "override 'data.train.a.b=x': 'a' is below a plain value"),
+        ("grpo.seed={1", "override 'grpo.seed={1': the value '{1' is not valid YAML; quote it"),
+    ],
+)
+def test_an_override_that_cannot_be_applied_says_why(spec_path: Path, override: str, message: str) -> None:
+    assert refusal(spec_path, override) == message
+
+
+def test_paths_start_at_the_file_and_hub_names_stay(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").touch()
+    (tmp_path / "spec.yaml").write_text(
+        "policy: {model_name: ./made/later, tokenizer_name: org/tokenizer}\n"
+        "data: {train: prompts.jsonl, validation: ../held_out.parquet}\n"
+        "rewards: [{function: 'rewards/mine.py:brevity'}, {function: length}]\n"
+    )
+    spec = load_spec(tmp_path / "spec.yaml")
+    assert spec.policy.model_name == str(tmp_path / "made" / "later")
+    assert spec.policy.tokenizer_name == "org/tokenizer"
+    assert spec.data.train == str(tmp_path / "prompts.jsonl")
+    assert spec.data.validation == str(tmp_path.parent / "held_out.parquet")
+    assert [r.function for r in spec.rewards] == [f"{tmp_path / 'rewards' / 'mine.py'}:brevity", "length"]
+    assert [r.label for r in spec.rewards] == ["brevity", "length"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n- b", "holds list, a spec is a mapping"), ("a: [1", "is not valid YAML"), ("", "holds NoneType")],
+)
+def test_a_file_that_is_no_spec_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    assert message in refusal(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "no.yaml") == (
+        f"cannot read the spec '{tmp_path / 'no.yaml'}': No such file or directory; check the path"
+    )
+
+
+def test_a_resolved_spec_travels_unchanged() -> None:
+    spec = parse_spec(
+        TREE | {"cluster": {"rollout_gpus": [0, 1]}, "policy": {"model_name": "m", "optimizer": {"lr": 1e-6}}}
+    )
+    assert spec_from_yaml(spec_to_yaml(spec)) == spec
+    assert "num_prompts_per_step: 32" in spec_to_yaml(spec)
+
+
+def test_a_spec_does_not_change_once_it_is_checked() -> None:
+    spec = RunSpec.model_validate(TREE)
+    with pytest.raises(ValidationError, match="frozen"):
+        spec.grpo.seed = 7  # type: ignore[misc]
+
+
+def test_settings_of_an_engine_that_does_not_run_are_refused(spec_path: Path) -> None:
+    message = refusal(spec_path, "policy.generation.vllm_cfg={tensor_parallel_size: 2}")
+    assert "vllm_cfg is set, but backend is 'native'" in message

@@ -1,0 +1,262 @@
+"""The supervisor with small children that really die, and the coordinator's place in a local cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.client import Client
+from paceline.errors import NotFound, PacelineError, SpecError
+from paceline.spec import ClusterSection
+from paceline.supervise import Service
+from paceline.up import LocalCluster, share_gpus
+
+DEADLINE_S = 20.0
+
+
+class Reports:
+    """What a service said, and an event for each kind."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.faults: list[PacelineError] = []
+        self.gave_up = threading.Event()
+
+    def give_up(self, fault: PacelineError) -> None:
+        self.faults.append(fault)
+        self.gave_up.set()
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+def start(tmp_path: Path, reports: Reports) -> Iterator[Callable[..., Service]]:
+    """Starts a Python one-liner as a supervised service; it is ended with the test."""
+    services: list[Service] = []
+
+    def start(code: str, **options: int) -> Service:
+        service = Service(
+            "child-0",
+            [sys.executable, "-c", code],
+            dict(os.environ),
+            tmp_path / "child-0.log",
+            reports.said.append,
+            reports.give_up,
+            **options,
+        )
+        services.append(service)
+        service.start()
+        return service
+
+    yield start
+    for service in services:
+        service.terminate()
+        service.wait_ended(DEADLINE_S)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for a condition that another process makes true; fails at the deadline."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_child_that_dies_is_started_again_and_the_death_is_said(
+    start: Callable[..., Service], reports: Reports, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    service = start(
+        f"import pathlib, signal, sys; mark = pathlib.Path({str(mark)!r})\n"
+        "if not mark.exists(): mark.touch(); sys.exit('the disk is full')\n"
+        "mark.with_suffix('.second').touch(); signal.pause()"
+    )
+    until((tmp_path / "mark.second").exists)
+    assert reports.said == [
+        "child-0 ended with exit status 1, starts again in 0.5 s; its log ends with: the disk is full"
+    ]
+    assert service.deaths == ["child-0 ended with exit status 1"]
+
+
+def test_a_killed_child_comes_back_under_another_pid(start: Callable[..., Service], reports: Reports) -> None:
+    service = start("import signal; signal.pause()")
+    until(lambda: service.pid is not None)
+    first = service.pid
+    assert service.kill()
+    until(lambda: service.pid not in (None, first))
+    assert service.deaths == ["child-0 was killed by SIGKILL"]
+    assert reports.said == ["child-0 was killed by SIGKILL, starts again in 0.5 s"]
+
+
+def test_a_child_that_keeps_dying_is_given_up_with_its_last_words(
+    start: Callable[..., Service], reports: Reports, tmp_path: Path
+) -> None:
+    service = start("import os; print('no model at /nowhere', flush=True); os._exit(3)", max_deaths=2)
+    assert reports.gave_up.wait(DEADLINE_S)
+    assert str(reports.faults[0]) == (
+        "child-0 died 2 times within 60 s; the last time it ended with exit status 3. "
+        f"Its log {tmp_path / 'child-0.log'} ends with:\n  no model at /nowhere"
+    )
+    assert len(service.deaths) == 2
+    assert service.pid is None
+
+
+def test_a_program_that_does_not_exist_is_given_up(reports: Reports, tmp_path: Path) -> None:
+    service = Service(
+        "child-0",
+        ["/no/such/program"],
+        {},
+        tmp_path / "log",
+        reports.said.append,
+        reports.give_up,
+        max_deaths=1,
+    )
+    service.start()
+    assert reports.gave_up.wait(DEADLINE_S)
+    assert "No such file" in str(reports.faults[0])
+    service.terminate()
+    service.wait_ended(DEADLINE_S)
+
+
+def test_what_a_dead_child_left_in_its_group_dies_too(start: Callable[..., Service], tmp_path: Path) -> None:
+    pid_file = tmp_path / "grandchild"
+    start(
+        "import pathlib, subprocess, sys, os\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        f"path = pathlib.Path({str(pid_file)!r})\n"
+        "path.with_suffix('.part').write_text(str(child.pid)); path.with_suffix('.part').replace(path)\n"
+        "os._exit(1)"
+    )
+    until(pid_file.exists)
+    grandchild = int(pid_file.read_text())
+    until(lambda: gone(grandchild))
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(
+    start: Callable[..., Service], reports: Reports, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    service = start(
+        "import pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(ready)!r}).touch()\nwhile True: signal.pause()"
+    )
+    until(ready.exists)
+    pid = service.pid
+    assert pid is not None
+    service.terminate()
+    service.wait_ended(0.2)
+    assert gone(pid)
+    assert reports.said == ["child-0 did not stop within 0 s and is killed"]
+
+
+def test_children_die_with_their_supervisor(tmp_path: Path) -> None:
+    """The supervisor itself is killed, so nothing of it can clean up."""
+    code = (
+        "import os, pathlib, sys, time\nfrom paceline.supervise import Service\n"
+        f"s = Service('child-0', [sys.executable, '-c', 'import signal; signal.pause()'], dict(os.environ),"
+        f" pathlib.Path({str(tmp_path / 'log')!r}), print, print)\n"
+        "s.start()\nwhile s.pid is None: time.sleep(0.01)\nprint(s.pid, flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        child = int(supervisor.stdout.readline())
+        assert not gone(child)
+        supervisor.kill()
+    until(lambda: gone(child))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "shares"),
+    [
+        ((), 2, [(), ()]),
+        ((0, 1, 2, 3), 2, [(0, 1), (2, 3)]),
+        ((4, 5), 2, [(4,), (5,)]),
+        ((0,), 3, [(0,), (0,), (0,)]),
+    ],
+)
+def test_gpus_are_shared_evenly(gpus: tuple[int, ...], workers: int, shares: list[tuple[int, ...]]) -> None:
+    assert share_gpus(gpus, workers) == shares
+
+
+def test_gpus_that_leave_a_rest_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"rollout_gpus has 3 GPUs for cluster.rollout_workers 2"):
+        LocalCluster(tmp_path, ClusterSection(rollout_gpus=(0, 1, 2), rollout_workers=2))
+    with pytest.raises(SpecError, match=r"learner_gpus has 1 GPUs for cluster.learner_ranks 2"):
+        LocalCluster(tmp_path, ClusterSection(learner_gpus=(0,), learner_ranks=2))
+
+
+def test_the_coordinator_keeps_its_address_over_a_death(tmp_path: Path) -> None:
+    said: list[str] = []
+    cluster = LocalCluster(tmp_path, ClusterSection(), say=said.append)
+    try:
+        address = cluster.start_coordinator()
+        with Client(address) as client:
+            assert client.runs() == []
+        first = cluster.pids("coordinator")[0]
+        cluster.kill("coordinator")
+        until(lambda: cluster.pids("coordinator").get(0, first) != first)
+        until(lambda: answers(address))
+        assert cluster.deaths("coordinator") == ["coordinator was killed by SIGKILL"]
+        assert cluster.failure is None
+        with pytest.raises(NotFound, match="no rollout-7"):
+            cluster.kill("rollout", 7)
+        last = cluster.pids("coordinator")[0]
+    finally:
+        cluster.stop()
+    assert gone(last)
+    assert len(said) == 1
+    assert "coordinator was killed by SIGKILL" in said[0]
+
+
+def test_a_coordinator_that_cannot_start_says_why_at_once(tmp_path: Path) -> None:
+    first = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
+    second = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
+    try:
+        first.start_coordinator()
+        with pytest.raises(PacelineError, match="another coordinator has the ledger"):
+            second.start_coordinator()
+        assert len(second.deaths("coordinator")) == 1
+    finally:
+        second.stop()
+        first.stop()
+
+
+def answers(address: str) -> bool:
+    with Client(address, timeout_s=5.0) as client:
+        try:
+            client.runs()
+        except PacelineError:
+            return False
+        return True
+
+
+def test_a_frozen_child_is_killed_like_any_other(start: Callable[..., Service]) -> None:
+    service = start("import signal; signal.pause()")
+    until(lambda: service.pid is not None)
+    pid = service.pid
+    assert pid is not None
+    assert service.kill(signal.SIGSTOP)
+    service.terminate()
+    service.wait_ended(0.2)
+    assert gone(pid)
+    assert service.deaths == []

@@ -1,0 +1,132 @@
+"""What travels comes back as it was, and what does not fit is a WireError."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import WireError
+from paceline.groups import Completion, Group, VersionSpan
+from paceline.wire import (
+    decode_completions,
+    decode_group,
+    decode_rewards,
+    encode_completions,
+    parse_header,
+)
+from protos.paceline.v1 import exchange_pb2 as pb
+
+PROMPT_IDS = np.array([3, 1], np.int32)
+
+
+def completion(tokens: int, *spans: VersionSpan, reason: str = "stop") -> Completion:
+    token_ids_T = np.arange(tokens, dtype=np.int32)
+    return Completion(token_ids_T, -0.25 * np.ones(tokens, np.float32), spans, reason, f"text {tokens}")
+
+
+def test_a_group_comes_back_as_it_was() -> None:
+    completions = (
+        completion(3, VersionSpan(1, 4, 0, 2), VersionSpan(2, 5, 2, 3)),
+        completion(0, reason="abort"),
+        completion(1, VersionSpan(2, 5, 0, 1), reason="length"),
+    )
+    frame = encode_completions(PROMPT_IDS, completions)
+    prompt_ids, decoded = decode_completions(
+        frame, ["stop", "abort", "length"], [c.text for c in completions]
+    )
+    assert prompt_ids.tolist() == [3, 1]
+    for before, after in zip(completions, decoded, strict=True):
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert after.logprobs.tolist() == before.logprobs.tolist()
+        assert (after.spans, after.finish_reason, after.text) == (
+            before.spans,
+            before.finish_reason,
+            before.text,
+        )
+    assert decoded[0].versions().tolist() == [4, 4, 5]
+    group = Group(7, prompt_ids, decoded)
+    assert (group.num_tokens, group.oldest_step) == (4, 4)
+    assert group.digest() == Group(7, PROMPT_IDS, completions).digest()
+    learners = decode_group(7, frame, [1.0, float("nan"), 0.5])
+    assert learners.digest() == group.digest()
+    assert learners.rewards_CF is not None
+    assert learners.rewards_CF.shape == (3, 1)
+
+
+def test_the_digest_covers_every_array() -> None:
+    def digest(prompt: list[int], tokens: list[int], logprobs: list[float], span: VersionSpan) -> str:
+        one = Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), (span,), "stop")
+        return Group(0, np.array(prompt, np.int32), (one,)).digest()
+
+    span = VersionSpan(1, 0, 0, 2)
+    digests = {
+        digest([1], [2, 3], [-1, -2], span),
+        digest([4], [2, 3], [-1, -2], span),
+        digest([1], [2, 4], [-1, -2], span),
+        digest([1], [2, 3], [-1, -3], span),
+        digest([1], [2, 3], [-1, -2], VersionSpan(1, 1, 0, 2)),
+        digest([1], [2, 3], [-1, -2], VersionSpan(2, 0, 0, 2)),
+    }
+    assert len(digests) == 6
+
+
+def test_no_completions_are_no_error_and_no_surprise() -> None:
+    _, decoded = decode_completions(encode_completions(PROMPT_IDS, []), [], [])
+    assert decoded == ()
+    assert Group(0, PROMPT_IDS, decoded).oldest_step == -1
+
+
+@pytest.mark.parametrize("frame", [b"", b"x", b"\xff" * 100, b"\x02" + bytes(7) + b"{}"])
+def test_a_foreign_payload_is_a_wire_error(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_completions(frame, [], [])
+    with pytest.raises(WireError):
+        decode_group(0, frame, [])
+
+
+def test_a_group_without_lengths_is_a_wire_error() -> None:
+    frame = safetensors.numpy.save({"token_ids": np.zeros(2, np.int32)})
+    with pytest.raises(WireError, match="no array 'lengths'"):
+        decode_group(0, frame, [])
+
+
+def test_an_unknown_dtype_is_a_wire_error() -> None:
+    head = b'{"prompt_ids":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}'
+    with pytest.raises(WireError):
+        decode_completions(len(head).to_bytes(8, "little") + head + b"\0", [], [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_damaged_payload_is_an_error_or_the_same_kind_of_thing(data: st.DataObject) -> None:
+    whole = encode_completions(PROMPT_IDS, [completion(3, VersionSpan(1, 4, 0, 3))])
+    position = data.draw(st.integers(0, len(whole) - 1))
+    damaged = bytearray(whole)
+    damaged[position] ^= data.draw(st.integers(1, 255))
+    frame = bytes(damaged[: data.draw(st.sampled_from([len(whole), position]))])
+    try:
+        _, (only,) = decode_completions(frame, ["stop"], [""])
+    except WireError:
+        return
+    assert len(only.token_ids) == len(only.logprobs) == only.spans[-1].end
+    assert np.isfinite(only.logprobs).all()
+
+
+@pytest.mark.parametrize(("count", "completions"), [(3, 2), (1, 0), (0, 0), (5, 4)])
+def test_rewards_that_cannot_be_split(count: int, completions: int) -> None:
+    with pytest.raises(WireError):
+        decode_rewards([0.0] * count, completions)
+
+
+def test_rewards_are_rows_of_completions() -> None:
+    assert decode_rewards([1.0, 2.0, 3.0, 4.0], 2).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_a_header_is_parsed_or_refused() -> None:
+    header = pb.ExchangeRequest(request_id=7).SerializeToString()
+    assert parse_header(pb.ExchangeRequest, header).request_id == 7
+    with pytest.raises(WireError, match="header frame of 3 bytes is no ExchangeRequest"):
+        parse_header(pb.ExchangeRequest, b"\xff\xff\xff")

@@ -1,0 +1,315 @@
+"""What every engine promises, as its callers see it. Each test runs once for every engine there is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import InvalidInput, Unavailable
+from paceline.groups import Completion, Version, VersionSpan
+from paceline.spec import RunSpec
+from rollout.engine import Engine, GenerationRequest, SamplingParams
+
+ENDLESS = 4000
+"""More tokens than any test waits for: it aborts or closes, so no outcome depends on how fast the engine is."""
+FIRST = Version(1, 0)
+PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
+
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+@pytest.fixture(params=["native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model()
+
+
+@pytest.fixture
+def spec(make_spec: Callable[..., RunSpec], model: Any, backend: str) -> RunSpec:
+    return make_spec(model, backend=backend)
+
+
+@pytest.fixture
+async def engine(start_engine: Callable[[RunSpec], Engine], spec: RunSpec, model: Any) -> Engine:
+    engine = start_engine(spec)
+    await engine.update_weights(FIRST, model.state_dict())
+    return engine
+
+
+def ask(
+    name: str, num_tokens: int = 12, seed: int = 0, prompt: Any = PROMPT, **more: Any
+) -> GenerationRequest:
+    prefix = more.pop("prefix", None)
+    return GenerationRequest(name, prompt, SamplingParams(num_tokens, **more), seed, prefix)
+
+
+def same(first: Completion, second: Completion) -> bool:
+    return first.token_ids.tolist() == second.token_ids.tolist() and bool(
+        np.allclose(first.logprobs, second.logprobs, atol=1e-4)
+    )
+
+
+async def test_refuses_to_generate_before_the_first_weights(
+    start_engine: Callable[[RunSpec], Engine], spec: RunSpec, model: Any
+) -> None:
+    engine = start_engine(spec)
+    assert engine.version is None
+    with pytest.raises(Unavailable, match="no weights"):
+        await engine.generate(ask("a"))
+    assert await engine.update_weights(FIRST, model.state_dict()) > 0
+    assert engine.version == FIRST
+    assert len((await engine.generate(ask("a"))).token_ids) == 12
+
+
+async def test_logprobs_equal_a_plain_forward_pass(
+    engine: Engine, model: Any, reference_logprobs: Any
+) -> None:
+    for temperature in (1.0, 0.6):
+        completion = await engine.generate(ask("a", 100, temperature=temperature))
+        expected = reference_logprobs(model, PROMPT, completion, temperature)
+        assert np.abs(completion.logprobs - expected).max() < 1e-4
+        assert completion.finish_reason == "length"
+        assert completion.spans == (VersionSpan(1, 0, 0, 100),)
+        assert completion.text == ""
+
+
+async def test_a_temperature_near_zero_is_greedy_decoding(engine: Engine, model: Any) -> None:
+    import torch
+
+    completion = await engine.generate(ask("a", 40, temperature=1e-4))
+    prompt = torch.from_numpy(PROMPT.astype(np.int64))[None]
+    greedy = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0
+    )
+    assert completion.token_ids.tolist() == greedy[0, len(PROMPT) :].tolist()
+
+
+async def test_first_tokens_follow_the_softmax(engine: Engine, model: Any, reference_logprobs: Any) -> None:
+    n = 3000
+    completions = await asyncio.gather(*(engine.generate(ask(str(i), 1, seed=i)) for i in range(n)))
+    counts_V = np.bincount([int(c.token_ids[0]) for c in completions], minlength=23)
+    probabilities_V = np.exp(
+        [
+            reference_logprobs(
+                model, PROMPT, Completion(np.array([t], np.int32), np.zeros(1, np.float32), (), "")
+            )
+            for t in range(23)
+        ]
+    )[:, 0]
+    # Tokens that are expected less than five times count as one, so that the chi-square applies.
+    rare = n * probabilities_V < 5
+    observed = np.append(counts_V[~rare], counts_V[rare].sum())
+    expected = n * np.append(probabilities_V[~rare], probabilities_V[rare].sum())
+    # Chi-square with at most 22 degrees of freedom: 48.3 has p = 0.001.
+    assert ((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum() < 48.3
+
+
+async def test_tokens_depend_on_the_seed_and_not_on_the_batch(engine: Engine) -> None:
+    alone = await engine.generate(ask("alone", 90, seed=5))
+    other = await engine.generate(ask("other", 90, seed=6))
+    assert alone.token_ids.tolist() != other.token_ids.tolist()
+    prompts = [np.arange(1 + i % 7, dtype=np.int32) for i in range(20)]
+    crowd = await asyncio.gather(
+        *(engine.generate(ask(f"c{i}", 3 + 11 * i % 80, seed=i, prompt=p)) for i, p in enumerate(prompts)),
+        engine.generate(ask("again", 90, seed=5)),
+    )
+    assert same(crowd[-1], alone)
+    for i, prompt in enumerate(prompts):
+        solo = await engine.generate(ask(f"s{i}", 3 + 11 * i % 80, seed=i, prompt=prompt))
+        assert same(crowd[i], solo)
+
+
+async def test_top_k_and_top_p_are_in_tokens_and_logprobs(engine: Engine) -> None:
+    completion = await engine.generate(ask("a", 30, top_k=1))
+    assert completion.logprobs.tolist() == [0.0] * 30
+    greedy = await engine.generate(ask("b", 30, temperature=1e-4))
+    assert completion.token_ids.tolist() == greedy.token_ids.tolist()
+    nucleus = await engine.generate(ask("c", 30, top_p=1e-6))
+    assert nucleus.token_ids.tolist() == greedy.token_ids.tolist()
+
+
+async def test_a_stop_token_ends_and_is_kept_and_min_new_tokens_holds_it_off(engine: Engine) -> None:
+    free = await engine.generate(ask("a", 60))
+    stop = int(free.token_ids[10])
+    first = free.token_ids.tolist().index(stop)
+    stopped = await engine.generate(ask("b", 60, stop_token_ids=(stop, 9999)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    held = await engine.generate(ask("c", 60, stop_token_ids=(stop,), min_new_tokens=30))
+    assert stop not in held.token_ids[:30].tolist()
+    assert len(held.token_ids) >= 30
+
+
+async def test_the_models_length_ends_a_completion(
+    start_engine: Callable[[RunSpec], Engine], make_spec: Callable[..., RunSpec], model: Any, backend: str
+) -> None:
+    engine = start_engine(make_spec(model, backend=backend, max_total_sequence_length=32))
+    await engine.update_weights(FIRST, model.state_dict())
+    completion = await engine.generate(ask("a", 50, prompt=np.ones(20, np.int32)))
+    assert (len(completion.token_ids), completion.finish_reason) == (12, "length")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ask("a", prompt=np.empty(0, np.int32)), "0 tokens"),
+        (ask("a", prompt=np.ones(4096, np.int32)), "4096 tokens, must have 1 to 4095"),
+        (ask("a", prompt=np.array([1, 23], np.int32)), "1 to 23"),
+        (ask("a", prefix=Completion(np.ones(1, np.int32), np.zeros(1, np.float32), (), "abort")), "spans"),
+        (ask("a", prefix=Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "stop")), "'stop'"),
+    ],
+)
+async def test_bad_requests_are_refused_and_harm_nobody(
+    engine: Engine, request_: GenerationRequest, message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        await engine.generate(request_)
+    assert len((await engine.generate(ask("a"))).token_ids) == 12
+
+
+async def test_an_id_in_use_is_refused(engine: Engine, until: Until) -> None:
+    first = asyncio.create_task(engine.generate(ask("a", ENDLESS)))
+    await until(lambda: engine.num_running == 1)
+    with pytest.raises(InvalidInput, match="'a' is in use"):
+        await engine.generate(ask("a"))
+    engine.abort("a")
+    assert (await first).finish_reason == "abort"
+
+
+async def test_abort_returns_what_exists_and_a_prefix_goes_on_from_it(engine: Engine, until: Until) -> None:
+    task = asyncio.create_task(engine.generate(ask("a", ENDLESS, seed=3)))
+    await until(lambda: engine.num_running == 1)
+    engine.abort("a")
+    part = await task
+    assert part.finish_reason == "abort"
+    assert 0 < len(part.token_ids) < ENDLESS
+    num_tokens = len(part.token_ids) + 20
+    whole = await engine.generate(ask("whole", num_tokens, seed=3))
+    assert part.token_ids.tolist() == whole.token_ids[:-20].tolist()
+    rest = await engine.generate(ask("b", num_tokens, seed=3, prefix=part))
+    assert same(rest, whole)
+    assert (rest.spans, rest.finish_reason) == (whole.spans, "length")
+
+
+async def test_a_prefix_keeps_its_versions_and_numbers(engine: Engine) -> None:
+    whole = await engine.generate(ask("whole", 20, seed=3))
+    old = np.full(8, -7.5, np.float32)
+    prefix = Completion(whole.token_ids[:8], old, (VersionSpan(0, 7, 0, 5), VersionSpan(0, 8, 5, 8)), "abort")
+    rest = await engine.generate(ask("b", 20, seed=3, prefix=prefix))
+    assert rest.token_ids.tolist() == whole.token_ids.tolist()
+    assert rest.logprobs[:8].tolist() == old.tolist()
+    assert rest.spans == (*prefix.spans, VersionSpan(1, 0, 8, 20))
+    full = Completion(whole.token_ids, whole.logprobs, whole.spans, "abort")
+    assert (await engine.generate(ask("c", 20, prefix=full))).finish_reason == "length"
+
+
+async def test_abort_of_a_waiting_request_and_of_an_unknown_one(engine: Engine, until: Until) -> None:
+    tasks = [asyncio.create_task(engine.generate(ask(str(i), ENDLESS, seed=i))) for i in range(9)]
+    await until(lambda: (engine.num_running, engine.num_waiting) == (8, 1))
+    engine.abort("8")
+    engine.abort("nobody")
+    waiting = await tasks[8]
+    assert (len(waiting.token_ids), waiting.spans, waiting.finish_reason) == (0, (), "abort")
+    assert engine.num_running == 8
+    for i in range(8):
+        engine.abort(str(i))
+    assert all([len((await task).token_ids) > 0 for task in tasks[:8]])
+
+
+async def test_cancelling_frees_the_row_and_the_id(engine: Engine, until: Until) -> None:
+    task = asyncio.create_task(engine.generate(ask("a", ENDLESS)))
+    await until(lambda: engine.num_running == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    again = asyncio.create_task(engine.generate(ask("a", 5)))
+    assert len((await again).token_ids) == 5
+    await until(lambda: engine.num_running == 0)
+
+
+async def test_every_token_has_the_logprob_of_its_own_version(
+    engine: Engine, make_model: Callable[..., Any], until: Until, reference_logprobs: Any
+) -> None:
+    models = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}
+    tasks = [asyncio.create_task(engine.generate(ask(str(i), ENDLESS, seed=i))) for i in range(3)]
+    await until(lambda: engine.num_running == 3)
+    for step in (1, 2):
+        assert await engine.update_weights(Version(1, step), models[step].state_dict()) > 0
+    for i in range(3):
+        engine.abort(str(i))
+    completions = [await task for task in tasks]
+    for completion in completions:
+        assert [span.step for span in completion.spans] == [0, 1, 2]
+        assert completion.spans[-1].end == len(completion.token_ids)
+        assert [span.start for span in completion.spans] == [0, *(span.end for span in completion.spans[:-1])]
+        for span in completion.spans:
+            expected = reference_logprobs(models[span.step], PROMPT, completion)
+            assert np.abs(completion.logprobs - expected)[span.start : span.end].max() < 1e-4
+
+
+async def test_without_in_flight_updates_a_swap_waits_for_the_running(
+    start_engine: Callable[[RunSpec], Engine],
+    make_spec: Callable[..., RunSpec],
+    make_model: Callable[..., Any],
+    backend: str,
+    until: Until,
+) -> None:
+    spec = make_spec(make_model(), backend=backend, async_grpo={"in_flight_weight_updates": False})
+    engine = start_engine(spec)
+    await engine.update_weights(FIRST, make_model().state_dict())
+    before = asyncio.create_task(engine.generate(ask("before", 400)))
+    await until(lambda: engine.num_running == 1)
+    update = asyncio.create_task(engine.update_weights(Version(1, 1), make_model(seed=1).state_dict()))
+    await update
+    after = await engine.generate(ask("after", 20))
+    assert (await before).spans == (VersionSpan(1, 0, 0, 400),)
+    assert after.spans == (VersionSpan(1, 1, 0, 20),)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "missing weights: model.norm.weight"),
+        (lambda weights: weights.update(extra=weights["model.norm.weight"]), "unknown weights: extra"),
+        (
+            lambda weights: weights.update({"model.norm.weight": weights["model.norm.weight"][:3]}),
+            r"'model.norm.weight' has shape \(3,\), the model's is \(32,\)",
+        ),
+        (
+            lambda weights: weights.update(
+                {"model.norm.weight": weights["model.norm.weight"] * float("nan")}
+            ),
+            "'model.norm.weight' has NaN",
+        ),
+    ],
+)
+async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(
+    engine: Engine, make_model: Callable[..., Any], damage: Callable[[Any], Any], message: str
+) -> None:
+    before = await engine.generate(ask("a"))
+    weights = dict(make_model(seed=1).state_dict())
+    damage(weights)
+    with pytest.raises(InvalidInput, match=message):
+        await engine.update_weights(Version(1, 1), weights)
+    assert engine.version == FIRST
+    assert same(await engine.generate(ask("b")), before)
+
+
+async def test_close_returns_what_exists_and_refuses_more(engine: Engine, until: Until) -> None:
+    tasks = [asyncio.create_task(engine.generate(ask(str(i), ENDLESS, seed=i))) for i in range(10)]
+    await until(lambda: (engine.num_running, engine.num_waiting) == (8, 2))
+    await engine.close()
+    completions = [await task for task in tasks]
+    assert {completion.finish_reason for completion in completions} == {"abort"}
+    assert [len(completion.token_ids) > 0 for completion in completions] == [True] * 8 + [False] * 2
+    with pytest.raises(Unavailable, match="closed"):
+        await engine.generate(ask("late"))
+    await engine.close()

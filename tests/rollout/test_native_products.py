@@ -1,0 +1,40 @@
+"""A forward pass of many rows takes another kernel than one of few; both must give the logits of the plain model."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout.kv_cache import SlotCache
+from rollout.native_model import ONEDNN_ROWS, NativeModel
+
+
+@pytest.mark.parametrize("rows", [2, ONEDNN_ROWS, 3 * ONEDNN_ROWS])
+def test_logits_are_those_of_the_plain_model(rows: int) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=12,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.2,
+    )
+    plain = Qwen3ForCausalLM(config).eval()
+    model = NativeModel(deepcopy(plain), (0,), 16)
+    ids_RT = torch.randint(12, (rows, 6))
+    cache = SlotCache(rows)
+    with torch.inference_mode():
+        expected_RTV = plain(input_ids=ids_RT).logits
+        cache.begin_prefill(0, rows, 5, None)
+        prefilled_RV = model.prefill(ids_RT[:, :5], torch.full((rows,), 5), cache)
+        positions_R = torch.full((rows,), 5)
+        cache.begin_decode(torch.arange(rows), positions_R, 6)
+        decoded_RV = model.decode(ids_RT[:, 5], positions_R, cache)
+    torch.testing.assert_close(prefilled_RV, expected_RTV[:, 4], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(decoded_RV, expected_RTV[:, 5], atol=1e-5, rtol=1e-5)

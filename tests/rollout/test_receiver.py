@@ -1,0 +1,265 @@
+"""The receiver against senders that die, stop, come late or send something else."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from paceline.errors import Conflict, WireError
+from paceline.flat_weights import checksums, pack, plan
+from paceline.groups import Version
+from paceline.weight_link import SENDER, WeightLink, form_link, serve_store
+from paceline.weights import WeightManifest, WeightOffer
+from rollout.receiver import WeightReceiver
+
+DEADLINE_S = 20.0
+MAX_WAIT_S = 5.0
+BUCKET_BYTES = 1 << 20
+Ack = tuple[Version, bool, str]
+
+
+class Engine:
+    """A receiver with what it was asked to serve and what it answered."""
+
+    def __init__(self) -> None:
+        self.acks: queue.Queue[Ack] = queue.Queue()
+        self.served: list[tuple[Version, float]] = []
+        self.progress: queue.Queue[int] = queue.Queue()
+        self.error: Exception | None = None
+        self.receiver = WeightReceiver(
+            run_id="run",
+            max_wait_s=MAX_WAIT_S,
+            on_weights=self.swap,
+            on_ack=lambda version, ok, message: self.acks.put((version, ok, message)),
+            on_progress=lambda version, size_bytes: self.progress.put(size_bytes),
+        )
+
+    def swap(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.served.append((version, float(tensors["weight"][-1])))
+
+    def ack(self) -> Ack:
+        return self.acks.get(timeout=DEADLINE_S)
+
+
+class Sender:
+    """A learner's side, driven by hand."""
+
+    def __init__(self) -> None:
+        self.store, self.port = serve_store("127.0.0.1", 0, MAX_WAIT_S)
+
+    def offer(
+        self,
+        step: int,
+        prefix: str,
+        *,
+        session: int = 0,
+        attempt: int = 1,
+        value: float = 1.0,
+        size: int = 1 << 20,
+    ) -> tuple[WeightOffer, torch.Tensor, WeightManifest]:
+        tensors = {"weight": torch.full((size,), value)}
+        manifest = plan(tensors, BUCKET_BYTES)
+        flat = pack(tensors, manifest)
+        manifest = manifest.with_checksums(checksums(flat, manifest))
+        offer = WeightOffer(
+            "run", 1, "m", attempt, "gloo", "127.0.0.1", self.port, prefix, session, step, manifest.to_bytes()
+        )
+        return offer, flat, manifest
+
+    def form(self, prefix: str) -> WeightLink:
+        return form_link(
+            backend="gloo",
+            store_host="127.0.0.1",
+            store_port=self.port,
+            prefix=prefix,
+            rank=SENDER,
+            max_wait_s=MAX_WAIT_S,
+        )
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.receiver.close()
+
+
+@pytest.fixture
+def sender() -> Sender:
+    return Sender()
+
+
+def deliver(engine: Engine, sender: Sender, step: int, prefix: str, value: float) -> None:
+    offer, flat, manifest = sender.offer(step, prefix, value=value)
+    engine.receiver.offer(offer)
+    sender.form(prefix).send(flat, manifest)
+    assert engine.ack() == ((0, step), True, "")
+
+
+def test_versions_arrive_one_after_another_over_one_link(engine: Engine, sender: Sender) -> None:
+    offer, flat, manifest = sender.offer(1, "a", value=1.0)
+    engine.receiver.offer(offer)
+    link = sender.form("a")
+    link.send(flat, manifest)
+    assert engine.ack() == ((0, 1), True, "")
+    offer, flat, manifest = sender.offer(2, "a", value=2.0)
+    engine.receiver.offer(offer)
+    link.send(flat, manifest)
+    assert engine.ack() == ((0, 2), True, "")
+    assert engine.served == [((0, 1), 1.0), ((0, 2), 2.0)]
+    assert engine.receiver.held == (0, 2)
+
+
+def test_sender_that_dies_half_way_leaves_the_old_weights(engine: Engine, sender: Sender) -> None:
+    deliver(engine, sender, 1, "a", 1.0)
+    while not engine.progress.empty():
+        engine.progress.get()
+    offer, flat, manifest = sender.offer(2, "b", attempt=2, value=2.0)
+    engine.receiver.offer(offer)
+    link = sender.form("b")
+    half = WeightManifest(manifest.entries, 2 * BUCKET_BYTES, BUCKET_BYTES)
+    link.send(flat, half)
+    assert engine.progress.get(timeout=DEADLINE_S) == BUCKET_BYTES  # it is in the middle
+    del link
+    version, ok, message = engine.ack()
+    assert (version, ok) == ((0, 2), False)
+    assert "weights stopped before byte" in message
+    assert engine.served == [((0, 1), 1.0)]
+    assert engine.receiver.held == (0, 1)
+    deliver(engine, sender, 3, "c", 3.0)
+
+
+def test_stuck_receive_does_not_hold_up_a_newer_offer(engine: Engine, sender: Sender) -> None:
+    offer, flat, manifest = sender.offer(1, "silent")
+    engine.receiver.offer(offer)
+    silent = sender.form("silent")  # formed, then nothing is ever sent
+    offer, flat, manifest = sender.offer(2, "alive", attempt=2, value=2.0)
+    engine.receiver.offer(offer)
+    sender.form("alive").send(flat, manifest)
+    assert engine.ack() == ((0, 2), True, "")
+    assert engine.served == [((0, 2), 2.0)]
+    del silent
+
+
+def test_what_a_link_left_behind_still_receives_is_thrown_away(engine: Engine, sender: Sender) -> None:
+    old, old_flat, old_manifest = sender.offer(1, "old", value=1.0)
+    engine.receiver.offer(old)
+    old_link = sender.form("old")
+    new, new_flat, new_manifest = sender.offer(2, "new", attempt=2, value=2.0)
+    engine.receiver.offer(new)
+    old_link.send(old_flat, old_manifest)
+    while engine.progress.get(timeout=DEADLINE_S) < old_manifest.total_bytes:
+        pass
+    sender.form("new").send(new_flat, new_manifest)
+    assert engine.ack() == ((0, 2), True, "")
+    assert engine.served == [((0, 2), 2.0)]
+    assert engine.acks.empty()
+
+
+def test_stale_and_foreign_offers_are_answered_without_receiving(engine: Engine, sender: Sender) -> None:
+    deliver(engine, sender, 5, "a", 5.0)
+    same, *_ = sender.offer(5, "b", attempt=2, value=5.0)
+    engine.receiver.offer(same)
+    assert engine.ack() == ((0, 5), True, "already held")
+    other_bytes, *_ = sender.offer(5, "c", attempt=3, value=6.0)
+    engine.receiver.offer(other_bytes)
+    assert engine.ack() == ((0, 5), False, "offered (0, 5), but (0, 5) is held")
+    older, *_ = sender.offer(4, "d", attempt=4)
+    engine.receiver.offer(older)
+    assert engine.ack() == ((0, 4), False, "offered (0, 4), but (0, 5) is held")
+    foreign = WeightOffer(**{**vars(older), "run_id": "other", "step": 9})
+    engine.receiver.offer(foreign)
+    assert engine.ack() == ((0, 9), False, "offer is of run 'other', this member serves 'run'")
+    changed, *_ = sender.offer(6, "e", attempt=5, size=7)
+    engine.receiver.offer(changed)
+    version, ok, message = engine.ack()
+    assert (version, ok) == ((0, 6), False)
+    assert "a run's layout cannot change" in message
+    assert engine.served == [((0, 5), 5.0)]
+
+
+def test_late_offer_of_an_earlier_attempt_does_not_disturb(engine: Engine, sender: Sender) -> None:
+    offer, flat, manifest = sender.offer(3, "new", attempt=2, value=3.0)
+    engine.receiver.offer(offer)
+    link = sender.form("new")
+    late, *_ = sender.offer(2, "old", attempt=1)
+    engine.receiver.offer(late)
+    link.send(flat, manifest)
+    assert engine.ack() == ((0, 3), True, "")
+    assert engine.acks.empty()
+
+
+def test_later_session_wins_over_a_higher_step_of_an_attempt_under_way(
+    engine: Engine, sender: Sender
+) -> None:
+    dead, *_ = sender.offer(7, "dead", session=1, attempt=9)
+    engine.receiver.offer(dead)
+    offer, flat, manifest = sender.offer(8, "heir", session=2, attempt=1, value=8.0)
+    engine.receiver.offer(offer)
+    engine.receiver.offer(dead)  # again, late
+    sender.form("heir").send(flat, manifest)
+    assert engine.ack() == ((2, 8), True, "")
+
+
+def test_engine_that_refuses_is_reported_and_keeps_its_version(engine: Engine, sender: Sender) -> None:
+    deliver(engine, sender, 1, "a", 1.0)
+    engine.error = WireError("names differ: weight")
+    offer, flat, manifest = sender.offer(2, "b", attempt=2)
+    engine.receiver.offer(offer)
+    sender.form("b").send(flat, manifest)
+    assert engine.ack() == ((0, 2), False, "names differ: weight")
+    assert engine.receiver.held == (0, 1)
+
+
+def test_reset_takes_another_run_from_its_first_version(engine: Engine, sender: Sender) -> None:
+    deliver(engine, sender, 5, "a", 5.0)
+    engine.receiver.reset("next")
+    assert engine.receiver.held is None
+    offer, flat, manifest = sender.offer(0, "b", value=0.5, size=9)
+    engine.receiver.offer(WeightOffer(**{**vars(offer), "run_id": "next"}))
+    sender.form("b").send(flat, manifest)
+    assert engine.ack() == ((0, 0), True, "")
+    assert engine.served == [((0, 5), 5.0), ((0, 0), 0.5)]
+
+
+def test_swap_of_a_link_left_behind_ends_before_the_next_begins(sender: Sender) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    order: list[tuple[str, Version]] = []
+    acks: queue.Queue[Ack] = queue.Queue()
+
+    def swap(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        order.append(("begin", version))
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+        order.append(("end", version))
+
+    receiver = WeightReceiver(
+        run_id="run",
+        max_wait_s=DEADLINE_S,
+        on_weights=swap,
+        on_ack=lambda version, ok, message: acks.put((version, ok, message)),
+    )
+    for step, prefix in ((1, "a"), (2, "b")):
+        offer, flat, manifest = sender.offer(step, prefix, attempt=step)
+        receiver.offer(offer)
+        sender.form(prefix).send(flat, manifest)
+        assert entered.wait(DEADLINE_S)
+    go_on.set()
+    assert {acks.get(timeout=DEADLINE_S)[:2] for _ in range(2)} == {((0, 1), True), ((0, 2), True)}
+    assert order == [("begin", (0, 1)), ("end", (0, 1)), ("begin", (0, 2)), ("end", (0, 2))]
+    receiver.close()
+
+
+def test_garbage_is_refused_at_once_and_closed_is_closed(engine: Engine, sender: Sender) -> None:
+    offer, *_ = sender.offer(1, "a")
+    with pytest.raises(WireError, match="cannot be read"):
+        engine.receiver.offer(WeightOffer(**{**vars(offer), "manifest": b"{"}))
+    engine.receiver.close()
+    with pytest.raises(Conflict, match="closed"):
+        engine.receiver.offer(offer)

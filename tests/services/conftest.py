@@ -1,0 +1,54 @@
+"""Worlds (a ledger with a run on it) and control planes, in temporary folders, closed at the end of the test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from control_plane import Plane
+from exchange_drivers import MakeWorld, World, make_spec
+
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import verify
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
+    """Makes worlds; every one has to verify at the end."""
+    worlds: list[World] = []
+
+    def make(*, check: bool = True, **sections: Any) -> World:
+        directory = tmp_path / f"world-{len(worlds)}"
+        directory.mkdir()
+        world = World(directory, make_spec(directory, **sections))
+        worlds.append(world)
+        world.check = check
+        return world
+
+    yield make
+    for world in worlds:
+        world.close()
+        if world.check:
+            ledger = Ledger(world.path, read_only=True)
+            try:
+                assert verify(ledger, world.run_id).problems == []
+            finally:
+                ledger.close()
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    """2 groups of 2 completions per step, 4 steps, η = 1, ready_first."""
+    return make_world()
+
+
+@pytest_asyncio.fixture
+async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
+    """A coordinator that listens; its loops run when asked."""
+    plane = Plane(tmp_path)
+    await plane.start()
+    yield plane
+    await plane.stop()

@@ -1,0 +1,142 @@
+"""A coordinator with its control plane on a free port, and workers that speak to it over real streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from exchange_drivers import make_spec
+
+from paceline.spec_io import spec_to_yaml
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.coordinator.control import RunServicer, WorkerServicer
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.ledger import Ledger
+from services.coordinator.members import Members
+from services.grpc_server import GrpcServer
+
+DEADLINE_S = 20.0
+
+
+class Plane:
+    """A coordinator with its control plane on a free port, as main.py wires it; its loops run when asked."""
+
+    def __init__(self, directory: Path, timeout_s: float = 60.0):
+        self.directory = directory
+        self.ledger = Ledger(directory / "ledger.sqlite")
+        self.coordinator = Coordinator(self.ledger, directory, Members(timeout_s), "127.0.0.1", 0)
+        self.server = GrpcServer("127.0.0.1", 0)
+        runs, workers = RunServicer(self.coordinator), WorkerServicer(self.coordinator, "tcp://127.0.0.1:1")
+        self.server.add(runs, run_pb2_grpc.add_RunServiceServicer_to_server, "paceline.v1.RunService")
+        self.server.add(
+            workers, worker_pb2_grpc.add_WorkerServiceServicer_to_server, "paceline.v1.WorkerService"
+        )
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Recovers, then listens."""
+        await self.coordinator.recover()
+        await self.server.start()
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
+        self.runs = run_pb2_grpc.RunServiceStub(self.channel)
+        self.workers = worker_pb2_grpc.WorkerServiceStub(self.channel)
+
+    def run_loops(self) -> None:
+        """Starts queued runs from now on, and answers the exchange."""
+        self._loops = [
+            asyncio.create_task(self.coordinator.run_forever()),
+            asyncio.create_task(self.coordinator.server.serve()),
+        ]
+
+    async def stop(self) -> None:
+        """In the order of main.py."""
+        stopped = asyncio.create_task(self.server.stop(5.0))
+        await asyncio.sleep(0)
+        await self.coordinator.end_streams()
+        await stopped
+        for loop in self._loops:
+            loop.cancel()
+        if self._loops:
+            await asyncio.wait(self._loops)
+        await self.channel.close()
+        self.coordinator.close()
+        self.ledger.close()
+
+    async def submit(self, **sections: Any) -> run_pb2.Run:
+        """Submits a run of the tests' spec."""
+        spec = make_spec(self.directory, **{"logger": {"tensorboard": False}} | sections)
+        response = await self.runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(spec)))
+        return response.run
+
+    async def watch_until(self, run_id: str, kind: str, **content: Any) -> list[tuple[int, str]]:
+        """Events up to the first of that kind and content."""
+        seen = []
+        async with asyncio.timeout(DEADLINE_S):
+            async for event in self.runs.Watch(run_pb2.WatchRequest(run_id=run_id)):
+                seen.append((event.sequence, event.kind))
+                if event.kind == kind and content.items() <= json.loads(event.json).items():
+                    return seen
+        raise AssertionError(f"the run ended without {kind} {content}: {seen}")
+
+
+class Worker:
+    """A worker's stream."""
+
+    def __init__(self, plane: Plane, role: Any, member_id: str, **hello: Any):
+        self._reports: asyncio.Queue[worker_pb2.ConnectRequest | None] = asyncio.Queue()
+        fields = {"role": role, "member_id": member_id, "protocol": PROTOCOL} | hello
+        self._reports.put_nowait(worker_pb2.ConnectRequest(hello=worker_pb2.Hello(**fields)))
+        self.call = plane.workers.Connect(self._outgoing())
+
+    def say(self, **report: Any) -> None:
+        """Sends a report."""
+        self._reports.put_nowait(worker_pb2.ConnectRequest(**report))
+
+    def hang_up(self) -> None:
+        """Ends the stream from this side."""
+        self._reports.put_nowait(None)
+
+    async def hear(self, kind: str) -> Any:
+        """The next directive of a kind; the others are passed over."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                directive = await self.call.read()
+                assert directive is not grpc.aio.EOF, f"the stream ended before {kind!r}"
+                if directive.WhichOneof("directive") == kind:
+                    return getattr(directive, kind)
+
+    async def hear_epoch(self, *member_ids: str) -> None:
+        """Reads until an epoch names exactly these."""
+        while list((await self.hear("epoch")).member_ids) != list(member_ids):
+            pass
+
+    async def hear_the_end(self) -> None:
+        """Reads until the stream ends."""
+        async with asyncio.timeout(DEADLINE_S):
+            while await self.call.read() is not grpc.aio.EOF:
+                pass
+
+    async def _outgoing(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
+        while (report := await self._reports.get()) is not None:
+            yield report
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Status and text of a call that has to fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+def rollout(plane: Plane, member_id: str = "rollout-1", **hello: Any) -> Worker:
+    return Worker(plane, common_pb2.ROLE_ROLLOUT, member_id, **hello)
+
+
+def learner(plane: Plane, member_id: str = "learner-1", **hello: Any) -> Worker:
+    return Worker(plane, common_pb2.ROLE_LEARNER, member_id, world_size=1, **hello)

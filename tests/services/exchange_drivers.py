@@ -1,0 +1,332 @@
+"""Rollout worker, reward worker and learner rank as the exchange sees them: they encode real messages and keep
+every reply. Each message is handled in a transaction of its own, as the server does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data import open_prompts
+from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
+from paceline.spec import RunSpec
+from paceline.spec_io import spec_to_yaml
+from paceline.wire import PROTOCOL, decode_completions, encode_completions
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import evaluation
+from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
+from services.coordinator.ledger import Ledger
+
+OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
+DUPLICATE, STALE, INVALID = pb.REPLY_STATUS_DUPLICATE, pb.REPLY_STATUS_STALE, pb.REPLY_STATUS_INVALID
+PROMPT_IDS = np.array([5, 6, 7], np.int32)
+
+
+def write_prompts(path: Path, number: int = 7) -> Path:
+    """A JSONL file of prompts with one further column."""
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": i}) + "\n" for i in range(number)))
+    return path
+
+
+def make_spec(directory: Path, *, grpo: Any = (), async_grpo: Any = (), **sections: Any) -> RunSpec:
+    """A run of 2 groups of 2 completions per step with one reward function; keyword sections on top."""
+    data = {"train": str(write_prompts(directory / "train.jsonl"))}
+    if dict(grpo).keys() & {"val_period", "val_at_start", "val_at_end"}:
+        data["validation"] = str(write_prompts(directory / "validation.jsonl", 3))
+    grpo = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_num_steps": 4} | dict(grpo)
+    tree: dict[str, Any] = {
+        "name": "test",
+        "policy": {"model_name": "none", "generation": {"max_new_tokens": 16}},
+        "data": data,
+        "grpo": grpo,
+        "async_grpo": dict(async_grpo),
+        "rewards": [{"function": "exact_match"}],
+    }
+    return RunSpec.model_validate(tree | sections)
+
+
+class World:
+    """A ledger with one run on it, and the exchange over both."""
+
+    def __init__(self, directory: Path, spec: RunSpec, run_id: str = "test-1"):
+        self.path = directory / "ledger.sqlite"
+        self.spec = spec
+        self.run_id = run_id
+        self.now_s = 1000.0
+        self.notices: list[Notice] = []
+        self.check = True
+        """Whether the ledger has to verify at the end of the test."""
+        self.ledger = Ledger(self.path)
+        with self.ledger.transaction():
+            self.ledger.add_run(run_id, spec_to_yaml(spec), str(directory))
+            self.ledger.update_run(run_id, state="running")
+        self._activate()
+
+    @classmethod
+    def found(cls, directory: Path, spec: RunSpec, run_id: str = "test-1") -> World:
+        """A world whose ledger is in `directory` already, as after a power cut: nobody is a member."""
+        world = cls.__new__(cls)
+        world.path, world.spec, world.run_id = directory / "ledger.sqlite", spec, run_id
+        world.now_s, world.notices, world.check = 1000.0, [], True
+        world.ledger = Ledger(world.path)
+        world._activate()
+        for member_id, _ in world.ledger.holders():  # their time-out passes without a word from them
+            world.release(member_id)
+        return world
+
+    def restart(self) -> None:
+        """The coordinator dies and comes back from the file."""
+        self.ledger.close()
+        self.ledger = Ledger(self.path)
+        members, versions = self.exchange.members, self.exchange.versions
+        self._activate()
+        self.exchange.members, self.exchange.versions = members, versions  # they come back and say so
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        self.ledger.close()
+
+    def send(self, request: pb.ExchangeRequest, frames: Sequence[bytes] = ()) -> Outcome:
+        """One request with the current protocol and term, unless it brings its own."""
+        request.protocol = request.protocol or PROTOCOL
+        request.term = request.term or self.ledger.term
+        request.run_id = request.run_id or self.run_id
+        parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
+        with self.ledger.transaction():
+            outcome = self.exchange.handle(parsed, list(frames), self.now_s)
+        self.notices += self.exchange.take_notices()
+        return outcome
+
+    def new_session(self) -> int:
+        """A learner starts (again)."""
+        session = int(self.row["session"]) + 1
+        with self.ledger.transaction():
+            self.ledger.update_run(self.run_id, session=session)
+        return session
+
+    def release(self, member_id: str, *, crashed: bool = False) -> int:
+        """A member is gone, as the coordinator takes note of it."""
+        with self.ledger.transaction():
+            released = self.exchange.release_member(member_id, crashed=crashed)
+            evaluation.unpin_member(self.exchange, self.run, member_id)
+        self.notices += self.exchange.take_notices()
+        return released
+
+    def set_state(self, state: str) -> None:
+        """Pause and resume."""
+        with self.ledger.transaction():
+            self.ledger.update_run(self.run_id, state=state)
+
+    def begin_evaluation(self, step: int) -> None:
+        """Queues an evaluation."""
+        with self.ledger.transaction():
+            evaluation.begin(self.exchange, self.run, step)
+
+    def end(self) -> None:
+        """Ends the run."""
+        with self.ledger.transaction():
+            self.exchange.end_run(self.run)
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        """Contents of the notices of a kind."""
+        return [notice.content for notice in self.notices if notice.kind == kind]
+
+    @property
+    def row(self) -> Any:
+        """The run's row."""
+        return self.ledger.run(self.run_id)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The run's counters."""
+        return self.ledger.counters(self.run_id)
+
+    def group(self, group_id: int) -> Any:
+        """The row of a group."""
+        row = self.exchange.group(self.run, group_id)
+        assert row is not None
+        return row
+
+    def states(self) -> dict[int, str]:
+        """State of every group, evaluations included."""
+        rows = self.ledger.db.execute("SELECT group_id, state FROM groups ORDER BY group_id")
+        return {row["group_id"]: row["state"] for row in rows}
+
+    def dump(self) -> list[str]:
+        """Everything in the ledger: equal dumps mean that nothing has changed."""
+        return list(self.ledger.db.iterdump())
+
+    def _activate(self) -> None:
+        self.ledger.db.execute("PRAGMA synchronous = OFF")  # no test here survives a power cut
+        self.exchange = Exchange(self.ledger)
+        grpo = self.spec.algorithm == "grpo"
+        prompts = open_prompts(self.spec.data, self.spec.seed) if grpo else None
+        known = self.spec.data.validation is not None
+        validation = open_prompts(self.spec.data, self.spec.seed, validation=True) if known else None
+        self.run = ActiveRun(self.run_id, self.spec, prompts, validation)
+        self.exchange.active = self.run
+
+
+MakeWorld = Callable[..., World]
+
+
+def make_completion(version: Version, length: int, seed: int, text: str = "t") -> Completion:
+    """A finished completion, all of one version."""
+    rng = np.random.default_rng(seed)
+    tokens_T = rng.integers(0, 50, length).astype(np.int32)
+    logprobs_T = -rng.random(length).astype(np.float32)
+    return Completion(tokens_T, logprobs_T, (VersionSpan(*version, 0, length),), "stop", text)
+
+
+def group_result(
+    group_id: int, attempt: int, completions: Sequence[Completion], prompt_ids: IntArray = PROMPT_IDS
+) -> tuple[pb.ExchangeRequest, list[bytes]]:
+    """Request and frames of a generated group."""
+    result = pb.GroupResult(
+        group_id=group_id,
+        attempt=attempt,
+        texts=[c.text for c in completions],
+        finish_reasons=[c.finish_reason for c in completions],
+        digest=Group(group_id, prompt_ids, tuple(completions)).digest(),
+    )
+    return pb.ExchangeRequest(group=result), [encode_completions(prompt_ids, completions)]
+
+
+class Rollout:
+    """A rollout worker that holds a version."""
+
+    def __init__(self, world: World, member_id: str = "rollout", step: int = 0, session: int = 1):
+        self.world = world
+        self.member_id = member_id
+        world.exchange.members.add(member_id)
+        self.hold(step, session)
+
+    def hold(self, step: int, session: int = 1) -> None:
+        """Acknowledges a version."""
+        self.version = Version(session, step)
+        self.world.exchange.versions[self.member_id] = self.version
+
+    def ask(self, room: int = 2) -> Outcome:
+        """Asks for leases."""
+        return self.world.send(pb.ExchangeRequest(member_id=self.member_id, lease=pb.LeaseRequest(room=room)))
+
+    def lease(self, room: int = 2) -> list[pb.Lease]:
+        """The leases given."""
+        return list(self.ask(room).reply.lease.leases)
+
+    def completions(self, lease: pb.Lease, length: int = 4) -> list[Completion]:
+        """What it generates for a lease: completion i has length + i tokens."""
+        seeds = [lease.group_id * 100 + lease.attempt * 10 + i for i in range(lease.num_generations)]
+        return [make_completion(self.version, length + i, seed, f"{seed}") for i, seed in enumerate(seeds)]
+
+    def result(self, lease: pb.Lease, length: int = 4) -> tuple[pb.ExchangeRequest, list[bytes]]:
+        """The message for a finished lease."""
+        request, frames = group_result(lease.group_id, lease.attempt, self.completions(lease, length))
+        request.member_id = self.member_id
+        return request, frames
+
+    def finish(self, lease: pb.Lease, length: int = 4) -> int:
+        """Sends the finished lease; returns the reply's status."""
+        return self.world.send(*self.result(lease, length)).reply.status
+
+    def hand_back(self, lease: pb.Lease, completions: Sequence[Completion] = (), error: str = "") -> Outcome:
+        """Hands a lease back, perhaps with what was begun, perhaps because of its data."""
+        returned = pb.LeaseReturn(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            data_error=error,
+            finish_reasons=[c.finish_reason for c in completions],
+            texts=[c.text for c in completions],
+        )
+        frames = [encode_completions(PROMPT_IDS, completions)] if completions else []
+        return self.world.send(pb.ExchangeRequest(member_id=self.member_id, lease_return=returned), frames)
+
+
+class Reward:
+    """A reward worker."""
+
+    def __init__(self, world: World, member_id: str = "reward"):
+        self.world = world
+        self.member_id = member_id
+        world.exchange.members.add(member_id)
+
+    def ask(self, room: int = 8) -> Outcome:
+        """Asks for tasks."""
+        return self.world.send(pb.ExchangeRequest(member_id=self.member_id, task=pb.TaskRequest(room=room)))
+
+    def tasks(self, room: int = 8) -> list[pb.ScoreTask]:
+        """The tasks given; their arrays are those of the group."""
+        outcome = self.ask(room)
+        for task, payload in zip(outcome.reply.task.tasks, outcome.payloads, strict=True):
+            decode_completions(payload, [""] * len(task.texts), list(task.texts))
+        return list(outcome.reply.task.tasks)
+
+    def send(self, task: pb.ScoreTask, **fields: Any) -> Outcome:
+        """A score with these fields."""
+        score = {"group_id": task.group_id, "attempt": task.attempt, "digest": task.digest} | fields
+        return self.world.send(pb.ExchangeRequest(member_id=self.member_id, score=pb.ScoreResult(**score)))
+
+    def score(self, task: pb.ScoreTask, rewards: Sequence[float] | None = None) -> int:
+        """Scores 0, 1, 0, 1 … or `rewards`; returns the reply's status."""
+        values = [float(i % 2) for i in range(len(task.texts))] if rewards is None else rewards
+        functions = [reward.label for reward in self.world.spec.rewards]
+        return self.send(task, rewards=values, functions=functions).reply.status
+
+    def fail(self, task: pb.ScoreTask) -> int:
+        """Says that a function failed."""
+        return self.send(task, error="exact_match: boom").reply.status
+
+
+class Learner:
+    """A learner of some ranks in a session."""
+
+    def __init__(self, world: World, world_size: int = 1, session: int | None = None):
+        self.world = world
+        self.world_size = world_size
+        self.session = world.new_session() if session is None else session
+
+    def ask(self, step: int, rank: int = 0) -> Outcome:
+        """Asks for a rank's part."""
+        asked = pb.BatchRequest(step=step, rank=rank, world_size=self.world_size)
+        return self.world.send(pb.ExchangeRequest(member_id="learner", session=self.session, batch=asked))
+
+    def part(self, step: int, rank: int = 0) -> list[pb.BatchGroup] | None:
+        """A rank's part; None while there is none."""
+        reply = self.ask(step, rank).reply
+        assert reply.status == OK, reply.message
+        return list(reply.batch.groups) if reply.batch.state == pb.BATCH_STATE_READY else None
+
+    def receipt(
+        self, step: int, rank: int, groups: Sequence[pb.BatchGroup], tokens: int | None = None
+    ) -> Outcome:
+        """Reports what the rank trained."""
+        if tokens is None:
+            tokens = sum(self.world.group(group.group_id)["tokens"] for group in groups)
+        receipt = pb.Receipt(step=step, rank=rank, world_size=self.world_size, tokens=tokens)
+        receipt.groups.extend(pb.BatchGroup(group_id=g.group_id, digest=g.digest) for g in groups)
+        receipt.metrics["loss"] = 0.5
+        return self.world.send(pb.ExchangeRequest(member_id="learner", session=self.session, receipt=receipt))
+
+    def train(self, step: int) -> list[list[int]] | None:
+        """All ranks take and train their parts; returns the group ids by rank, None while there is no batch."""
+        parts = [self.part(step, rank) for rank in range(self.world_size)]
+        if parts[0] is None:
+            return None
+        for rank, part in enumerate(parts):
+            assert part is not None
+            assert self.receipt(step, rank, part).reply.status == COMMITTED
+        return [[group.group_id for group in part or []] for part in parts]
+
+
+def fill(rollout: Rollout, reward: Reward, number: int) -> list[int]:
+    """Generates and scores up to `number` groups; returns their ids."""
+    leases = rollout.lease(number * rollout.world.spec.grpo.num_generations_per_prompt)
+    for lease in leases:
+        assert rollout.finish(lease) == COMMITTED
+    for task in reward.tasks():
+        assert reward.score(task) == COMMITTED
+    return [lease.group_id for lease in leases]

@@ -1,0 +1,169 @@
+"""Runs over real gRPC: submit, look, steer; statuses that say what was wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from control_plane import DEADLINE_S, Plane, refusal
+from exchange_drivers import make_spec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from paceline.errors import Conflict
+from paceline.spec_io import spec_to_yaml
+from protos.paceline.v1 import run_pb2
+
+
+async def test_reflection_lists_the_services(plane: Plane) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(plane.channel)
+
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    async for response in stub.ServerReflectionInfo(ask()):
+        names = {service.name for service in response.list_services_response.service}
+        assert {"paceline.v1.RunService", "paceline.v1.WorkerService", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize("service", ["", "paceline.v1.RunService", "paceline.v1.WorkerService"])
+async def test_health_says_serving(plane: Plane, service: str) -> None:
+    stub = health_pb2_grpc.HealthStub(plane.channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+# Runs
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"grpo": {"num_prompts_per_stepp": 2}}, "num_prompts_per_step"),
+        ({"grpo": {"num_prompts_per_step": 0}}, "grpo.num_prompts_per_step"),
+        ({"data": {"train": "/no/such/file.jsonl"}}, "data.train: no file '/no/such/file.jsonl'"),
+        ({"weights": {"publish_interval": 5}}, "weights.publish_interval 5 exceeds"),
+        ({"name": "../../elsewhere"}, "'../../elsewhere'"),
+        ({"policy": None}, "policy"),
+    ],
+)
+async def test_submit_says_what_is_wrong(plane: Plane, change: dict[str, Any], text: str) -> None:
+    tree = yaml.safe_load(spec_to_yaml(make_spec(plane.directory))) | change
+    request = run_pb2.SubmitRequest(spec_yaml=yaml.safe_dump(tree))
+    code, details = await refusal(plane.runs.Submit(request))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text in details
+    assert plane.ledger.runs() == []
+
+
+@pytest.mark.parametrize("text", ["", "[", "- a\n- b", "just words", "a: \x07"])
+async def test_submit_refuses_what_is_no_spec(plane: Plane, text: str) -> None:
+    code, details = await refusal(plane.runs.Submit(run_pb2.SubmitRequest(spec_yaml=text)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details
+
+
+async def test_submit_names_the_malformed_row(plane: Plane) -> None:
+    spec = make_spec(plane.directory)
+    (plane.directory / "train.jsonl").write_text('{"prompt": "a"}\n{"prompt": 7}\n')
+    code, details = await refusal(plane.runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(spec))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "train.jsonl, line 2" in details
+
+
+async def test_runs_are_queued_listed_and_found(plane: Plane) -> None:
+    first, second = await plane.submit(), await plane.submit(name="other")
+    assert (first.run_id, second.run_id) == ("test-1", "other-2")
+    assert first.state == run_pb2.RUN_STATE_QUEUED
+    listed = (await plane.runs.List(run_pb2.ListRequest())).runs
+    assert [run.run_id for run in listed] == ["test-1", "other-2"]
+    got = (await plane.runs.Get(run_pb2.GetRequest(run_id="other-2"))).run
+    assert (got.step, got.max_num_steps) == (0, 4)
+    assert dict(got.tokens) == {"generated": 0, "trained": 0, "wasted": 0, "dropped": 0, "live": 0}
+    assert (Path(got.directory) / "spec.yaml").read_text() == got.spec_yaml
+
+
+@pytest.mark.parametrize("method", ["Get", "Cancel", "Pause", "Resume"])
+async def test_an_unknown_run_is_not_found(plane: Plane, method: str) -> None:
+    request = getattr(run_pb2, f"{method}Request")(run_id="none-1")
+    code, details = await refusal(getattr(plane.runs, method)(request))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert "'none-1'" in details
+
+
+async def test_watching_an_unknown_run_is_not_found(plane: Plane) -> None:
+    call = plane.runs.Watch(run_pb2.WatchRequest(run_id="none-1"))
+    code, _ = await refusal(call.read())
+    assert code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_runs_start_one_after_the_other(plane: Plane) -> None:
+    first, second = await plane.submit(), await plane.submit()
+    plane.run_loops()
+    assert await plane.watch_until(first.run_id, "state", state="running") == [(1, "state"), (2, "state")]
+    response = await plane.runs.Cancel(run_pb2.CancelRequest(run_id=first.run_id))
+    assert response.run.state == run_pb2.RUN_STATE_CANCELLED
+    assert response.run.message == "cancelled by request"
+    await plane.watch_until(second.run_id, "state", state="running")
+    summary = json.loads((Path(first.directory) / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("cancelled", 0)
+
+
+async def test_watch_goes_on_where_it_broke_and_ends_with_the_run(plane: Plane) -> None:
+    run = await plane.submit()
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))
+    async with asyncio.timeout(DEADLINE_S):
+        call = plane.runs.Watch(run_pb2.WatchRequest(run_id=run.run_id, after=1))
+        events = [(event.sequence, event.kind, json.loads(event.json)["state"]) async for event in call]
+    assert events == [(2, "state", "cancelled")]
+
+
+async def test_pause_resume_and_what_the_state_forbids(plane: Plane) -> None:
+    run = await plane.submit()
+    code, details = await refusal(plane.runs.Pause(run_pb2.PauseRequest(run_id=run.run_id)))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "is queued, not running" in details
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    paused = (await plane.runs.Pause(run_pb2.PauseRequest(run_id=run.run_id))).run
+    assert paused.state == run_pb2.RUN_STATE_PAUSED
+    resumed = (await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run.run_id))).run
+    assert resumed.state == run_pb2.RUN_STATE_RUNNING
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))
+    for call in (
+        plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id)),
+        plane.runs.Resume(run_pb2.ResumeRequest(run_id=run.run_id)),
+    ):
+        code, details = await refusal(call)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "cancelled" in details
+
+
+async def test_a_run_that_ends_while_somebody_holds_it_stays_ended(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    async with plane.coordinator.lock:
+        cancel = asyncio.create_task(plane.coordinator.cancel(run.run_id))
+        await asyncio.sleep(0)  # it queues for the lock before the pause does
+        hold = asyncio.create_task(plane.coordinator.hold(run.run_id, paused=True))
+        await asyncio.sleep(0)
+    await cancel
+    with pytest.raises(Conflict):
+        await hold
+    assert plane.ledger.active_run() is None
+
+
+async def test_a_data_set_that_went_away_fails_its_run_alone(plane: Plane) -> None:
+    run = await plane.submit()
+    (plane.directory / "train.jsonl").rename(plane.directory / "moved.jsonl")
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="failed")
+    got = (await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run
+    assert "no file" in got.message

@@ -1,0 +1,224 @@
+"""Membership over real gRPC: who is welcomed, who gets a session, who is named for weights, who is gone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from control_plane import Plane, Worker, learner, refusal, rollout
+
+from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
+from services.coordinator.ledger import Ledger
+
+# Workers
+
+
+async def test_a_stream_begins_with_hello(plane: Plane) -> None:
+    worker = rollout(plane)
+    worker._reports.get_nowait()
+    worker.say(heartbeat=worker_pb2.Heartbeat())
+    code, details = await refusal(worker.call.read())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "has to be hello" in details
+    assert len(plane.coordinator.members) == 0
+
+
+async def test_a_stream_that_says_nothing_is_refused(plane: Plane) -> None:
+    worker = rollout(plane)
+    worker._reports.get_nowait()
+    worker.hang_up()
+    code, _ = await refusal(worker.call.read())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("hello", "code", "text"),
+    [
+        ({"protocol": 99}, grpc.StatusCode.FAILED_PRECONDITION, "speaks protocol 99, the coordinator 1"),
+        ({"member_id": ""}, grpc.StatusCode.INVALID_ARGUMENT, "needs a role and a member_id"),
+        ({"role": 0}, grpc.StatusCode.INVALID_ARGUMENT, "needs a role and a member_id"),
+    ],
+)
+async def test_a_worker_that_does_not_fit_is_told_why(
+    plane: Plane, hello: dict[str, Any], code: grpc.StatusCode, text: str
+) -> None:
+    worker = Worker(plane, hello.pop("role", 1), hello.pop("member_id", "rollout-1"), **hello)
+    status, details = await refusal(worker.call.read())
+    assert status is code
+    assert text in details
+    assert len(plane.coordinator.members) == 0
+
+
+async def test_a_worker_is_welcomed_and_put_on_the_run(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    worker = rollout(plane)
+    welcome = await worker.hear("welcome")
+    assert (welcome.term, welcome.exchange_endpoint) == (1, "tcp://127.0.0.1:1")
+    assert welcome.heartbeat_timeout_s == 60.0
+    assignment = await worker.hear("run")
+    assert assignment.run_id == run.run_id
+    assert assignment.spec_yaml == run.spec_yaml
+    members = (await plane.workers.ListMembers(worker_pb2.ListMembersRequest())).members
+    assert [(member.member_id, member.role) for member in members] == [("rollout-1", common_pb2.ROLE_ROLLOUT)]
+    worker.say(leave=worker_pb2.Leave())
+    await worker.hear_the_end()
+    assert len(plane.coordinator.members) == 0
+    assert plane.coordinator.exchange.members == set()
+    await plane.watch_until(run.run_id, "member", what="left: in good order")
+
+
+async def test_a_broken_stream_is_no_death_and_a_new_one_replaces_it(plane: Plane) -> None:
+    first = rollout(plane)
+    await first.hear("welcome")
+    second = rollout(plane)
+    await second.hear("welcome")
+    await first.hear_the_end()
+    member = plane.coordinator.members.get("rollout-1")
+    assert member is not None
+    assert member.connected
+    second.hang_up()
+    await second.hear_the_end()
+    assert plane.coordinator.members.get("rollout-1") is member
+    assert not member.connected
+
+
+async def test_the_learner_gets_a_session_and_the_next_one_another(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    first = learner(plane)
+    assert (await first.hear("run")).session == 1
+    spare = learner(plane, "learner-2")
+    await spare.hear("welcome")
+    first.hang_up()
+    assignment = await spare.hear("run")
+    assert (assignment.session, assignment.start_step, assignment.checkpoint_path) == (2, 0, "")
+
+
+async def test_a_learner_that_comes_back_keeps_its_session(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    first = learner(plane)
+    await first.hear("run")
+    first.hang_up()
+    await first.hear_the_end()
+    again = learner(plane, session=1, run_id=run.run_id)
+    await again.hear("epoch")
+    assert plane.ledger.run(run.run_id)["session"] == 1
+
+
+async def test_a_checkpoint_that_is_reported_again_is_no_news(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    worker = learner(plane)
+    await worker.hear("run")
+    for step in (1, 1, 2):
+        path = str(plane.directory / f"1-{step}")
+        report = worker_pb2.CheckpointReport(run_id=run.run_id, session=1, step=step, path=path, sha256="s")
+        worker.say(checkpoint=report)
+    await plane.watch_until(run.run_id, "checkpoint", step=2)
+    kinds = [event["kind"] for event in plane.ledger.events(run.run_id, 0)]
+    assert kinds.count("checkpoint") == 2
+
+
+async def test_a_session_of_another_run_is_none_of_this(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    first = learner(plane)
+    await first.hear("run")
+    first.hang_up()
+    await first.hear_the_end()
+    other = learner(plane, "learner-2", session=1, run_id="another-7")
+    assert (await other.hear("run")).session == 2
+
+
+async def test_an_epoch_names_who_is_ready(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    trainer, worker = learner(plane), rollout(plane)
+    await trainer.hear_epoch()
+    await worker.hear("run")
+    worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
+    await trainer.hear_epoch("rollout-1")
+    ack = worker_pb2.WeightAck(run_id=run.run_id, member_id="rollout-1", ok=True)
+    ack.version.session, ack.version.step = 1, 0
+    worker.say(weight_ack=ack)
+    assert (await trainer.hear("weight_ack")).member_id == "rollout-1"
+    assert plane.coordinator.exchange.versions == {"rollout-1": (1, 0)}
+    worker.say(leave=worker_pb2.Leave())
+    await trainer.hear_epoch()
+    assert plane.coordinator.exchange.versions == {}
+
+
+async def test_a_silent_member_is_gone(tmp_path: Path) -> None:
+    plane = Plane(tmp_path, timeout_s=0.2)
+    await plane.start()
+    plane.run_loops()
+    try:
+        worker = rollout(plane)
+        await worker.hear("welcome")
+        await worker.hear_the_end()
+        assert plane.coordinator.members.get("rollout-1") is None
+    finally:
+        await plane.stop()
+
+
+async def test_a_restart_takes_the_run_up_before_anyone_connects(tmp_path: Path) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    await plane.stop()
+    again = Plane(tmp_path)
+    await again.start()
+    try:
+        assert again.coordinator.exchange.active is not None
+        worker = rollout(again)
+        assert (await worker.hear("welcome")).term == 2
+        assert (await worker.hear("run")).run_id == run.run_id
+    finally:
+        await again.stop()
+
+
+async def test_stopping_ends_streams_and_watchers_at_once(plane: Plane) -> None:
+    run = await plane.submit()
+    worker = rollout(plane)
+    await worker.hear("welcome")
+    call = plane.runs.Watch(run_pb2.WatchRequest(run_id=run.run_id))
+    await call.read()
+    await plane.coordinator.end_streams()
+    await worker.hear_the_end()
+    code, _ = await refusal(call.read())
+    assert code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_holders_have_the_whole_timeout_to_come_back_after_a_restart(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.db.execute(
+        "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json, member_id)"
+        " VALUES ('a-1', 0, 'train', 'leased', 0, '', '', 'rollout-1')"
+    )
+    ledger.close()
+    plane = Plane(tmp_path, timeout_s=60.0)
+    await plane.start()
+    try:
+        members = plane.coordinator.members
+        now_s = time.monotonic()
+        assert members.silent(now_s + 55.0) == []
+        (expected,) = members.silent(now_s + 61.0)
+        assert expected.member_id == "rollout-1"
+        assert plane.coordinator.exchange.members == set()  # and is given nothing before it has come
+        await plane.coordinator.leave(expected, "never came back")
+        assert plane.ledger.db.execute("SELECT state FROM groups").fetchone()["state"] == "admitted"
+    finally:
+        await plane.stop()

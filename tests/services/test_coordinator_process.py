@@ -1,0 +1,103 @@
+"""The coordinator as a process: one per ledger, clear words when it cannot start, a quick and clean stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos.paceline.v1 import run_pb2, run_pb2_grpc
+
+DEADLINE_S = 60.0
+COMMAND = [sys.executable, "-m", "services.coordinator.main", "--port", "0"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+Start = Callable[..., tuple["subprocess.Popen[str]", str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a coordinator on a directory and returns it with its address once it listens."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_one(directory: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+        pipe = tmp_path / f"ready-{len(processes)}"
+        process = subprocess.Popen(
+            [*COMMAND, "--directory", str(directory), "--ready-file", str(pipe), *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        processes.append(process)
+        assert process.stderr is not None
+        overdue = threading.Timer(DEADLINE_S, process.kill)
+        overdue.start()
+        try:
+            for line in process.stderr:  # ends when the process does
+                if "listening on" in line:
+                    return process, pipe.read_text().strip()
+        finally:
+            overdue.cancel()
+        raise AssertionError(f"it ended with status {process.wait()} before it listened")
+
+    yield start_one
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def refused(directory: Path, *options: str) -> str:
+    """What a coordinator says that cannot start."""
+    command = [*COMMAND, "--directory", str(directory), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=ENVIRONMENT)
+    assert ended.returncode == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+def test_one_coordinator_per_ledger_and_a_successor_after_it(start: Start, tmp_path: Path) -> None:
+    first, _ = start(tmp_path / "runs")
+    assert "another coordinator has the ledger" in refused(tmp_path / "runs")
+    first.kill()  # the lock dies with its process, however that one dies
+    first.wait(DEADLINE_S)
+    second, _ = start(tmp_path / "runs")
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(DEADLINE_S) == 0
+
+
+def test_taken_ports_are_said(start: Start, tmp_path: Path) -> None:
+    _, address = start(tmp_path / "runs")
+    port = address.rsplit(":", 1)[1]
+    assert f"cannot listen on 127.0.0.1:{port}" in refused(tmp_path / "others", "--port", port)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = str(taken.getsockname()[1])
+        said = refused(tmp_path / "others", "--exchange-port", number)
+    assert f"the exchange cannot listen on 127.0.0.1:{number}" in said
+
+
+def test_sigterm_does_not_wait_for_a_watcher(start: Start, tmp_path: Path) -> None:
+    """With a grace longer than the deadline: the stream has to be ended, not waited for."""
+    process, address = start(tmp_path / "runs", "--grace", "600")
+    rows = tmp_path / "train.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    spec = f"algorithm: sft\npolicy: {{model_name: none}}\ndata: {{train: {rows}}}\n"
+    with grpc.insecure_channel(address) as channel:
+        runs = run_pb2_grpc.RunServiceStub(channel)
+        run = runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec), timeout=DEADLINE_S).run
+        events = runs.Watch(run_pb2.WatchRequest(run_id=run.run_id), timeout=DEADLINE_S)
+        assert next(events).kind == "state"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+        with pytest.raises(grpc.RpcError):
+            list(events)

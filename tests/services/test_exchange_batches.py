@@ -1,0 +1,310 @@
+"""Batches and receipts: order, age, waiting for late groups, replay, and what a rank may not say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Reward, Rollout, World, fill
+
+from paceline.wire import decode_group
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.batches import extend_chain
+
+
+def score_all(reward: Reward) -> None:
+    for task in reward.tasks():
+        assert reward.score(task) == COMMITTED
+
+
+def test_synchronous_leases_need_the_very_version_of_the_step(make_world: MakeWorld) -> None:
+    world = make_world(async_grpo={"max_trajectory_age_steps": 0})
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    assert fill(rollout, reward, 8) == [0, 1]  # B and no more
+    assert rollout.lease(8) == []
+    assert learner.train(0) == [[0, 1]]
+    assert rollout.lease(8) == []  # version 0, but the next groups are for step 1
+    rollout.hold(1)
+    assert [(lease.group_id, lease.step) for lease in rollout.lease(8)] == [(2, 1), (3, 1)]
+
+
+def test_a_version_is_enough_for_eta_steps_ahead(make_world: MakeWorld) -> None:
+    world = make_world(async_grpo={"max_trajectory_age_steps": 2})
+    rollout = Rollout(world, step=0)
+    assert [lease.step for lease in rollout.lease(12)] == [0, 0, 1, 1, 2, 2]
+    assert rollout.lease(2) == []
+
+
+def test_ready_first_takes_what_is_complete_oldest_first(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    leases = rollout.lease(8)
+    for index in (3, 1):
+        rollout.finish(leases[index])
+    score_all(reward)
+    assert learner.train(0) == [[1, 3]]  # at step 1 group 0 and 2 will have age 1 = η: no reason to wait
+    rollout.finish(leases[2])
+    rollout.finish(leases[0])
+    score_all(reward)
+    assert learner.train(1) == [[0, 2]]
+
+
+def make_late_group(
+    make_world: MakeWorld, **async_grpo: object
+) -> tuple[World, Rollout, Reward, Learner, pb.Lease]:
+    """η = 1, step 1 is due: groups 1, 2 are trained, 3, 4 are ready, 0 is still generated under version 0."""
+    world = make_world(async_grpo={"max_trajectory_age_steps": 1, **async_grpo}, grpo={"max_num_steps": 9})
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    leases = rollout.lease(8)
+    for lease in leases[1:3]:
+        rollout.finish(lease)
+    score_all(reward)
+    assert learner.train(0) == [[1, 2]]
+    rollout.finish(leases[3])
+    rollout.hold(1)
+    fill(rollout, reward, 1)
+    assert world.states() == {
+        0: "leased",
+        1: "trained",
+        2: "trained",
+        3: "scored",
+        4: "scored",
+        5: "admitted",
+    }
+    return world, rollout, reward, learner, leases[0]
+
+
+def test_a_late_group_that_comes_in_time_is_in_the_batch(make_world: MakeWorld) -> None:
+    world, rollout, reward, learner, late = make_late_group(make_world, late_wait_s=30)
+    assert learner.part(1) is None
+    world.now_s += 29.9
+    assert learner.part(1) is None
+    rollout.hold(0)
+    rollout.finish(late)
+    assert learner.part(1) is None  # it has no scores yet, and is still waited for
+    score_all(reward)
+    assert learner.train(1) == [[0, 3]]
+
+
+def test_the_batch_goes_on_without_a_group_that_is_too_late(make_world: MakeWorld) -> None:
+    world, rollout, reward, learner, late = make_late_group(make_world, late_wait_s=30, hard_max_age=2)
+    assert learner.part(1) is None
+    world.now_s += 30.0
+    assert learner.train(1) == [[3, 4]]
+    assert json.loads(
+        world.ledger.db.execute("SELECT metrics_json FROM batches WHERE step = 1").fetchone()[0]
+    )["learner_wait_s"] == pytest.approx(30.0)
+    rollout.hold(0)
+    rollout.finish(late)
+    score_all(reward)
+    rollout.hold(2)
+    fill(rollout, reward, 2)
+    assert learner.train(2) == [[0, 5]]  # age 2: past η, within hard_max_age
+    assert world.kinds("step")[2]["metrics"]["age/2"] == 1.0
+
+
+def test_beyond_the_hard_limit_a_late_group_is_dropped_as_stale(make_world: MakeWorld) -> None:
+    world, rollout, reward, learner, late = make_late_group(make_world, late_wait_s=0, hard_max_age=1)
+    assert learner.train(1) == [[3, 4]]
+    rollout.hold(0)
+    assert rollout.finish(late) == COMMITTED
+    score_all(reward)
+    rollout.hold(2)
+    assert fill(rollout, reward, 1) == [5]
+    assert learner.part(2) is None  # group 0 had to go, so one is missing
+    assert world.states()[0] == "dropped"
+    assert world.counters["groups:dropped:stale"] == 1
+    assert world.counters["tokens:dropped:stale"] == 9
+    assert fill(rollout, reward, 1) == [8]  # it inherited the place of 0, so it comes before 6 and 7
+    assert learner.train(2) == [[8, 5]]
+
+
+def test_in_order_trains_every_group_in_its_step(make_world: MakeWorld) -> None:
+    world = make_world(async_grpo={"order": "in_order"})
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    leases = rollout.lease(8)
+    assert [lease.step for lease in leases] == [0, 0, 1, 1]
+    for lease in leases[1:]:
+        rollout.finish(lease)
+    score_all(reward)
+    world.now_s += 1e6
+    assert learner.part(0) is None  # three are complete, but the first place is not
+    rollout.hand_back(leases[0], error="bad")
+    assert fill(rollout, reward, 1) == [4]
+    assert world.group(4)["slot"] == 0
+    assert learner.train(0) == [[4, 1]]
+    assert learner.train(1) == [[2, 3]]
+    assert rollout.lease(8) == []  # places 4 to 7 are for steps 2 and 3: version 0 is too old
+    rollout.hold(1)
+    assert [lease.step for lease in rollout.lease(8)] == [2, 2]
+
+
+@pytest.mark.parametrize("keep_samples", [True, False])
+def test_a_batch_never_changes_and_is_served_again(make_world: MakeWorld, keep_samples: bool) -> None:
+    world = make_world(logger={"keep_samples": keep_samples})
+    rollout, reward = Rollout(world), Reward(world)
+    learner = Learner(world, world_size=2)
+    fill(rollout, reward, 4)
+    first = [learner.ask(0, rank) for rank in (0, 1)]
+    fill(rollout, reward, 4)
+    again = [learner.ask(0, rank) for rank in (0, 1)]
+    assert [o.payloads for o in first] == [o.payloads for o in again]
+    assert [o.reply.batch for o in first] == [o.reply.batch for o in again]
+    assert learner.train(0) == [[0], [1]]
+    rollout.hold(1)
+    fill(rollout, reward, 4)
+    assert learner.train(1) == [[2], [3]]
+    world.restart()
+    replay = Learner(world)  # another session, another world size: the same groups in the same order
+    outcome = replay.ask(0)
+    assert [group.group_id for group in outcome.reply.batch.groups] == [0, 1]
+    assert outcome.payloads == [first[0].payloads[0], first[1].payloads[0]]
+    assert outcome.reply.batch.chain == first[0].reply.batch.chain
+    for group, payload in zip(outcome.reply.batch.groups, outcome.payloads, strict=True):
+        assert decode_group(group.group_id, payload, list(group.rewards)).digest() == group.digest
+
+
+def test_the_chain_covers_everything_before_it() -> None:
+    first = extend_chain("", 0, "a")
+    assert first == hashlib.sha256(b"/0/a").hexdigest()
+    assert extend_chain(first, 1, "b") == hashlib.sha256(f"{first}/1/b".encode()).hexdigest()
+    assert len({first, extend_chain("x", 0, "a"), extend_chain("", 1, "a"), extend_chain("", 0, "b")}) == 4
+
+
+def test_a_replay_changes_nothing_until_it_is_past_the_newest_step(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    for step in range(2):
+        rollout.hold(step)
+        fill(rollout, reward, 4)
+        learner.train(step)
+    chain, books = world.row["chain"], world.ledger.token_books(world.run_id)
+    second = Learner(world)
+    assert learner.ask(2).reply.status == STALE  # the old session woke up late
+    assert learner.receipt(1, 0, []).reply.status == STALE
+    assert [second.train(0), second.train(1)] == [[[0, 1]], [[2, 3]]]
+    assert (world.row["chain"], world.ledger.token_books(world.run_id)) == (chain, books)
+    assert world.row["next_step"] == 2
+    assert [content["step"] for content in world.kinds("step")] == [0, 1]
+    rollout.hold(2)
+    fill(rollout, reward, 4)
+    assert second.train(2) == [[4, 5]]
+
+
+def test_a_session_that_dies_between_the_receipts_of_its_ranks(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world, world_size=2)
+    fill(rollout, reward, 4)
+    part = learner.part(0, 0)
+    assert part is not None
+    assert learner.receipt(0, 0, part).reply.status == COMMITTED
+    assert world.row["next_step"] == 0
+    assert learner.part(1, 0) is None  # nobody gets ahead of a step that is not trained
+    second = Learner(world, world_size=2)
+    other = second.part(0, 1)
+    assert other is not None
+    second.receipt(0, 1, other)
+    assert world.row["next_step"] == 0  # receipts of two sessions do not add up
+    assert second.train(0) == [[0], [1]]
+    assert world.row["next_step"] == 1
+
+
+def test_a_receipt_sent_again_counts_once(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    part = learner.part(0)
+    assert part is not None
+    for _ in range(2):
+        assert learner.receipt(0, 0, part).reply.status == COMMITTED
+    assert world.counters["groups:trained"] == 2
+    assert world.row["next_step"] == 1
+
+
+@pytest.mark.parametrize("wrong", ["order", "missing", "foreign", "digest", "tokens"])
+def test_a_rank_that_trained_something_else_fails_the_run(world: World, wrong: str) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    part = learner.part(0)
+    assert part is not None
+    tokens = 18
+    if wrong == "order":
+        part.reverse()
+    elif wrong == "missing":
+        del part[0]
+    elif wrong == "foreign":
+        part[0].group_id = 3
+    elif wrong == "digest":
+        part[0].digest = "0" * 64
+    else:
+        tokens = 17
+    before = world.dump()
+    assert learner.receipt(0, 0, part, tokens).reply.status == INVALID
+    assert world.dump() == before
+    assert "rank 0 trained other groups in step 0" in world.kinds("failed")[0]["message"]
+
+
+def test_ranks_and_steps_that_cannot_be(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    before = world.dump()
+    assert learner.ask(0, rank=1).reply.status == INVALID
+    assert learner.receipt(0, 0, []).reply.status == INVALID  # no batch was fixed
+    assert learner.receipt(5, 0, []).reply.status == INVALID
+    learner.world_size = 0
+    assert learner.ask(0).reply.status == INVALID
+    assert learner.receipt(0, 0, []).reply.status == INVALID
+    assert world.dump() == before
+    assert world.kinds("failed") == []
+
+
+def test_receipts_of_two_world_sizes_do_not_make_a_step(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    fill(rollout, reward, 2)
+    learner = Learner(world, world_size=3)
+    parts = [learner.part(0, rank) for rank in range(3)]
+    for rank in (1, 2):
+        assert learner.receipt(0, rank, parts[rank] or []).reply.status == COMMITTED
+    two = Learner(world, world_size=2, session=learner.session)
+    part = two.part(0, 0)
+    assert part is not None
+    assert two.receipt(0, 0, part).reply.status == COMMITTED
+    assert world.row["next_step"] == 0  # 0 of 2, 1 of 3 and 2 of 3 are no full set
+
+
+def test_ranks_without_groups_train_too(make_world: MakeWorld) -> None:
+    world = make_world()
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world, world_size=4)
+    fill(rollout, reward, 2)
+    assert learner.train(0) == [[0], [1], [], []]
+
+
+def test_pruning_keeps_what_a_checkpoint_may_ask_for(make_world: MakeWorld) -> None:
+    world = make_world(logger={"keep_samples": False})
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    for step in range(3):
+        rollout.hold(step)
+        fill(rollout, reward, 4)
+        learner.train(step)
+        if step == 1:
+            with world.ledger.transaction():
+                world.ledger.db.execute(
+                    "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, 1, 2, '/no/such/folder', '', ?)",
+                    (world.run_id, world.row["chain"]),
+                )
+    assert Learner(world).train(2) == [[4, 5]]
+    outcome = Learner(world).ask(1)
+    assert outcome.reply.status == INVALID
+    assert "before the oldest checkpoint" in outcome.reply.message
+
+
+def test_a_supervised_run_counts_steps_only(make_world: MakeWorld) -> None:
+    world = make_world(algorithm="sft", sft={"max_num_steps": 2})
+    learner = Learner(world, world_size=2)
+    for step in range(2):
+        assert learner.part(step + 1) is None
+        for rank in range(2):
+            assert learner.part(step, rank) == []
+            assert learner.receipt(step, rank, [], tokens=100 + rank).reply.status == COMMITTED
+    assert world.row["next_step"] == 2
+    assert learner.part(2) is None
+    # The learner dies after the last step and before its export: every step is there again.
+    assert Learner(world).part(0) == []
+    assert Rollout(world).lease(8) == []

@@ -1,0 +1,178 @@
+"""Evaluation: pinned to one version, outside batches and books, and finished whoever dies."""
+
+from __future__ import annotations
+
+import math
+
+from exchange_drivers import (
+    COMMITTED,
+    INVALID,
+    STALE,
+    Learner,
+    MakeWorld,
+    Reward,
+    Rollout,
+    World,
+    fill,
+    make_completion,
+)
+
+from paceline.groups import Version
+from services.coordinator import evaluation
+from services.coordinator.evaluation import FIRST_EVALUATION_GROUP
+
+EVAL = {"val_at_start": True}
+
+
+def make_evaluation(make_world: MakeWorld, step: int = 0) -> World:
+    """Three prompts to evaluate."""
+    world = make_world(grpo=EVAL)
+    world.begin_evaluation(step)
+    return world
+
+
+def test_an_evaluation_from_lease_to_result(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout, reward = Rollout(world, step=3, session=2), Reward(world)
+    leases = rollout.lease(4)
+    pinned = [lease for lease in leases if lease.HasField("pinned_version")]
+    assert [lease.group_id - FIRST_EVALUATION_GROUP for lease in pinned] == [0, 1, 2]
+    assert {(v.pinned_version.session, v.pinned_version.step) for v in pinned} == {(2, 3)}
+    assert {lease.num_generations for lease in pinned} == {1}
+    assert len(leases) == 3  # room for four samples, and a training group needs two
+    assert world.kinds("pinned") == [{"member_id": "rollout"}]
+    assert evaluation.pinned_member(world.exchange, world.run) == "rollout"
+    for length, lease in enumerate(pinned, start=2):
+        assert rollout.finish(lease, length) == COMMITTED
+    for task, value in zip(reward.tasks(), (1.0, 0.5, math.nan), strict=True):
+        assert reward.score(task, [value]) == COMMITTED
+    (result,) = world.kinds("evaluated")
+    assert result == {
+        "requested_step": 0,
+        "step": 3,
+        "reward": 0.75,
+        "samples": 3,
+        "failed": 0,
+        "completion_length": 3.0,
+    }
+    assert world.ledger.evaluations(world.run_id)[0]["reward"] == 0.75
+    assert evaluation.pinned_member(world.exchange, world.run) is None
+    assert "tokens:generated" not in world.counters
+    assert max(world.states()) < FIRST_EVALUATION_GROUP
+    assert world.ledger.db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0] == 0
+
+
+def test_only_the_pinned_worker_and_only_a_version_that_is_new_enough(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world, step=2)
+    old, first, second = Rollout(world, "old", 1), Rollout(world, "first", 2), Rollout(world, "second", 4)
+    assert not [lease for lease in old.lease(2) if lease.HasField("pinned_version")]
+    assert [lease.HasField("pinned_version") for lease in first.lease(1)] == [True]
+    assert not [lease for lease in second.lease(2) if lease.HasField("pinned_version")]
+
+
+def test_tokens_of_another_version_are_generated_again(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(1)
+    rollout.completions = lambda lease, length=4: [make_completion(Version(1, 1), 4, 0)]  # type: ignore[method-assign]
+    assert rollout.finish(lease) == STALE
+    assert world.states()[lease.group_id] == "admitted"
+    (again,) = rollout.lease(1)
+    assert (again.group_id, again.attempt) == (lease.group_id, 2)
+
+
+def test_an_evaluation_has_one_completion_per_prompt(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(1)
+    two = [make_completion(Version(1, 0), 4, seed) for seed in (0, 1)]
+    rollout.completions = lambda lease, length=4: two  # type: ignore[method-assign]
+    assert rollout.finish(lease) == INVALID
+    assert world.states()[lease.group_id] == "leased"
+
+
+def test_when_the_pinned_worker_leaves_another_starts_anew(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    first, reward = Rollout(world, "first", step=0), Reward(world)
+    leases = first.lease(3)
+    first.finish(leases[0])
+    (task,) = reward.tasks()
+    reward.score(task, [1.0])
+    first.finish(leases[1])
+    (held,) = reward.tasks()
+    world.release("first")
+    assert evaluation.pinned_member(world.exchange, world.run) is None
+    second = Rollout(world, "second", step=1)
+    again = second.lease(3)
+    assert [lease.pinned_version.step for lease in again] == [1, 1, 1]
+    assert first.finish(leases[2]) == STALE  # version 0 is not the one that is evaluated now
+    assert reward.score(held, [1.0]) != COMMITTED  # nor is its text
+    for lease in again:
+        second.finish(lease)
+    for task in reward.tasks():
+        assert reward.score(task, [0.25]) == COMMITTED
+    (result,) = world.kinds("evaluated")
+    assert (result["step"], result["reward"], result["samples"]) == (1, 0.25, 3)
+
+
+def test_a_pinned_worker_with_a_newer_version_starts_anew(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout = Rollout(world, step=0)
+    leases = rollout.lease(2)
+    rollout.finish(leases[0])
+    rollout.hold(1)
+    again = rollout.lease(3)
+    assert {lease.pinned_version.step for lease in again} == {1}
+    assert len(again) == 3
+
+
+def test_failed_samples_are_counted_and_end_the_evaluation(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout, reward = Rollout(world), Reward(world)
+    leases = rollout.lease(3)
+    assert rollout.hand_back(leases[0], error="too long").reply.status == COMMITTED
+    for lease in leases[1:]:
+        rollout.finish(lease)
+    good, bad = reward.tasks()
+    reward.score(good, [1.0])
+    for _ in range(3):
+        reward.fail(bad)
+        bad = next(iter(reward.tasks()), bad)
+    (result,) = world.kinds("evaluated")
+    assert (result["samples"], result["failed"], result["reward"]) == (1, 2, 1.0)
+    assert [name for name in world.counters if "dropped" in name] == []
+
+
+def test_evaluation_goes_on_while_paused_and_after_the_last_step(make_world: MakeWorld) -> None:
+    world = make_world(grpo=EVAL | {"max_num_steps": 1})
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    learner.train(0)
+    world.begin_evaluation(1)
+    world.begin_evaluation(1)  # asked for twice, done once
+    world.set_state("paused")
+    rollout.hold(1)
+    for lease in rollout.lease(8):
+        rollout.finish(lease)
+    for task in reward.tasks():
+        reward.score(task, [1.0])
+    assert len(world.kinds("evaluated")) == 1
+
+
+def test_the_end_of_a_run_forgets_an_evaluation(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout = Rollout(world)
+    rollout.finish(rollout.lease(3)[0])
+    world.end()
+    assert [g for g in world.states() if g >= FIRST_EVALUATION_GROUP] == []
+    assert world.ledger.db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0] == 0
+
+
+def test_a_pinned_worker_that_is_gone_at_a_restart_is_expected_back(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout, reward = Rollout(world), Reward(world)
+    rollout.finish(rollout.lease(1)[0])
+    (task,) = reward.tasks()
+    reward.score(task, [1.0])
+    world.restart()
+    assert [member_id for member_id, _ in world.ledger.holders()] == ["rollout"]

@@ -1,0 +1,265 @@
+"""The life of a group through the exchange, with real messages: leases, results, scores, batches, receipts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from exchange_drivers import (
+    COMMITTED,
+    DUPLICATE,
+    INVALID,
+    STALE,
+    Learner,
+    Reward,
+    Rollout,
+    World,
+    fill,
+    make_completion,
+)
+
+from paceline.groups import Version, VersionSpan
+from paceline.wire import decode_completions, decode_group
+from protos.paceline.v1 import exchange_pb2 as pb
+
+
+def test_a_group_from_admission_to_trained(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    lease, _ = rollout.lease(4)
+    assert (lease.group_id, lease.attempt, lease.step, lease.num_generations) == (0, 1, 0, 2)
+    assert json.loads(lease.prompt_json).startswith("p")
+    assert lease.params.max_new_tokens == 16
+    assert world.states() == {0: "leased", 1: "leased", 2: "admitted", 3: "admitted"}  # (η + 1)·B = 4
+    assert rollout.finish(lease) == COMMITTED
+    assert world.group(0)["tokens"] == 4 + 5
+    assert world.group(0)["sequence_tokens"] == 9 + 2 * 3
+    (task,) = reward.tasks()
+    assert task.texts == ["10", "11"]  # seeds of the driver: attempt 1, samples 0 and 1
+    assert json.loads(task.columns_json) == {"answer": int(json.loads(lease.prompt_json)[1:])}
+    assert reward.score(task, [0.25, 0.75]) == COMMITTED
+    assert world.group(0)["reward"] == 0.5
+    assert learner.part(0) is None
+    assert fill(rollout, reward, 1) == [2]
+    assert world.states()[1] == "leased"
+    outcome = learner.ask(0)
+    assert [group.group_id for group in outcome.reply.batch.groups] == [0, 2]
+    first = decode_group(0, outcome.payloads[0], list(outcome.reply.batch.groups[0].rewards))
+    assert first.num_tokens == 9
+    assert first.digest() == outcome.reply.batch.groups[0].digest
+    assert first.rewards_CF is not None
+    assert first.rewards_CF.tolist() == [[0.25], [0.75]]
+    assert world.states()[0] == "batched"
+    assert learner.receipt(0, 0, outcome.reply.batch.groups).reply.status == COMMITTED
+    assert world.states()[0] == world.states()[2] == "trained"
+    assert world.row["next_step"] == world.row["next_batch"] == 1
+    assert world.row["chain"] == outcome.reply.batch.chain != ""
+    assert world.counters["tokens:trained"] == world.counters["tokens:generated"] == 18
+    assert [content["step"] for content in world.kinds("step")] == [0]
+    assert world.kinds("metrics")[0]["metrics"] == {"loss": 0.5}
+    assert len(rollout.lease(8)) == 1  # 3; of the two new ones, for step 2, version 0 would be too old
+    rollout.hold(1)
+    assert len(rollout.lease(8)) == 2
+
+
+def test_the_first_result_wins_whichever_attempt_it_is_of(world: World) -> None:
+    first, second = Rollout(world, "a"), Rollout(world, "b")
+    (lease,) = first.lease(2)
+    world.release("a")
+    (again,) = second.lease(2)
+    assert (again.group_id, again.attempt, again.seed) == (0, 2, lease.seed)
+    assert first.finish(lease) == COMMITTED
+    digest = world.group(0)["digest"]
+    assert second.finish(again) == DUPLICATE
+    assert world.group(0)["digest"] == digest
+    assert world.counters["tokens:wasted"] == 9
+    assert world.counters["tokens:generated"] == 9
+
+
+def test_a_result_sent_again_is_a_duplicate_and_no_waste(world: World) -> None:
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(2)
+    assert rollout.finish(lease) == COMMITTED
+    before = world.dump()
+    assert rollout.finish(lease) == DUPLICATE
+    assert world.dump() == before
+
+
+def test_seeds_differ_by_group_and_are_the_same_in_another_life(world: World) -> None:
+    seeds = [lease.seed for lease in Rollout(world).lease(8)]
+    assert len(set(seeds)) == 4
+    world.release("rollout")
+    world.restart()
+    assert [lease.seed for lease in Rollout(world).lease(8)] == seeds
+
+
+@pytest.mark.parametrize("field", ["protocol", "term", "run_id", "session"])
+def test_messages_of_another_time_change_nothing(world: World, field: str) -> None:
+    rollout, learner = Rollout(world), Learner(world)
+    (lease,) = rollout.lease(2)
+    before = world.dump()
+    request, frames = rollout.result(lease)
+    if field == "session":
+        learner = Learner(world, session=7)
+        assert learner.ask(0).reply.status == STALE
+        assert learner.receipt(0, 0, []).reply.status == STALE
+    else:
+        setattr(request, field, {"protocol": 9, "term": 9, "run_id": "other-9"}[field])
+        reply = world.send(request, frames).reply
+        assert reply.status == (INVALID if field == "protocol" else STALE)
+        assert "9" in reply.message
+    assert world.dump() == before
+    assert world.notices == []
+
+
+def test_another_runs_learner_is_told_that_it_has_ended(world: World) -> None:
+    with world.ledger.transaction():
+        world.ledger.add_run("other-1", world.row["spec_yaml"], "")
+        world.ledger.update_run("other-1", state="cancelled")
+    asked = pb.ExchangeRequest(run_id="other-1", batch=pb.BatchRequest(step=0, world_size=1))
+    assert world.send(asked).reply.batch.state == pb.BATCH_STATE_END
+    asked = pb.ExchangeRequest(run_id="other-1", lease=pb.LeaseRequest(room=8))
+    assert world.send(asked).reply.status == STALE
+
+
+def test_attempts_that_were_never_leased_are_stale(world: World) -> None:
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(2)
+    for attempt in (0, 2):
+        lease.attempt = attempt
+        assert rollout.finish(lease) == STALE
+    lease.group_id, lease.attempt = 99, 1
+    assert rollout.finish(lease) == STALE
+    assert rollout.hand_back(lease).reply.status == STALE
+    assert world.states()[0] == "leased"
+
+
+def test_an_unfinished_group_goes_on_elsewhere(world: World) -> None:
+    first = Rollout(world, "a", step=0)
+    (lease,) = first.lease(2)
+    done, begun = first.completions(lease)
+    begun = type(begun)(begun.token_ids, begun.logprobs, begun.spans, "abort", "beg")
+    assert first.hand_back(lease, [done, begun]).reply.status == COMMITTED
+    assert world.states()[0] == "admitted"
+    second = Rollout(world, "b", step=1)
+    outcome = second.ask(2)
+    (again,) = outcome.reply.lease.leases
+    assert (again.group_id, again.attempt, again.prefix_frame) == (0, 2, 1)
+    assert list(again.prefix_finish_reasons) == ["stop", "abort"]
+    assert world.group(0)["lease_step"] == 0  # the oldest that its tokens can have
+    _, prefix = decode_completions(outcome.payloads[0], again.prefix_finish_reasons, ["", ""])
+    assert prefix[0].token_ids.tolist() == done.token_ids.tolist()
+    more = make_completion(Version(1, 1), 3, 77)
+    whole = type(done)(
+        np.concatenate([prefix[1].token_ids, more.token_ids]),
+        np.concatenate([prefix[1].logprobs, more.logprobs]),
+        (VersionSpan(1, 0, 0, 5), VersionSpan(1, 1, 5, 8)),
+        "stop",
+        "whole",
+    )
+    second.completions = lambda lease, length=4: [prefix_done, whole]  # type: ignore[method-assign]
+    prefix_done = type(done)(prefix[0].token_ids, prefix[0].logprobs, prefix[0].spans, "stop", done.text)
+    assert second.finish(again) == COMMITTED
+    assert (world.group(0)["tokens"], world.group(0)["oldest_step"]) == (12, 0)
+    kinds = world.ledger.db.execute("SELECT kind FROM payloads").fetchall()
+    assert [row["kind"] for row in kinds] == ["result"]
+
+
+def test_a_prefix_that_does_not_fit_is_refused(world: World) -> None:
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(2)
+    before = world.dump()
+    one, two = rollout.completions(lease)
+    assert rollout.hand_back(lease, [one, two, one]).reply.status == INVALID
+    assert rollout.hand_back(lease, [one]).reply.status == INVALID
+    assert world.dump() == before
+
+
+def test_a_lease_handed_back_empty_starts_anew(world: World) -> None:
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(2)
+    assert rollout.hand_back(lease).reply.status == COMMITTED
+    assert rollout.hand_back(lease).reply.status == STALE
+    (again,) = rollout.lease(2)
+    assert (again.group_id, again.attempt, again.prefix_frame) == (0, 2, 0)
+
+
+def test_a_bad_prompt_is_dropped_and_its_replacement_inherits_the_place(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    leases = rollout.lease(8)
+    assert rollout.hand_back(leases[1], error="the prompt is empty").reply.status == COMMITTED
+    assert world.counters["groups:dropped:bad_prompt"] == 1
+    assert "the prompt is empty" in world.kinds("warning")[0]["message"]
+    (replacement,) = rollout.lease(8)
+    assert (replacement.group_id, replacement.step) == (4, 0)
+    assert world.group(4)["slot"] == world.group(1)["slot"] == 1
+    for lease in (leases[0], replacement, leases[2]):
+        rollout.finish(lease)
+    for task in reward.tasks():
+        reward.score(task)
+    assert rollout.finish(leases[3]) == COMMITTED
+    assert Learner(world).train(0) == [[0, 4]]
+
+
+def test_a_member_that_is_gone_loses_leases_and_tasks(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    leases = rollout.lease(8)
+    rollout.finish(leases[0])
+    (task,) = reward.tasks()
+    assert world.release("rollout") == 3
+    assert world.release("reward") == 0
+    assert set(world.states().values()) == {"generated", "admitted"}
+    assert rollout.lease(8) == []  # it acknowledged no version in this life
+    (again,) = Reward(world, "other").tasks()
+    assert (again.group_id, again.attempt) == (0, 2)
+    assert reward.score(task) == COMMITTED  # the text is the same, so the first score counts
+    assert [lease.attempt for lease in Rollout(world, "new").lease(8)] == [2, 2, 2]
+
+
+def test_a_paused_run_gives_nothing_new_and_takes_everything(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    leases = rollout.lease(6)
+    for lease in leases[:2]:
+        rollout.finish(lease)
+    world.set_state("paused")
+    assert rollout.finish(leases[2]) == COMMITTED
+    for task in reward.tasks():
+        assert reward.score(task) == COMMITTED
+    assert rollout.lease(8) == []
+    assert learner.part(0) is None
+    world.set_state("running")
+    part = learner.part(0)
+    assert part is not None
+    world.set_state("paused")
+    assert learner.part(0) == part
+    assert learner.train(0) == [[0, 1]]
+    world.set_state("running")
+    rollout.hold(1)
+    assert len(rollout.lease(8)) == 3
+
+
+def test_the_end_of_a_run_drops_what_is_open(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    learner.train(0)
+    leases = rollout.lease(8)
+    rollout.finish(leases[0])
+    world.end()
+    assert world.counters["groups:dropped:run_ended"] == 4
+    assert world.counters["tokens:dropped:run_ended"] == 9
+    assert world.ledger.open_groups(world.run_id) == 0
+    assert rollout.finish(leases[1]) == STALE
+    assert learner.ask(1).reply.batch.state == pb.BATCH_STATE_END
+
+
+def test_no_more_groups_than_the_steps_need(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    for step in range(4):
+        rollout.hold(step)
+        while not learner.train(step):
+            fill(rollout, reward, 1)
+    assert len(world.states()) == 8
+    assert rollout.lease(8) == []
+    assert learner.part(4) is None  # until the run has ended
+    assert world.counters["groups:trained"] == 8
+    assert world.ledger.trained_samples(world.run_id) == 16

@@ -1,0 +1,156 @@
+"""Scores: weights, None, failures with a budget, groups without variance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from exchange_drivers import (
+    COMMITTED,
+    DUPLICATE,
+    INVALID,
+    STALE,
+    Learner,
+    MakeWorld,
+    Reward,
+    Rollout,
+    World,
+)
+
+
+def test_scoring_that_fails_three_times_drops_the_group(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    for attempt in (1, 2, 3):
+        (task,) = reward.tasks()
+        assert task.attempt == attempt
+        assert reward.tasks() == []
+        assert reward.fail(task) == COMMITTED
+    assert world.states()[0] == "dropped"
+    assert world.group(0)["reason"] == "reward_failed"
+    assert world.counters["tokens:dropped:reward_failed"] == 9
+    assert len(world.kinds("warning")) == 3
+    assert reward.tasks() == []
+
+
+def test_a_failure_counts_once_and_only_from_who_holds_the_task(world: World) -> None:
+    rollout, reward, other = Rollout(world), Reward(world), Reward(world, "other")
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    (task,) = reward.tasks()
+    assert other.fail(task) == STALE
+    assert reward.fail(task) == COMMITTED
+    assert reward.fail(task) == STALE  # sent again: the reply was lost
+    assert world.group(0)["score_failures"] == 1
+    (again,) = other.tasks()
+    assert reward.send(task, handed_back=True).reply.status == STALE
+    assert world.group(0)["scorer_id"] == "other"
+    assert other.send(again, handed_back=True).reply.status == COMMITTED
+    assert world.group(0)["score_failures"] == 1
+    assert [t.attempt for t in reward.tasks()] == [3]
+
+
+def test_a_score_is_for_exactly_one_text(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    (task,) = reward.tasks()
+    task.digest = "0" * 64
+    assert reward.score(task) == STALE
+    task.group_id = 77
+    assert reward.score(task) == STALE
+    assert world.states()[0] == "generated"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "functions"),
+    [
+        ([0.0], ["exact_match"]),
+        ([0.0, 1.0, 2.0], ["exact_match"]),
+        ([], ["exact_match"]),
+        ([0.0, 1.0], ["another"]),
+        ([0.0, 1.0, 0.0, 1.0], ["exact_match"]),
+        ([0.0, math.inf], ["exact_match"]),
+    ],
+)
+def test_scores_that_do_not_fit_are_refused(world: World, rewards: list[float], functions: list[str]) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    (task,) = reward.tasks()
+    before = world.dump()
+    assert reward.send(task, rewards=rewards, functions=functions).reply.status == INVALID
+    assert world.dump() == before
+    assert reward.score(task) == COMMITTED
+    assert reward.score(task) == DUPLICATE
+
+
+def test_rewards_are_weighted_and_none_stays_apart(make_world: MakeWorld) -> None:
+    world = make_world(
+        rewards=[{"function": "exact_match"}, {"function": "exact_match", "name": "other", "weight": 0.5}]
+    )
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    for lease in rollout.lease(4):
+        rollout.finish(lease)
+    first, second = reward.tasks()
+    nan = math.nan
+    assert reward.score(first, [1.0, 4.0, nan, 2.0]) == COMMITTED  # 1 + 0.5·4 = 3 and 0.5·2 = 1
+    assert world.group(0)["reward"] == 2.0
+    assert reward.score(second, [nan, nan, nan, nan]) == COMMITTED
+    assert world.group(1)["reward"] is None
+    part = learner.part(0)
+    assert part is not None
+    assert list(part[0].rewards)[:2] == [1.0, 4.0]
+    assert math.isnan(part[0].rewards[2])
+    learner.train(0)
+    (step,) = world.kinds("step")
+    assert step["metrics"]["reward"] == 2.0
+    assert step["metrics"]["reward/exact_match"] == 1.0
+    assert step["metrics"]["reward/other"] == 3.0
+    assert step["metrics"]["age/0"] == 2.0
+    assert step["metrics"]["completion_length"] == 4.5
+
+
+def test_groups_without_variance_are_dropped_and_replaced(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"use_dynamic_sampling": True})
+    rollout, reward = Rollout(world), Reward(world)
+    for lease in rollout.lease(8):
+        rollout.finish(lease)
+    equal, none, one, other = reward.tasks()
+    reward.score(equal, [1.0, 1.0])
+    reward.score(none, [math.nan, 1.0])
+    assert [world.states()[g] for g in (0, 1)] == ["dropped", "dropped"]
+    assert world.counters["groups:dropped:no_variance"] == 2
+    assert [lease.group_id for lease in rollout.lease(8)] == [4, 5]
+    reward.score(one)
+    reward.score(other)
+    assert world.row["dropped_in_a_row"] == 0
+
+
+def test_a_run_without_any_variance_fails_and_says_so(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"use_dynamic_sampling": True, "max_generation_batches": 2})
+    rollout, reward = Rollout(world), Reward(world)
+    dropped = 0
+    while not world.kinds("failed"):
+        assert dropped < 4  # 2 batches of 2
+        (lease,) = rollout.lease(2)
+        rollout.finish(lease)
+        (task,) = reward.tasks()
+        reward.score(task, [1.0, 1.0])
+        dropped += 1
+    assert dropped == 4
+    assert "grpo.max_generation_batches" in world.kinds("failed")[0]["message"]
+    assert "'no_variance'" in world.kinds("failed")[0]["message"]
+
+
+def test_one_group_that_can_train_starts_the_count_anew(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"use_dynamic_sampling": True, "max_generation_batches": 1})
+    rollout, reward = Rollout(world), Reward(world)
+    for rewards in ([1.0, 1.0], [0.0, 1.0], [1.0, 1.0]):
+        (lease,) = rollout.lease(2)
+        rollout.finish(lease)
+        (task,) = reward.tasks()
+        reward.score(task, rewards)
+    assert world.kinds("failed") == []
+    assert world.row["dropped_in_a_row"] == 1

@@ -1,0 +1,387 @@
+"""The exchange over real sockets: whatever bytes arrive, others are served; waiting requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import zmq
+import zmq.asyncio
+from exchange_drivers import COMMITTED, INVALID, OK, STALE, Reward, Rollout, World
+
+from paceline.errors import Conflict
+from paceline.groups import Version
+from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import exchange_server
+from services.coordinator.exchange import Notice
+from services.coordinator.exchange_server import ExchangeServer
+
+DEADLINE_S = 20.0
+FOREVER_S = 30.0
+"""Longer than any test: a reply that comes earlier was not the end of a wait."""
+
+
+class Peer:
+    """A DEALER of its own."""
+
+    def __init__(self, context: zmq.asyncio.Context, world: World, port: int, member_id: str):
+        self.world = world
+        self.member_id = member_id
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+        world.exchange.members.add(member_id)
+
+    async def send(
+        self, request: pb.ExchangeRequest, frames: list[bytes] | None = None, number: int = 1
+    ) -> None:
+        """Sends a request."""
+        request.protocol = request.protocol or PROTOCOL
+        request.term = request.term or self.world.ledger.term
+        request.run_id, request.request_id, request.member_id = self.world.run_id, number, self.member_id
+        await self.socket.send_multipart([request.SerializeToString(), *(frames or [])])
+
+    async def receive(self) -> pb.ExchangeReply:
+        """The next reply."""
+        header, *_ = await asyncio.wait_for(self.socket.recv_multipart(), DEADLINE_S)
+        return pb.ExchangeReply.FromString(header)
+
+    async def ask(
+        self, request: pb.ExchangeRequest, frames: list[bytes] | None = None, number: int = 1
+    ) -> pb.ExchangeReply:
+        """Sends a request and waits for its reply."""
+        await self.send(request, frames, number)
+        reply = await self.receive()
+        assert reply.request_id == number
+        return reply
+
+
+class Service:
+    """The server on a free port, its peers, and the notices that it left."""
+
+    def __init__(self, world: World, context: zmq.asyncio.Context):
+        self.world = world
+        self.context = context
+        self.notices: list[Notice] = []
+        self.peers: list[Peer] = []
+        self.server = ExchangeServer(
+            world.exchange, asyncio.Lock(), lambda _: None, self._on_notices, "127.0.0.1", 0
+        )
+
+    def peer(self, member_id: str) -> Peer:
+        """A new connection of a member."""
+        peer = Peer(self.context, self.world, self.server.port, member_id)
+        self.peers.append(peer)
+        return peer
+
+    def rollout(self, member_id: str, step: int | None = 0) -> Peer:
+        """A connection of a rollout worker that holds a version."""
+        if step is not None:
+            self.world.exchange.versions[member_id] = Version(1, step)
+        return self.peer(member_id)
+
+    async def _on_notices(self, notices: list[Notice]) -> None:
+        self.notices += notices
+
+
+@asynccontextmanager
+async def serving(world: World) -> AsyncIterator[Service]:
+    context = zmq.asyncio.Context()
+    service = Service(world, context)
+    loop = asyncio.create_task(service.server.serve())
+    try:
+        yield service
+        assert not loop.done()
+    finally:
+        loop.cancel()
+        await asyncio.wait([loop])
+        for peer in service.peers:
+            peer.socket.close()
+        context.term()
+        service.server.close()
+
+
+@pytest_asyncio.fixture
+async def service(world: World) -> AsyncIterator[Service]:
+    async with serving(world) as service:
+        yield service
+
+
+def lease(wait_s: float = 0.0, room: int = 2) -> pb.ExchangeRequest:
+    return pb.ExchangeRequest(lease=pb.LeaseRequest(room=room, wait_s=wait_s))
+
+
+async def test_a_group_over_the_wire(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_server, "TICK_S", 3600.0)  # whoever waits is woken by what happens
+    rollout, reward, learner = service.rollout("rollout"), service.peer("reward"), service.peer("learner")
+    session = service.world.new_session()
+    asked = pb.BatchRequest(step=0, rank=0, world_size=1, wait_s=FOREVER_S)
+    await learner.send(pb.ExchangeRequest(session=session, batch=asked))
+    await reward.send(pb.ExchangeRequest(task=pb.TaskRequest(room=1, wait_s=FOREVER_S)))
+    driver = Rollout(service.world, "rollout")
+    leases = (await rollout.ask(lease(room=4))).lease.leases
+    for group in leases:  # each commit wakes the reward worker, and the second score the learner
+        assert (await rollout.ask(*driver.result(group))).status == COMMITTED
+        (task,) = (await reward.receive()).task.tasks
+        score = pb.ScoreResult(group_id=task.group_id, digest=task.digest, attempt=task.attempt)
+        score.rewards.extend([0.0, 1.0])
+        score.functions.append("exact_match")
+        assert (await reward.ask(pb.ExchangeRequest(score=score))).status == COMMITTED
+        await reward.send(pb.ExchangeRequest(task=pb.TaskRequest(room=1, wait_s=FOREVER_S)))
+    reply = await learner.receive()
+    assert [group.group_id for group in reply.batch.groups] == [0, 1]
+    receipt = pb.Receipt(step=0, rank=0, world_size=1, groups=reply.batch.groups, tokens=18)
+    assert (await learner.ask(pb.ExchangeRequest(session=session, receipt=receipt))).status == COMMITTED
+    assert [notice.kind for notice in service.notices] == ["metrics", "step"]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xff\xff\xff"],
+        [b""],
+        [b"", b""],
+        [b"GET / HTTP/1.1"],
+        [b"\x08\x63" * 1000, b"x" * 1000],
+        [b"\0"] * 100,
+    ],
+)
+async def test_garbage_is_answered_and_others_live_on(service: Service, frames: list[bytes]) -> None:
+    vandal = service.peer("vandal")
+    await vandal.socket.send_multipart(frames)
+    reply = await vandal.receive()
+    assert reply.status == INVALID
+    assert reply.message
+    assert len((await service.rollout("rollout").ask(lease())).lease.leases) == 1
+
+
+async def test_another_protocol_is_told_which_side_is_older(service: Service) -> None:
+    request = lease()
+    request.protocol = 99
+    reply = await service.rollout("rollout").ask(request)
+    assert reply.status == INVALID
+    assert "protocol 99 is not the coordinator's 1" in reply.message
+
+
+async def test_another_term_is_stale_at_once(service: Service) -> None:
+    request = lease(FOREVER_S)
+    request.term = 99
+    assert (await service.rollout("rollout").ask(request)).status == STALE
+
+
+@pytest.fixture
+def raw(service: Service) -> Iterator[Callable[[], socket.socket]]:
+    """Plain TCP connections to the exchange's port."""
+    connections: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", service.server.port), DEADLINE_S)
+        connections.append(connection)
+        return connection
+
+    yield connect
+    for connection in connections:
+        connection.close()
+
+
+def read_until(connection: socket.socket, mark: bytes) -> None:
+    """Reads until `mark` has come; fails after the socket's own deadline."""
+    said = b""
+    while mark not in said:
+        chunk = connection.recv(65536)
+        assert chunk, f"hung up after {said!r}"
+        said += chunk
+
+
+def shake_hands(connection: socket.socket) -> None:
+    """Becomes a DEALER by ZMTP 3.0 with the NULL mechanism."""
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    read_until(connection, b"ROUTER")
+
+
+def wait_until_closed(connection: socket.socket) -> None:
+    """Returns when the other side has hung up; fails after the socket's own deadline."""
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(65536):
+            pass
+
+
+@pytest.mark.parametrize(
+    "junk", [b"GET / HTTP/1.1\r\n\r\n" * 50, b"\0" * 999, b"\xff" * 999, b"\x16\x03\x01" * 99]
+)
+async def test_junk_on_the_port_harms_nobody(
+    service: Service, raw: Callable[[], socket.socket], junk: bytes
+) -> None:
+    connection = raw()
+    connection.sendall(junk)
+    rollout = service.rollout("rollout")
+    assert len((await rollout.ask(lease())).lease.leases) == 1
+    connection.close()
+    assert len((await rollout.ask(lease())).lease.leases) == 1
+
+
+@pytest.mark.parametrize("size_bytes", [MAX_MESSAGE_BYTES + 1, 1 << 62])
+async def test_an_oversized_frame_ends_its_connection_and_no_other(
+    service: Service, raw: Callable[[], socket.socket], size_bytes: int
+) -> None:
+    connection, rollout = raw(), service.rollout("rollout", step=None)
+    await rollout.send(lease(FOREVER_S))
+    await asyncio.to_thread(shake_hands, connection)
+    connection.sendall(b"\x02" + size_bytes.to_bytes(8, "big") + b"x" * 100)
+    await asyncio.to_thread(wait_until_closed, connection)
+    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.server.wake("lease")
+    assert len((await rollout.receive()).lease.leases) == 1
+
+
+async def test_a_request_that_breaks_its_handler_undoes_nothing_else(service: Service) -> None:
+    vandal, rollout = service.peer("vandal"), service.rollout("rollout")
+    score = pb.ScoreResult(group_id=2**64 - 1)
+    await vandal.send(pb.ExchangeRequest(score=score), number=1)
+    await rollout.send(lease(), number=2)
+    assert (await rollout.receive()).lease.leases[0].attempt == 1
+    reply = await vandal.receive()
+    assert reply.status == INVALID
+    assert "the coordinator failed on it" in reply.message
+    assert service.world.states()[0] == "leased"
+    assert service.notices == []
+
+
+def overwrite_line(path: Path, number: int) -> bytes:
+    """Makes one line unreadable without moving the others; returns the file as it was."""
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    lines[number] = b"x" * (len(lines[number]) - 1) + b"\n"
+    restore(path, b"".join(lines))
+    return whole
+
+
+def restore(path: Path, whole: bytes) -> None:
+    path.write_bytes(whole)
+
+
+async def test_a_request_that_fails_half_way_leaves_nothing_behind(service: Service) -> None:
+    path = Path(service.world.spec.data.train)
+    assert service.world.run.prompts is not None
+    whole = overwrite_line(path, service.world.run.prompts.index(2))
+    rollout = service.rollout("rollout")
+    reply = await rollout.ask(lease())
+    assert reply.status == INVALID
+    assert service.world.states() == {}  # two of four groups had been admitted by then
+    assert "groups:ever_admitted" not in service.world.counters
+    restore(path, whole)
+    assert [group.group_id for group in (await rollout.ask(lease())).lease.leases] == [0]
+
+
+async def test_a_waiting_request_is_answered_empty_at_its_end(service: Service) -> None:
+    reply = await service.rollout("rollout", step=None).ask(lease(wait_s=0.05), number=5)
+    assert reply.status == OK
+    assert reply.WhichOneof("body") == "lease"
+    assert list(reply.lease.leases) == []
+
+
+@pytest.mark.parametrize("wait_s", [math.nan, math.inf, 1e300])
+async def test_no_request_waits_for_ever(
+    service: Service, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    monkeypatch.setattr(exchange_server, "MAX_WAIT_S", 0.05)
+    assert (await service.rollout("rollout", step=None).ask(lease(wait_s))).status == OK
+
+
+@pytest.mark.parametrize("wait_s", [0.0, -1.0, -math.inf])
+async def test_who_does_not_wait_is_answered_at_once(service: Service, wait_s: float) -> None:
+    assert (await service.rollout("rollout", step=None).ask(lease(wait_s))).status == OK
+
+
+async def test_a_lease_comes_when_a_version_does(service: Service) -> None:
+    rollout, other = service.rollout("rollout", step=None), service.rollout("other", step=None)
+    await rollout.send(lease(FOREVER_S, room=8))
+    await other.ask(lease())  # so the first one waits by now
+    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.server.wake("lease")
+    assert [group.group_id for group in (await rollout.receive()).lease.leases] == [0, 1, 2, 3]
+    await other.send(lease(FOREVER_S))
+    service.world.exchange.versions["other"] = Version(1, 0)
+    returned = pb.LeaseReturn(group_id=1, attempt=1)
+    assert (await rollout.ask(pb.ExchangeRequest(lease_return=returned))).status == COMMITTED
+    (again,) = (await other.receive()).lease.leases
+    assert (again.group_id, again.attempt) == (1, 2)
+
+
+async def test_a_worker_on_a_new_connection_has_nothing_on_the_old(service: Service) -> None:
+    old, new = service.rollout("rollout", step=None), service.rollout("rollout", step=None)
+    await old.send(lease(FOREVER_S), number=7)
+    await service.peer("other").ask(lease())  # the old request waits by now
+    await new.send(lease(FOREVER_S), number=7)
+    await service.peer("another").ask(lease())
+    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.server.wake("lease")
+    assert [group.group_id for group in (await new.receive()).lease.leases] == [0]
+    reply = await old.ask(pb.ExchangeRequest(task=pb.TaskRequest(room=1)), number=8)
+    assert reply.request_id == 8  # the first thing that the old connection hears
+    assert service.world.states()[1] == "admitted"
+
+
+async def test_a_second_question_ends_the_wait_of_the_first(service: Service) -> None:
+    rollout = service.rollout("rollout", step=None)
+    await rollout.send(lease(FOREVER_S), number=1)
+    await rollout.send(lease(FOREVER_S), number=2)
+    reply = await rollout.receive()
+    assert (reply.request_id, list(reply.lease.leases)) == (1, [])
+    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.server.wake("lease")
+    assert (await rollout.receive()).request_id == 2
+
+
+async def test_the_ranks_of_one_learner_wait_side_by_side(service: Service) -> None:
+    session = service.world.new_session()
+    ranks = [service.peer("learner") for _ in range(2)]
+    for rank, peer in enumerate(ranks):
+        asked = pb.BatchRequest(step=0, rank=rank, world_size=2, wait_s=FOREVER_S)
+        await peer.send(pb.ExchangeRequest(session=session, batch=asked), number=1)
+    await service.peer("other").ask(lease())
+    driver, reward = Rollout(service.world), Reward(service.world)
+    for group in driver.lease(4):
+        driver.finish(group)
+    for task in reward.tasks():
+        reward.score(task)
+    service.server.wake("batch")
+    parts = [[group.group_id for group in (await peer.receive()).batch.groups] for peer in ranks]
+    assert parts == [[0], [1]]
+
+
+async def test_a_dead_workers_waiting_request_takes_no_task(service: Service) -> None:
+    dead, rollout = service.peer("dead"), service.rollout("rollout")
+    await dead.send(pb.ExchangeRequest(task=pb.TaskRequest(room=1, wait_s=FOREVER_S)))
+    (group,) = (await rollout.ask(lease())).lease.leases
+    service.world.release("dead")
+    driver = Rollout(service.world, "rollout")
+    assert (await rollout.ask(*driver.result(group))).status == COMMITTED
+    reply = await service.peer("alive").ask(pb.ExchangeRequest(task=pb.TaskRequest(room=1, wait_s=FOREVER_S)))
+    assert [task.group_id for task in reply.task.tasks] == [0]
+
+
+async def test_a_taken_port_is_said(service: Service) -> None:
+    async def ignore(notices: list[Notice]) -> None: ...
+
+    with pytest.raises(Conflict, match=f"cannot listen on 127.0.0.1:{service.server.port}"):
+        ExchangeServer(
+            service.world.exchange, asyncio.Lock(), lambda _: None, ignore, "127.0.0.1", service.server.port
+        )
+
+
+async def test_a_closed_port_is_free_again(world: World) -> None:
+    async with serving(world) as first:
+        port = first.server.port
+    with closing(socket.create_server(("127.0.0.1", port), reuse_port=False)) as server:
+        assert server.getsockname()[1] == port

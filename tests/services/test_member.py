@@ -1,0 +1,133 @@
+"""A worker's membership over a real stream and a real socket: what it makes of a coordinator that restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.grpc_server import GrpcServer
+from services.member import Membership
+
+DEADLINE_S = 20.0
+
+
+class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
+    """One stream at a time, and an exchange on a port that stays; `restart` begins a new term."""
+
+    def __init__(self) -> None:
+        self.term = 1
+        self._context = zmq.asyncio.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self._ended = asyncio.Event()
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        """Welcome, then nothing until the term ends."""
+        ended = self._ended
+        yield worker_pb2.ConnectResponse(
+            welcome=worker_pb2.Welcome(term=self.term, exchange_endpoint=f"tcp://127.0.0.1:{self.port}")
+        )
+        await ended.wait()
+
+    def restart(self) -> None:
+        """The streams end, and the next welcome is to another term."""
+        self.term += 1
+        self._ended.set()
+        self._ended = asyncio.Event()
+
+    async def hear(self) -> tuple[bytes, pb.ExchangeRequest]:
+        """The next request, and whose it is."""
+        async with asyncio.timeout(DEADLINE_S):
+            identity, header = await self._router.recv_multipart()
+        return identity, pb.ExchangeRequest.FromString(header)
+
+    async def answer(
+        self, to: tuple[bytes, pb.ExchangeRequest], term: int, status: pb.ReplyStatus.ValueType
+    ) -> None:
+        """Answers a request in a term."""
+        identity, request = to
+        reply = pb.ExchangeReply(protocol=PROTOCOL, request_id=request.request_id, term=term, status=status)
+        await self._router.send_multipart([identity, reply.SerializeToString()])
+
+    def close(self) -> None:
+        """Ends stream and socket."""
+        self._ended.set()
+        self._router.close()
+        self._context.term()
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[Coordinator]:
+    made = Coordinator()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def membership(coordinator: Coordinator) -> AsyncIterator[Membership]:
+    async def on_directive(_: worker_pb2.ConnectResponse) -> None:
+        return
+
+    def hello() -> worker_pb2.Hello:
+        return worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
+
+    server = GrpcServer("127.0.0.1", 0)
+    server.add(
+        coordinator,
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server,
+        "paceline.v1.WorkerService",
+    )
+    async with server:
+        made = Membership(f"127.0.0.1:{server.port}", hello, on_directive)
+        belonging = asyncio.create_task(made.run())
+        yield made
+        belonging.cancel()
+        await asyncio.wait((belonging,))
+        coordinator.restart()
+
+
+def ask(membership: Membership) -> asyncio.Task[tuple[pb.ExchangeReply, list[bytes]]]:
+    request = pb.ExchangeRequest(run_id="run-1", lease=pb.LeaseRequest(room=1))
+    return asyncio.create_task(membership.request(request))
+
+
+async def result(asked: asyncio.Task[tuple[pb.ExchangeReply, list[bytes]]]) -> pb.ReplyStatus.ValueType:
+    async with asyncio.timeout(DEADLINE_S):
+        reply, _ = await asked
+    return reply.status
+
+
+async def test_stale_is_the_answer_when_it_is_of_the_same_term(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    asked = ask(membership)
+    await coordinator.answer(await coordinator.hear(), 1, pb.REPLY_STATUS_STALE)
+    assert await result(asked) == pb.REPLY_STATUS_STALE
+
+
+async def test_stale_of_a_new_term_is_no_answer_before_its_welcome(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    """A restarted exchange on the same port hears from the mended socket before the stream is there again."""
+    early = ask(membership)
+    await coordinator.answer(await coordinator.hear(), 2, pb.REPLY_STATUS_STALE)
+    later = ask(membership)  # answered on the same connection, so the answer to the first has arrived before
+    await coordinator.answer(await coordinator.hear(), 1, pb.REPLY_STATUS_OK)
+    assert await result(later) == pb.REPLY_STATUS_OK
+    assert not early.done()
+    coordinator.restart()
+    again = await coordinator.hear()
+    assert again[1].term == 2
+    await coordinator.answer(again, 2, pb.REPLY_STATUS_COMMITTED)
+    assert await result(early) == pb.REPLY_STATUS_COMMITTED

@@ -1,0 +1,174 @@
+"""Groups that kill their workers: lent alone, then dropped. Infrastructure drops nothing."""
+
+from __future__ import annotations
+
+from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World
+
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import poison
+
+
+def crash(world: World, member_id: str) -> None:
+    world.release(member_id, crashed=True)
+
+
+def ids(leases: list[pb.Lease]) -> list[int]:
+    return [lease.group_id for lease in leases]
+
+
+def warnings(world: World) -> list[str]:
+    return [content["message"] for content in world.kinds("warning")]
+
+
+def make_suspects(world: World) -> None:
+    """Groups 0 and 1 were present at two crashes; 2 and 3 are innocent."""
+    for life in range(2):
+        worker = Rollout(world, f"early-{life}")
+        assert ids(worker.lease(4)) == [0, 1]
+        crash(world, worker.member_id)
+
+
+def test_suspects_are_lent_alone_and_the_innocent_one_is_trained(world: World) -> None:
+    make_suspects(world)
+    assert [w.split(" was")[0] for w in warnings(world)] == ["group 0", "group 1"]
+
+    first, second = Rollout(world, "first"), Rollout(world, "second")
+    (suspect,) = first.lease(8)
+    assert suspect.group_id == 0
+    assert first.lease(8) == []  # nothing beside it
+    (other,) = second.lease(8)
+    assert other.group_id == 1
+    assert second.finish(other) == COMMITTED  # it lives: the group was never to blame
+    assert ids(second.lease(8)) == [2, 3]
+
+    crash(world, "first")
+    third = Rollout(world, "third")
+    assert ids(third.lease(8)) == [0]
+    crash(world, "third")
+    assert world.group(0)["state"] == "dropped"
+    assert world.group(0)["reason"] == "poison"
+    assert world.counters["groups:dropped:poison"] == 1
+    assert "4 workers died with it" in warnings(world)[-1]
+    assert ids(Rollout(world, "fourth").lease(8)) == [4]  # another prompt takes its place
+
+
+def test_a_worker_empties_its_hands_before_it_gets_a_suspect(world: World) -> None:
+    busy = Rollout(world, "busy")
+    held = busy.lease(2)
+    assert ids(held) == [0]
+    for life in range(2):
+        worker = Rollout(world, f"early-{life}")
+        assert ids(worker.lease(2)) == [1]
+        crash(world, worker.member_id)
+
+    assert busy.lease(4) == []  # groups 2 and 3 could be had, but it has to finish first
+    other = Rollout(world, "other")
+    assert ids(other.lease(4)) == [2, 3]  # the suspect is reserved: nobody else stops for it
+    assert busy.finish(held[0]) == COMMITTED
+    assert ids(busy.lease(8)) == [1]
+
+
+def test_a_reserved_worker_that_leaves_makes_room_for_another(world: World) -> None:
+    busy, other = Rollout(world, "busy"), Rollout(world, "other")
+    assert ids(busy.lease(2)) == [0]
+    for life in range(2):
+        worker = Rollout(world, f"early-{life}")
+        assert ids(worker.lease(2)) == [1]
+        crash(world, worker.member_id)
+    assert busy.lease(2) == []
+    world.release("busy")
+    assert ids(other.lease(8)) == [1]
+
+
+def test_crashes_with_the_group_among_others_never_drop_it(world: World) -> None:
+    """Only deaths with the group alone in hand are proof, and one of each is not enough."""
+    make_suspects(world)
+    third = Rollout(world, "third")
+    assert ids(third.lease(8)) == [0]
+    crash(world, "third")
+    assert world.group(0)["state"] == "admitted"
+    fourth = Rollout(world, "fourth")
+    (lease,) = fourth.lease(8)
+    assert fourth.finish(lease) == COMMITTED
+
+
+def test_silence_a_good_leave_and_a_return_are_no_crashes(world: World) -> None:
+    for life in range(8):
+        worker = Rollout(world, f"early-{life}")
+        assert 0 in ids(worker.lease(8))
+        if life % 2:
+            world.release(worker.member_id)  # drained, or silent on a standing connection
+        else:
+            crash(world, worker.member_id)
+            with world.ledger.transaction():
+                poison.forgive(world.exchange, worker.member_id)  # cut off for long, and back
+    assert warnings(world) == []
+    assert world.counters.get("groups:dropped:poison", 0) == 0
+
+
+def test_scoring_counts_anew_and_a_text_that_kills_scorers_is_dropped(world: World) -> None:
+    make_suspects(world)
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(8)
+    assert rollout.finish(lease) == COMMITTED
+    for life in range(4):
+        scorer = Reward(world, f"reward-{life}")
+        assert [task.group_id for task in scorer.tasks()] == [0]
+        assert world.group(0)["state"] == "generated"
+        crash(world, scorer.member_id)
+    assert world.group(0)["reason"] == "poison"
+    books = world.ledger.token_books(world.run_id)
+    assert books["dropped:poison"] == books["generated"] > 0
+
+
+def test_the_count_survives_a_restart_of_the_coordinator(world: World) -> None:
+    make_suspects(world)
+    world.restart()
+    first = Rollout(world, "first")
+    assert ids(first.lease(8)) == [0]
+    crash(world, "first")
+    world.restart()
+    second = Rollout(world, "second")
+    assert ids(second.lease(8)) == [0]
+    crash(world, "second")
+    assert world.group(0)["reason"] == "poison"
+
+
+def test_an_evaluation_ends_without_its_poisonous_prompt(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"val_at_start": True})
+    world.begin_evaluation(0)
+    for life in range(4):
+        worker = Rollout(world, f"early-{life}")
+        assert min(ids(worker.lease(1))) > 1 << 39
+        crash(world, worker.member_id)
+    rollout, reward = Rollout(world), Reward(world)
+    for lease in rollout.lease(2):
+        assert rollout.finish(lease) == COMMITTED
+    for task in reward.tasks():
+        assert reward.score(task) == COMMITTED
+    (result,) = world.ledger.evaluations(world.run_id)
+    assert (result["samples"], result["failed"]) == (2, 1)
+
+
+def test_a_run_with_poison_in_it_trains_to_its_end(world: World) -> None:
+    reward, learner = Reward(world), Learner(world)
+    lives = 0
+    for _ in range(60):
+        step = int(world.row["next_step"])
+        if step == world.spec.max_num_steps:
+            break
+        lives += 1
+        rollout = Rollout(world, f"rollout-{lives}", step)
+        leases = rollout.lease(4)
+        if any(lease.group_id in (1, 6) for lease in leases):
+            crash(world, rollout.member_id)
+            continue
+        for lease in leases:
+            assert rollout.finish(lease) == COMMITTED
+        for task in reward.tasks():
+            assert reward.score(task) == COMMITTED
+        learner.train(step)
+        world.release(rollout.member_id)
+    assert world.counters["groups:trained"] == 8
+    dropped = world.ledger.db.execute("SELECT group_id FROM groups WHERE reason = 'poison'").fetchall()
+    assert [row["group_id"] for row in dropped] == [1, 6]

@@ -1,0 +1,90 @@
+"""A copy of the ledger that was taken at any instant opens, verifies and resumes.
+
+The copy is the file and its write-ahead log, the log cut at any byte: what a disk holds when the power goes while SQLite
+writes. What was acknowledged before the cut was synced before (`test_ledger.py`), so it lies before the cut.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
+from test_exchange_property import Life
+
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import verify
+
+CUTS = 12
+
+
+def live(world: World) -> None:
+    """Two steps, a crash, a lease that is out, a task that is out, half the receipts of the next step."""
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world, world_size=2)
+    for step in range(2):
+        rollout.hold(step)
+        fill(rollout, reward, 4)
+        assert learner.train(step) is not None
+    gone = Rollout(world, "gone", step=2)
+    gone.lease(2)
+    world.release("gone", crashed=True)
+    rollout.hold(2)
+    fill(rollout, reward, 2)
+    part = learner.part(2, 0)
+    if part is not None:
+        learner.receipt(2, 0, part)
+    for lease in rollout.lease(4)[:1]:
+        rollout.finish(lease)
+    reward.tasks()
+
+
+@pytest.mark.parametrize("seed", range(CUTS))
+def test_whatever_the_power_leaves_verifies_and_goes_on(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    spec = make_spec(before, async_grpo={"order": rng.choice(["ready_first", "in_order"])})
+    world = World(before, spec)
+    try:
+        shutil.copy(world.path, after / "ledger.sqlite")
+        start_bytes = wal(world.path).stat().st_size  # the run is submitted by then
+        live(world)
+        log = wal(world.path).read_bytes()
+        cut = rng.randrange(start_bytes, len(log) + 1)
+        wal(after / "ledger.sqlite").write_bytes(log[:cut])
+        trained = int(world.row["next_step"])
+    finally:
+        world.close()
+
+    resumed = World.found(after, spec)
+    try:
+        assert int(resumed.row["next_step"]) <= trained
+        problems(resumed)
+        life = Life(resumed)
+        step = int(resumed.row["next_step"])
+        for worker in life.rollouts:
+            worker.hold(step, life.learner.session)
+        life.finish()
+        resumed.end()
+        problems(resumed)
+        assert resumed.counters["groups:trained"] == 8
+        assert resumed.ledger.open_groups(resumed.run_id) == 0
+    finally:
+        resumed.close()
+
+
+def problems(world: World) -> None:
+    """None, by a reader beside the writer."""
+    reader = Ledger(world.path, read_only=True)
+    try:
+        assert verify(reader, world.run_id).problems == []
+    finally:
+        reader.close()
+
+
+def wal(path: Path) -> Path:
+    """SQLite's log of what is not in the file yet."""
+    return path.with_name(path.name + "-wal")

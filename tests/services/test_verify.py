@@ -1,0 +1,204 @@
+"""Verify finds what does not agree: one record is changed at a time, and named."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
+
+from paceline.errors import NotFound
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import VerifyReport, verify
+
+
+@pytest.fixture
+def trained(make_world: MakeWorld, tmp_path: Path) -> World:
+    """Three steps by two ranks and two sessions, the batch of the fourth fixed, a checkpoint, a dropped group."""
+    world = make_world(check=False, grpo={"max_num_steps": 5})
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world, world_size=2)
+    rollout.hand_back(rollout.lease(2)[0], error="bad")
+    for step in range(3):
+        rollout.hold(step)
+        fill(rollout, reward, 4)
+        learner.train(step)
+        if step == 1:
+            folder = tmp_path / "checkpoint"
+            folder.mkdir()
+            (folder / "manifest.json").write_text("{}")
+            with world.ledger.transaction():
+                world.ledger.db.execute(
+                    "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, 1, 2, ?, ?, ?)",
+                    (world.run_id, str(folder), hashlib.sha256(b"{}").hexdigest(), world.row["chain"]),
+                )
+            learner = Learner(world, world_size=2)
+            learner.train(1)
+    rollout.hold(3)
+    fill(rollout, reward, 4)
+    assert learner.part(3) is not None
+    return world
+
+
+def inspect(world: World) -> VerifyReport:
+    """Verify, as the command does it: read-only, beside the writer."""
+    ledger = Ledger(world.path, read_only=True)
+    try:
+        return verify(ledger, world.run_id)
+    finally:
+        ledger.close()
+
+
+def test_an_honest_ledger_has_no_problems(trained: World) -> None:
+    report = inspect(trained)
+    assert report.problems == []
+    assert report.facts["steps"] == 3
+    assert report.facts["batches"] == 4
+    assert report.facts["chain"] == trained.row["chain"]
+    assert report.facts["groups"]["trained"] == 6
+    assert report.facts["dropped"] == {"bad_prompt": 1}
+    assert report.facts["receipts"] == 8
+    assert report.facts["sessions"] == [1, 2]
+    assert report.facts["checkpoints"] == report.facts["manifests_on_disk"] == 1
+    tokens = report.facts["tokens"]
+    assert tokens["generated"] == tokens["trained"] + tokens["dropped"] + tokens["live"]
+    assert tokens["trained"] == 6 * 9
+
+
+TAMPERED = {
+    "a group that is gone": ("DELETE FROM groups WHERE group_id = 3", "[3] of the"),
+    "a group that nobody admitted": (
+        "UPDATE groups SET group_id = 500 WHERE group_id = (SELECT MAX(group_id) FROM groups)",
+        "are missing",
+    ),
+    "a trained group that is dropped": (
+        "UPDATE groups SET state = 'dropped', reason = 'x' WHERE group_id = 2",
+        "groups: dropped are",
+    ),
+    "a state that does not exist": (
+        "UPDATE groups SET state = 'lost' WHERE group_id = 2",
+        "'lost' is unknown",
+    ),
+    "a step without a batch": (
+        "UPDATE groups SET step = 9 WHERE group_id = 2",
+        "step 9: it has groups, but no batch",
+    ),
+    "another size": ("UPDATE groups SET step = 2 WHERE group_id = 2", "groups, B is 2"),
+    "two at one place": ("UPDATE groups SET slot = 1 WHERE group_id = 4", "place 1: 2 groups hold it"),
+    "tokens that were never generated": (
+        "UPDATE groups SET tokens = 10 WHERE group_id = 2",
+        "in trained groups",
+    ),
+    "the books": ("UPDATE counters SET value = value + 1 WHERE name = 'tokens:generated'", "tokens: "),
+    "trained in the books": (
+        "UPDATE counters SET value = value - 1 WHERE name = 'tokens:trained'",
+        "in the books",
+    ),
+    "dropped in the books": (
+        "UPDATE counters SET value = 5 WHERE name = 'tokens:dropped:bad_prompt'",
+        "tokens: dropped are {'bad_prompt': 0}, in the books {'bad_prompt': 5}",
+    ),
+    "groups in the books": (
+        "UPDATE counters SET value = 7 WHERE name = 'groups:trained'",
+        "6 are trained, 7 were",
+    ),
+    "a prompt that was skipped": ("UPDATE runs SET cursor = cursor + 1", "prompts were drawn"),
+    "a batch that is gone": ("DELETE FROM batches WHERE step = 1", "batches: steps on record [0, 2, 3]"),
+    "a batch's order": (
+        "UPDATE groups SET rank_order = 1 - rank_order WHERE step = 1",
+        "step 1: its groups give",
+    ),
+    "the chain of a step": (
+        "UPDATE batches SET chain = 'x' WHERE step = 1",
+        "step 1: the batches so far give",
+    ),
+    "the run's chain": ("UPDATE runs SET chain = 'x'", "chain: trained batches give"),
+    "a step that is trained no more": (
+        "UPDATE batches SET trained = 0 WHERE step = 2",
+        "step 2: trained is True",
+    ),
+    "a batch too many": ("UPDATE runs SET next_step = 2", "4 are fixed, but only 2 steps are trained"),
+    "a rank's receipt": (
+        "DELETE FROM receipts WHERE step = 2 AND rank = 1",
+        "step 2: it is trained, but no session has a receipt of every rank",
+    ),
+    "a receipt of another group": (
+        "UPDATE receipts SET group_ids = '[11]' WHERE session = 1 AND step = 0 AND rank = 0",
+        "step 0, session 1: rank 0 trained [11]",
+    ),
+    "a group trained twice": (
+        "UPDATE receipts SET group_ids = (SELECT r.group_ids FROM receipts r WHERE r.step = 0 AND r.rank = 0),"
+        " digests = (SELECT r.digests FROM receipts r WHERE r.step = 0 AND r.rank = 0) WHERE step = 2 AND rank = 0",
+        "was trained in step 0 too",
+    ),
+    "a group trained by two ranks": (
+        "UPDATE receipts SET group_ids = (SELECT r.group_ids FROM receipts r WHERE r.step = 2 AND r.rank = 0),"
+        " digests = (SELECT r.digests FROM receipts r WHERE r.step = 2 AND r.rank = 0) WHERE step = 2 AND rank = 1",
+        "two ranks trained the same group",
+    ),
+    "a receipt of another text": (
+        "UPDATE receipts SET digests = '[\"x\"]' WHERE session = 2 AND step = 1 AND rank = 0",
+        "step 1, session 2: rank 0 trained",
+    ),
+    "a receipt's tokens": (
+        "UPDATE receipts SET tokens = 1 WHERE step = 0 AND rank = 0",
+        "rank 0 trained 1 tokens",
+    ),
+    "a session to come": ("UPDATE receipts SET session = 9 WHERE step = 2", "a session that has not begun"),
+    "a digest": ("UPDATE groups SET digest = 'x' WHERE group_id = 2", "group 2: its arrays give the digest"),
+    "an age": ("UPDATE groups SET oldest_step = 7 WHERE group_id = 2", "group 2: its oldest version is 0"),
+    "rewards": ("UPDATE groups SET rewards = X'00000000' WHERE group_id = 2", "group 2: it has 1 rewards"),
+    "arrays": ("UPDATE payloads SET arrays = X'00' WHERE group_id = 2", "group 2: its arrays cannot be read"),
+    "arrays of a batch": (
+        "DELETE FROM payloads WHERE group_id = (SELECT MIN(group_id) FROM groups WHERE state = 'batched')",
+        "but its arrays are not stored",
+    ),
+    "a checkpoint's chain": ("UPDATE checkpoints SET chain = 'x'", "its chain is x"),
+    "a checkpoint ahead": ("UPDATE checkpoints SET step = 8", "it is ahead of the ledger"),
+    "a checkpoint's manifest": ("UPDATE checkpoints SET sha256 = 'x'", "its manifest has the SHA-256"),
+}
+
+
+@pytest.mark.parametrize(("change", "problem"), TAMPERED.values(), ids=TAMPERED.keys())
+def test_what_does_not_agree_is_named(trained: World, change: str, problem: str) -> None:
+    assert trained.ledger.db.execute(change).rowcount > 0
+    problems = inspect(trained).problems
+    assert [line for line in problems if problem in line], problems
+    assert all("\n" not in line for line in problems)
+
+
+def test_a_checkpoint_without_manifest_is_torn_and_one_elsewhere_is_not(
+    trained: World, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint" / "manifest.json").unlink()
+    assert "it has no manifest.json" in inspect(trained).problems[0]
+    (tmp_path / "checkpoint").rmdir()  # another machine's disk
+    report = inspect(trained)
+    assert report.problems == []
+    assert report.facts["manifests_on_disk"] == 0
+
+
+def test_arrays_that_were_pruned_are_no_problem(trained: World) -> None:
+    trained.ledger.db.execute(
+        "DELETE FROM payloads WHERE group_id IN (SELECT group_id FROM groups WHERE step = 0)"
+    )
+    assert inspect(trained).problems == []
+
+
+def test_a_supervised_run_has_receipts_only(make_world: MakeWorld) -> None:
+    world = make_world(algorithm="sft", sft={"max_num_steps": 2}, check=False)
+    learner = Learner(world, world_size=2)
+    for step in range(2):
+        for rank in range(2):
+            learner.receipt(step, rank, [], tokens=5)
+    assert inspect(world).problems == []
+    world.ledger.db.execute("DELETE FROM receipts WHERE step = 1 AND rank = 0")
+    assert inspect(world).problems == ["step 1: it is trained, but no session has a receipt of every rank"]
+
+
+def test_an_unknown_run(trained: World) -> None:
+    ledger = Ledger(trained.path, read_only=True)
+    with pytest.raises(NotFound, match="no run 'other'"):
+        verify(ledger, "other")
+    assert not ledger.db.in_transaction
+    ledger.close()

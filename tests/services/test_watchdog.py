@@ -1,0 +1,165 @@
+"""A run in which nothing moves says why; a disk that fills up closes admission before it is full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_plane import DEADLINE_S, Plane, rollout
+from exchange_drivers import Learner, Reward, Rollout, World, fill
+
+from protos.paceline.v1 import common_pb2, run_pb2
+from services.coordinator import watchdog as watchdog_module
+from services.coordinator.members import Member, Members
+from services.coordinator.stall import Facts, explain
+from services.coordinator.watchdog import Watchdog
+
+
+def facts(**changes: Any) -> Facts:
+    """A healthy pool of two and one, whose learner waits for step 5; B = 8, η = 1."""
+    healthy: dict[str, Any] = {
+        "waited_s": 60.0,
+        "step": 5,
+        "learners": 1,
+        "rollouts": 2,
+        "ready_rollouts": 2,
+        "versions": (5, 4),
+        "rewards": 1,
+        "leases": 6,
+        "holders": 2,
+        "tasks": 1,
+        "groups": {"admitted": 8, "leased": 6, "generated": 1, "scored": 1},
+        "batch": 8,
+        "max_age": 1,
+    }
+    return Facts(**healthy | changes)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"rollouts": 0, "leases": 0, "holders": 0, "versions": ()}, "0 rollout workers hold leases, none is connected"),
+    ({"ready_rollouts": 0, "leases": 0, "holders": 0}, "none has set the run up"),
+    ({"leases": 0, "holders": 0, "versions": (3, 2)}, "version 3, and step 5 needs 4"),
+    ({"leases": 0, "holders": 0, "versions": ()}, "none has any weights"),
+    ({"leases": 0, "holders": 0}, "although 8 groups could be had"),
+    ({"rewards": 0, "groups": {"admitted": 8, "generated": 9}}, "9 groups are generated, no reward worker"),
+    ({"groups": {"generated": 9, "scored": 2}}, "9 groups are generated and not scored, reward workers hold 1"),
+    ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but 1 older ones are waited for"),
+    ({"admission_closed": "3 MB are free"}, "admission is closed, 3 MB are free"),
+    ({}, "2 rollout workers hold leases, 6 in all; 1 of 8 groups are scored, 1 wait for a score"),
+])  # fmt: skip
+def test_the_reason_is_the_first_thing_that_is_missing(changes: dict[str, Any], words: str) -> None:
+    text = explain(facts(**changes))
+    assert text.startswith("learner has waited 60 s for the data of step 5: ")
+    assert words in text
+
+
+def test_a_missing_learner_is_named() -> None:
+    assert explain(facts(learners=0)).startswith("no learner has worked on step 5 for 60 s")
+
+
+def make_watchdog(world: World, min_free_bytes: int = 0) -> tuple[Watchdog, Members]:
+    members = Members(10.0)
+    return Watchdog(world.ledger, world.exchange, members, world.path.parent, min_free_bytes), members
+
+
+def test_a_stall_is_told_after_a_minute_then_after_two_and_four(world: World) -> None:
+    watchdog, members = make_watchdog(world)
+    assert watchdog.look(world.now_s) == []
+    ranks = Learner(world)
+    members.add(Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session))
+    ranks.ask(0)
+    told = [s for s in range(0, 500) if watchdog.look(world.now_s + s)]
+    assert told == [60, 120, 240, 480]
+    rollout_worker, reward = Rollout(world), Reward(world)
+    fill(rollout_worker, reward, 2)
+    assert ranks.train(0) is not None
+    assert watchdog.look(world.now_s + 10_000) == []  # it has what it asked for
+
+
+def test_a_paused_run_and_one_without_learner(world: World) -> None:
+    watchdog, _ = make_watchdog(world)
+    watchdog.look(0.0)
+    world.set_state("paused")
+    assert watchdog.look(1000.0) == []
+    world.set_state("running")
+    assert watchdog.look(1059.0) == []
+    (message,) = watchdog.look(1060.0)
+    assert message.startswith("no learner has worked on step 0 for 60 s")
+
+
+def test_a_disk_that_fills_up_closes_admission_and_opens_it_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    watchdog, _ = make_watchdog(world, min_free_bytes=100 << 20)
+    free_mb = 50
+
+    def disk_usage(path: Path) -> Any:
+        assert path == world.path.parent
+        return usage(0, 0, free_mb << 20)
+
+    monkeypatch.setattr(watchdog_module.shutil, "disk_usage", disk_usage)
+    (message,) = watchdog.look(0.0)
+    assert "50 MB are free" in message
+    assert "--min-free-mb is 100" in message
+    worker = Rollout(world)
+    assert worker.lease(8) == []
+    assert watchdog.look(1.0) == []
+    free_mb = 200
+    assert watchdog.look(2.0) == [f"admission is open again: 200 MB are free in {world.path.parent}"]
+    assert len(worker.lease(8)) == 4
+
+
+async def test_watchers_hear_of_a_stall(plane: Plane) -> None:
+    run = await plane.submit(logger={"tensorboard": False, "stall_warning_s": 0.01})
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "warning")
+    (event,) = plane.ledger.db.execute("SELECT json FROM events WHERE kind = 'warning' LIMIT 1").fetchall()
+    assert "no learner has worked on step 0" in event["json"]
+
+
+async def test_only_a_broken_stream_is_a_crash(tmp_path: Path) -> None:
+    """Silence on a standing connection is a stopped worker, a broken one that nobody mends is a dead one."""
+    plane = Plane(tmp_path, timeout_s=0.4)
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    try:
+        await plane.watch_until(run.run_id, "state", state="running")
+        insert = (
+            "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json, member_id)"
+        )
+        workers = [rollout(plane, name) for name in ("stopped", "dead")]
+        for group_id, (worker, name) in enumerate(zip(workers, ("stopped", "dead"), strict=True)):
+            await worker.hear("welcome")
+            with plane.ledger.transaction():
+                values = (run.run_id, group_id, group_id, name)
+                plane.ledger.db.execute(
+                    f"{insert} VALUES (?, ?, 'train', 'leased', ?, '\"p\"', '{{}}', ?)", values
+                )
+        workers[1].hang_up()
+        for worker in workers:
+            await worker.hear_the_end()
+        left: set[str] = set()
+        async with asyncio.timeout(DEADLINE_S):
+            async for event in plane.runs.Watch(run_pb2.WatchRequest(run_id=run.run_id)):
+                if '"left: silent' in event.json:
+                    left.add(json.loads(event.json)["member_id"])
+                if len(left) == 2:
+                    break
+        deaths = plane.ledger.db.execute("SELECT group_id, member_id FROM deaths").fetchall()
+        assert [tuple(death) for death in deaths] == [(1, "dead")]
+        last = event.sequence
+        back = rollout(plane, "dead")  # it was only cut off
+        await back.hear("run")
+        async with asyncio.timeout(DEADLINE_S):
+            async for event in plane.runs.Watch(run_pb2.WatchRequest(run_id=run.run_id, after=last)):
+                if '"joined"' in event.json:
+                    break
+        assert plane.ledger.db.execute("SELECT COUNT(*) FROM deaths").fetchone()[0] == 0
+    finally:
+        await plane.stop()

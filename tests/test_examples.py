@@ -1,0 +1,200 @@
+"""What the README and examples/ tell a user to type, loaded, opened and scored as the services would."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.data import open_prompts, open_rows
+from paceline.spec import RunSpec
+from paceline.spec_io import load_spec
+from reward.runner import RewardRunner
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+PACKAGED = ROOT / "paceline" / "demo"
+
+GSM8K_ROWS = [
+    {
+        "question": "A box holds 6 rows of 4 eggs. 5 eggs are broken. How many are whole?",
+        "answer": "The box holds 6*4 = <<6*4=24>>24 eggs.\nWhole are 24-5 = <<24-5=19>>19 eggs.\n#### 19",
+    },
+    {
+        "question": "A bicycle costs $1,000 and a helmet a tenth of that. What do both cost?",
+        "answer": "The helmet costs 1000/10 = $<<1000/10=100>>100.\nBoth cost $<<1000+100=1100>>1,100.\n#### 1,100",
+    },
+]
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = yaml.safe_load(path.read_text())
+    return tree
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
+
+
+async def score(
+    spec: RunSpec, prompt: Any, completions: list[Any], columns: dict[str, Any]
+) -> list[list[float]]:
+    """Rewards [C][F] of the spec's functions, in their worker process."""
+    count = len(completions)
+    async with RewardRunner(spec.rewards) as runner:
+        result = await runner.score(
+            [prompt] * count,
+            completions,
+            [[1]] * count,
+            {name: [value] * count for name, value in columns.items()},
+        )
+    assert result.failure is None, result.failure
+    assert result.rewards_CF is not None
+    rewards: list[list[float]] = result.rewards_CF.tolist()
+    return rewards
+
+
+def test_the_arithmetic_specs_are_the_demos() -> None:
+    here, packaged = EXAMPLES / "arithmetic", PACKAGED
+    assert read_yaml(here / "sft.yaml") == read_yaml(packaged / "sft.yaml")
+    example, demo = read_yaml(here / "grpo.yaml"), read_yaml(packaged / "grpo.yaml")
+    assert example["policy"].pop("model_name") == "./runs/sft-1/export"
+    assert example.pop("rewards") == [{"function": "reward.py:correct"}]
+    demo["policy"].pop("model_name")
+    demo.pop("rewards")
+    assert example == demo
+
+
+def test_the_arithmetic_example_can_be_copied_and_prepared(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(EXAMPLES / "arithmetic", folder, ignore=shutil.ignore_patterns("data", "model", "runs"))
+    subprocess.run(
+        [sys.executable, "prepare.py"],
+        cwd=folder,
+        check=True,
+        timeout=120,
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    sft, grpo = load_spec(folder / "sft.yaml"), load_spec(folder / "grpo.yaml")
+    assert Path(sft.policy.model_name) == folder / "model"
+    assert json.loads((folder / "model" / "config.json").read_text())["model_type"] == "qwen3"
+    train = open_rows(sft.data.train, sft.data.train_split)
+    held_out = open_prompts(grpo.data, grpo.seed, validation=True)
+    assert len(train) + len(held_out) == 100 * 100
+    prompts = {train[i]["prompt"] for i in range(len(train))}
+    assert not prompts & {held_out.draw(i)[0] for i in range(len(held_out))}
+
+
+async def test_the_arithmetic_reward_is_exact_and_the_other_gives_partial_credit() -> None:
+    spec = load_spec(EXAMPLES / "arithmetic" / "grpo.yaml")
+    answers = {"answer": "250"}
+    assert await score(spec, "07+45=", ["250", "251", "25", ""], answers) == [[1.0], [0.0], [0.0], [0.0]]
+    spec = load_spec(EXAMPLES / "arithmetic" / "grpo.yaml", ["rewards.0.function=reward.py:right_digits"])
+    rewards = await score(spec, "07+45=", ["250", "251", "052", "25"], answers)
+    assert [row[0] for row in rewards] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+
+
+@pytest.fixture
+def gsm8k(tmp_path: Path) -> Path:
+    """The example's folder with two rows in the form of the published files."""
+    folder = tmp_path / "gsm8k"
+    shutil.copytree(EXAMPLES / "gsm8k", folder, ignore=shutil.ignore_patterns("*.jsonl", "runs"))
+    for name in ("train.jsonl", "test.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in GSM8K_ROWS))
+    return folder
+
+
+def test_gsm8k_rows_become_chats_and_keep_their_answers(gsm8k: Path) -> None:
+    spec = load_spec(gsm8k / "grpo.yaml")
+    prompts = open_prompts(spec.data, spec.seed, validation=True)  # in the file's order
+    drawn = [prompts.draw(i) for i in range(2)]
+    for (messages, columns), row in zip(drawn, GSM8K_ROWS, strict=True):
+        assert [message["role"] for message in messages] == ["system", "user"]
+        assert messages[1]["content"] == row["question"]
+        assert "<answer>" in messages[0]["content"]
+        assert columns == {"answer": row["answer"]}
+    assert len(open_prompts(spec.data, spec.seed)) == 2
+
+
+async def test_gsm8k_rewards_weigh_accuracy_above_format(gsm8k: Path) -> None:
+    spec = load_spec(gsm8k / "grpo.yaml")
+    assert {reward.label: reward.weight for reward in spec.rewards} == {"accuracy": 1.0, "format": 0.2}
+    prompts = open_prompts(spec.data, spec.seed, validation=True)
+    prompt, columns = prompts.draw(1)
+    texts = [
+        "<think>A tenth is 100.</think><answer>1100</answer>",
+        "<think>A tenth is 10.</think><answer>1,010</answer>",
+        "A tenth is 100, so the answer is $1,100.",
+        "<think>A tenth is 100.</think>",
+    ]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert await score(spec, prompt, completions, columns) == [[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("page", ["examples/gsm8k/README.md", "examples/arithmetic/README.md"])
+def test_every_override_of_an_examples_readme_loads(page: str, gsm8k: Path) -> None:
+    folder = gsm8k if "gsm8k" in page else EXAMPLES / "arithmetic"
+    text = "\n".join(code_blocks(ROOT / page, "bash")).replace("\\\n", " ")
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
+    overridden = [words for words in commands if words[:2] == ["paceline", "up"] and len(words) > 3]
+    assert len(overridden) >= 3
+    for words in overridden:
+        load_spec(folder / Path(words[2]).name, words[3:])
+
+
+async def test_the_readmes_first_reward_function_scores(tmp_path: Path) -> None:
+    (source,) = [block for block in code_blocks(ROOT / "README.md", "python") if "my_rewards.py" in block]
+    (spec_text,) = [block for block in code_blocks(ROOT / "README.md", "yaml") if "my_run.yaml" in block]
+    (tmp_path / "my_rewards.py").write_text(source)
+    (tmp_path / "my_run.yaml").write_text(spec_text)
+    spec = load_spec(tmp_path / "my_run.yaml")
+    rewards = await score(spec, "07+45=", ["250", "251", "25"], {"answer": "250"})
+    assert [row[0] for row in rewards] == pytest.approx([1.0, 2 / 3, 0.0])
+
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "deploy").glob("*.md")),
+    *sorted(EXAMPLES.rglob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    broken = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    names = re.findall(r"`((?:[\w-]+/)+\w+\.py)(?::([\w.]+))?`", text)
+    for path, name in names:
+        if path.startswith("path/to/"):
+            continue  # a place-holder for the reader's own
+        if not (ROOT / path).is_file():
+            broken.append(path)
+        elif name and not defines(ROOT / path, name):
+            broken.append(f"{path}:{name}")
+    assert not broken
+
+
+def defines(path: Path, name: str) -> bool:
+    """Whether a file defines `function`, `Class` or `Class.method`."""
+    body: list[ast.stmt] = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == part
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return True

@@ -1,0 +1,148 @@
+"""The import rules of CONTRIBUTING.md, read from the source and tried in a fresh interpreter."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("paceline", "services", "rollout", "reward", "learner", "protos")
+MAY_IMPORT = {
+    "protos": {"protos"},
+    "paceline": {"paceline", "protos"},
+    "rollout": {"rollout", "paceline", "protos"},
+    "reward": {"reward", "paceline", "protos"},
+    "learner": {"learner", "paceline", "protos"},
+    "services": set(PACKAGES),
+}
+COMMANDS = {"paceline.cli", "paceline.demo"}
+"""What the user types: modules here may start the rest, but only inside the function that needs it."""
+
+HEAVY = {"torch", "transformers", "vllm", "datasets", "grpc"}
+PICKLING = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+
+
+def sources(package: str) -> list[Path]:
+    found = [path for path in sorted((ROOT / package).rglob("*.py")) if "_pb2" not in path.name]
+    assert found, package
+    return found
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each imported module, and whether that happens when `path` itself is imported."""
+
+    def visit(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        match node:
+            case ast.Import():
+                yield from ((alias.name, top) for alias in node.names)
+            case ast.ImportFrom():
+                assert node.level == 0, f"{path}: a relative import"
+                yield node.module or "", top
+        inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inner)
+
+    return visit(ast.parse(path.read_text()), True)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_arrows_point_one_way(package: str) -> None:
+    wrong = []
+    for path in sources(package):
+        command = any(module_name(path).startswith(prefix) for prefix in COMMANDS)
+        for name, top in imports(path):
+            target = name.split(".")[0]
+            if target not in PACKAGES or target in MAY_IMPORT[package] or (command and not top):
+                continue
+            wrong.append(f"{module_name(path)} imports {name}")
+    assert not wrong
+
+
+def test_the_shared_core_imports_nothing_heavy_at_module_level() -> None:
+    wrong = [
+        f"{module_name(path)} imports {name}"
+        for path in sources("paceline")
+        for name, top in imports(path)
+        if top and name.split(".")[0] in HEAVY
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "statement", ["import paceline", "import paceline.spec_io", "import paceline.client"]
+)
+def test_importing_the_core_loads_nothing_heavy(statement: str) -> None:
+    loaded = fresh_interpreter(f"{statement}; import sys; print(*sys.modules)").split()
+    assert not {name.split(".")[0] for name in loaded} & HEAVY
+
+
+def test_help_loads_neither_torch_nor_grpc() -> None:
+    code = "import sys; from paceline.cli import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    *_, loaded = fresh_interpreter(code).splitlines()
+    assert "click" in loaded.split()
+    assert not {name.split(".")[0] for name in loaded.split()} & HEAVY
+
+
+def test_no_pickle_in_our_code() -> None:
+    wrong = []
+    for package in (*PACKAGES, "tests", "examples", "benchmarks"):
+        for path in sources(package):
+            wrong += [
+                f"{module_name(path)} imports {name}"
+                for name, _ in imports(path)
+                if name.split(".")[0] in PICKLING
+            ]
+            wrong += [f"{module_name(path)} calls {call}" for call in unpickling_calls(path)]
+    assert not wrong
+
+
+def unpickling_calls(path: Path) -> list[str]:
+    """Calls that unpickle what they read: torch.load, numpy with allow_pickle, object collectives, recv_pyobj."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        arguments = {keyword.arg: keyword.value for keyword in node.keywords}
+        pickles = isinstance(arguments.get("allow_pickle"), ast.Constant) and ast.unparse(
+            arguments["allow_pickle"]
+        )
+        if (
+            name in ("torch.load", "torch.save")
+            or name.split(".")[-1] in ("recv_pyobj", "send_pyobj", "read_pickle", "to_pickle")
+            or (name.startswith(("dist.", "torch.distributed.")) and "_object" in name)
+            or pickles == "True"
+        ):
+            found.append(name)
+    return found
+
+
+def test_the_check_itself_sees_what_it_looks_for(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "import torch, numpy as np\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import grpc\n"
+        "def f():\n    import transformers\n"
+        "class C:\n    import datasets\n"
+        "torch.load('x'); np.load('x', allow_pickle=True); np.load('y', allow_pickle=False)\n"
+        "dist.all_gather_object([], 1)\n"
+    )
+    found = dict(imports(path))
+    assert found == {"torch": True, "numpy": True, "typing": True, "transformers": False, "datasets": True}
+    assert unpickling_calls(path) == ["torch.load", "np.load", "dist.all_gather_object"]
+
+
+def fresh_interpreter(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60, cwd=ROOT
+    ).stdout
