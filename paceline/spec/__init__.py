@@ -1,0 +1,35 @@
+"""`RunSpec`: everything that defines one training job, validated before anything starts.
+
+Strict on purpose: an unknown key is an error that says what was meant, and settings that contradict each other are
+refused with both values. Names follow NeMo RL wherever it has a key for the same thing. Defaults live here and
+nowhere else. `paceline.spec_io` reads the YAML and the dotted overrides.
+"""
+
+from paceline.spec.data import DataSection, RewardFunctionSection
+from paceline.spec.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
+from paceline.spec.loss import LossSection
+from paceline.spec.policy import GenerationSection, OptimizerSection, PolicySection, SchedulerSection
+from paceline.spec.run import RunSpec
+from paceline.spec.section import Section
+from paceline.spec.supervised import SftSection
+from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+
+__all__ = [
+    "AdvantageName",
+    "AsyncGrpoSection",
+    "CheckpointingSection",
+    "ClusterSection",
+    "DataSection",
+    "GenerationSection",
+    "GrpoSection",
+    "LoggerSection",
+    "LossSection",
+    "OptimizerSection",
+    "PolicySection",
+    "RewardFunctionSection",
+    "RunSpec",
+    "SchedulerSection",
+    "Section",
+    "SftSection",
+    "WeightsSection",
+]

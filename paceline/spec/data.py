@@ -1,0 +1,52 @@
+"""`data` and `rewards`: where prompts come from and what judges completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from paceline.spec.section import PositiveFloat, PositiveInt, Section
+
+
+class DataSection(Section):
+    """Where prompts come from. Columns that are not named here go to the reward functions."""
+
+    train: str
+    """A .jsonl or .parquet file, a folder made by `datasets`, or a data set's name on the hub."""
+    validation: str | None = None
+    """The same, for evaluation."""
+    train_split: str = "train"
+    """Split of a `datasets` folder or a hub data set."""
+    validation_split: str = "test"
+    """Split for evaluation."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or chat messages (a list of role and content)."""
+    completion_key: str = "completion"
+    """Column with the target text (`algorithm: sft`)."""
+    system_prompt: str | None = None
+    """Put before every prompt as a system message; makes a chat of a text prompt."""
+    apply_chat_template: Literal["auto", "always", "never"] = "auto"
+    """auto: messages always, text only when system_prompt is set."""
+    shuffle: bool = True
+    """Seeded order, anew in every epoch; false keeps the file's order."""
+
+
+class RewardFunctionSection(Section):
+    """One reward function."""
+
+    function: str
+    """A built-in's name, or `path/to/file.py:function`."""
+    name: str | None = None
+    """Name in metrics and samples; default the function's own."""
+    weight: float = 1.0
+    """Factor in the sum of rewards."""
+    kwargs: dict[str, Any] = {}
+    """Fixed keyword arguments for the function."""
+    timeout_s: PositiveFloat = 30.0
+    """Time limit of one call on one group."""
+    memory_mb: PositiveInt = 2048
+    """Address space that the function may add in its process."""
+
+    @property
+    def label(self) -> str:
+        """The name that metrics use."""
+        return self.name or self.function.rsplit(":", 1)[-1]

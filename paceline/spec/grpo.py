@@ -1,0 +1,76 @@
+"""`grpo` and `async_grpo`: how groups are made, how many steps are trained, how stale they may be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+
+AdvantageName = Literal[
+    "trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline"
+]
+
+
+class GrpoSection(Section):
+    """How groups are made and how many steps are trained (`algorithm: grpo`)."""
+
+    num_prompts_per_step: PositiveInt = 32
+    """Groups in the batch of one step."""
+    num_generations_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Completions of each prompt; the advantage is relative to this group."""
+    max_num_steps: PositiveInt = 100
+    """Steps to train before the run ends."""
+    advantage: AdvantageName = "trl"
+    """Advantage preset: `trl` group mean and sample std, `nemo` leave-one-out, `dr_grpo` no std, `rloo`; `trl_batch`
+    std of the batch, `gdpo` each reward normalised by itself, `reinforce_pp` and `reinforce_pp_baseline`."""
+    advantage_clip_low: float | None = None
+    """Advantages below this are raised to it."""
+    advantage_clip_high: float | None = None
+    """Advantages above this are lowered to it."""
+    overlong_filtering: bool = False
+    """A completion cut off at its token limit trains nothing; its reward stays in the group's baseline."""
+    use_dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and admit others in their place."""
+    max_generation_batches: PositiveInt = 10
+    """Give up when this many batches' worth of groups in a row were dropped without one that could train."""
+    val_period: NonNegativeInt = 0
+    """Evaluate every this many steps; 0 evaluates only where val_at_start and val_at_end say so."""
+    val_at_start: bool = False
+    """Evaluate version 0 before training."""
+    val_at_end: bool = False
+    """Evaluate the final version."""
+    max_val_samples: PositiveInt = 256
+    """Prompts of the validation set that one evaluation uses, from its start."""
+    seed: NonNegativeInt = 42
+    """Seeds the order of the data, the sampling and the initialisation."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GrpoSection:
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"advantage_clip_low {low} is not below advantage_clip_high {high}")
+        return self
+
+
+class AsyncGrpoSection(Section):
+    """How far generation may run ahead of training."""
+
+    max_trajectory_age_steps: NonNegativeInt = 1
+    """η: oldest version a trained token may have, in steps; 0 is synchronous, on-policy GRPO."""
+    order: Literal["ready_first", "in_order"] = "ready_first"
+    """`ready_first` trains what is complete, oldest first; `in_order` gives every lease a slot in its step."""
+    late_wait_s: NonNegativeFloat = 30.0
+    """How long a batch waits for a live group that would pass the age limit (`ready_first`)."""
+    hard_max_age: NonNegativeInt | None = None
+    """A late group still trains up to this age, else it is dropped as stale; default 2·η + 2."""
+    in_flight_weight_updates: bool = True
+    """Change weights between two decode steps of running sequences; false waits for them to finish."""
+    recompute_kv_cache_after_weight_updates: bool = True
+    """Recompute the KV cache of running sequences with the new weights."""
+
+    @property
+    def hard_max_age_steps(self) -> int:
+        """The age up to which a late group still trains."""
+        return 2 * self.max_trajectory_age_steps + 2 if self.hard_max_age is None else self.hard_max_age

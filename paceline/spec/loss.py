@@ -1,0 +1,169 @@
+"""`loss_fn`: the objective of `algorithm: grpo`; presets fill it, contradictions are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.loss_presets import PRESETS, Preset, PresetName
+from paceline.spec.section import NonNegativeFloat, PositiveFloat, Section
+
+
+def preset_of(loss_fn: Any) -> Preset | None:
+    name = loss_fn.get("preset") if isinstance(loss_fn, dict) else None
+    return next((preset for known, preset in PRESETS.items() if known == name), None)
+
+
+class LossSection(Section):
+    """The policy loss: a ratio, what becomes of it, the correction of the sampler's age, penalties, the reduction
+    (docs/objectives.md has the formulas)."""
+
+    preset: PresetName | None = None
+    """A paper's settings for the keys of loss_fn and grpo that the spec leaves out."""
+    policy_loss: Literal["clip", "unclipped", "cispo", "sapo", "dppo", "vespo"] = "clip"
+    """What is made of ratio and advantage: `clip` (PPO, GRPO, and GSPO by ratio_level), `unclipped`, or by name."""
+    ratio_anchor: Literal["proximal", "behaviour"] = "proximal"
+    """Denominator of the ratio: the learner at the start of the step, or the sampler. With one update per step the
+    proximal ratio is 1, so no clip acts."""
+    ratio_level: Literal["token", "sequence", "sequence_product"] = "token"
+    """One ratio per token, or one per sequence: `sequence` its geometric mean, `sequence_product` the product."""
+    proximal_policy: Literal["exact", "log_linear"] = "exact"
+    """`exact` asks the model before the first of several updates; `log_linear` interpolates by the token's version."""
+    ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """ε: the ratio is clipped from below at 1 - ε; 1 is no bound."""
+    ratio_clip_max: NonNegativeFloat = 0.2
+    """ε_high: the ratio is clipped from above at 1 + ε_high."""
+    ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip: for negative advantages the ratio is bounded by this as well."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """τ for positive advantages (`sapo`)."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """τ for the others (`sapo`)."""
+    dppo_mask_low: PositiveFloat = 0.2
+    """A token with a negative advantage is dropped once its probability fell by more than this (`dppo`)."""
+    dppo_mask_high: PositiveFloat = 0.2
+    """A token with a positive advantage is dropped once its probability rose by more than this (`dppo`)."""
+    dppo_square_penalty: NonNegativeFloat = 1e-3
+    """Weight of (log r)² (`dppo`)."""
+    vespo_k_pos: PositiveFloat = 2.0
+    """Exponent of the sequence weight for advantages from 0 on (`vespo`)."""
+    vespo_lambda_pos: PositiveFloat = 3.0
+    """Decay of the sequence weight for advantages from 0 on (`vespo`)."""
+    vespo_k_neg: PositiveFloat = 3.0
+    """Exponent for negative advantages (`vespo`)."""
+    vespo_lambda_neg: PositiveFloat = 2.0
+    """Decay for negative advantages (`vespo`)."""
+    reduction: Literal["grpo", "dapo", "dr_grpo", "bnpo", "sequence_sum"] = "dapo"
+    """How token losses become one number, always over the global batch (`bnpo` excepted)."""
+    reference_policy_kl_penalty: NonNegativeFloat = 0.0
+    """β: weight of the KL to the reference policy; 0 loads no reference."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL; `k1` has no gradient as a loss and is refused there with β > 0."""
+    use_kl_in_reward: bool = False
+    """Subtract β·KL from the reward instead of adding it to the loss."""
+    entropy_bonus: NonNegativeFloat = 0.0
+    """Weight of the mean entropy per token, which the loss then raises."""
+    truncated_importance_sampling_ratio: PositiveFloat | None = 2.0
+    """Upper bound of the proximal/behaviour weight that corrects for the sampler's older weights; null: no weight."""
+    truncated_importance_sampling_ratio_min: NonNegativeFloat = 0.0
+    """Lower bound of that weight."""
+    truncated_importance_sampling_type: Literal["tis", "icepop", "sequence_tis", "sequence_mask"] = "tis"
+    """Beyond the bounds: `tis` holds a token's weight at them, `icepop` drops the token; `sequence_tis` and
+    `sequence_mask` do the same with the product over the sequence."""
+    geometric_mask: tuple[PositiveFloat, PositiveFloat] | None = None
+    """Drop sequences whose geometric mean of proximal/behaviour ratios is outside (low, high)."""
+    veto: tuple[PositiveFloat, PositiveFloat] | None = None
+    """Drop sequences with any proximal/behaviour ratio outside (low, high)."""
+    m2_threshold: PositiveFloat | None = None
+    """M2PO: drop the tokens with the largest squared log proximal/behaviour ratio until its mean is at most this."""
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """Drop sequences with a negative advantage whose mean log behaviour/current ratio exceeds this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        preset = preset_of(values)
+        return {**preset.loss_fn, **values} if preset else values
+
+    @model_validator(mode="after")
+    def _check(self) -> LossSection:
+        self._check_anchor()
+        self._check_ratio()
+        for name in ("geometric_mask", "veto"):
+            bounds = getattr(self, name)
+            if bounds is not None and bounds[0] >= bounds[1]:
+                raise ValueError(f"{name} is {bounds}: the lower bound must be below the upper one")
+        cap, floor = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        if cap is not None and floor >= cap:
+            raise ValueError(
+                f"truncated_importance_sampling_ratio_min {floor} is not below "
+                f"truncated_importance_sampling_ratio {cap}"
+            )
+        if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
+            raise ValueError(
+                "use_kl_in_reward is true with reference_policy_kl_penalty 0: nothing to subtract"
+            )
+        in_loss = self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
+        if in_loss and self.reference_policy_kl_type == "k1":
+            raise ValueError(
+                f"reference_policy_kl_type is 'k1' with reference_policy_kl_penalty "
+                f"{self.reference_policy_kl_penalty}: k1 in the loss has no gradient on average; use k2 or k3, or "
+                "set use_kl_in_reward"
+            )
+        return self
+
+    def _check_anchor(self) -> None:
+        if self.policy_loss == "dppo" and self.ratio_anchor != "behaviour":
+            raise ValueError(
+                f"policy_loss 'dppo' with ratio_anchor {self.ratio_anchor!r}: its trust region is around the sampler; "
+                "set ratio_anchor=behaviour"
+            )
+        if self.m2_threshold is not None and self.proximal_policy != "exact":
+            raise ValueError(
+                f"m2_threshold {self.m2_threshold} with proximal_policy {self.proximal_policy!r}: the threshold is "
+                "taken before the first update, from the exact proximal policy"
+            )
+        if self.ratio_anchor == "proximal":
+            return
+        if self.truncated_importance_sampling_ratio is not None:
+            raise ValueError(
+                f"ratio_anchor 'behaviour' with truncated_importance_sampling_ratio "
+                f"{self.truncated_importance_sampling_ratio}: the ratio already corrects for the sampler, a weight on "
+                "top would count it twice; set truncated_importance_sampling_ratio=null"
+            )
+        if self.ratio_level != "token":
+            raise ValueError(
+                f"ratio_anchor 'behaviour' with ratio_level {self.ratio_level!r}: the numerical noise of a whole "
+                "sequence puts nearly every ratio outside the clip; set ratio_anchor=proximal"
+            )
+        if self.policy_loss == "vespo":
+            raise ValueError(
+                "policy_loss 'vespo' with ratio_anchor 'behaviour': it multiplies the proximal ratio and the "
+                "importance weight by itself; set ratio_anchor=proximal"
+            )
+        if self.proximal_policy != "exact":
+            raise ValueError(
+                f"ratio_anchor 'behaviour' with proximal_policy {self.proximal_policy!r}: nothing would be "
+                "anchored at that approximation"
+            )
+
+    def _check_ratio(self) -> None:
+        if self.policy_loss != "clip" and self.ratio_level != "token":
+            raise ValueError(
+                f"policy_loss {self.policy_loss!r} with ratio_level {self.ratio_level!r}: only 'clip' is defined on "
+                "ratios of sequences"
+            )
+        if self.ratio_clip_c is not None:
+            if self.policy_loss != "clip":
+                raise ValueError(f"ratio_clip_c {self.ratio_clip_c} with policy_loss {self.policy_loss!r}")
+            if self.ratio_clip_c <= 1 + self.ratio_clip_max:
+                raise ValueError(
+                    f"ratio_clip_c {self.ratio_clip_c} is not above 1 + ratio_clip_max = {1 + self.ratio_clip_max}"
+                )
+        weight = self.truncated_importance_sampling_type
+        if self.policy_loss == "vespo" and weight in ("sequence_tis", "sequence_mask"):
+            raise ValueError(
+                f"policy_loss 'vespo' with truncated_importance_sampling_type {weight!r}: it multiplies the weights "
+                "of the tokens itself; use 'tis' or 'icepop'"
+            )

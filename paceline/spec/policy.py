@@ -1,0 +1,121 @@
+"""`policy`: the model, its optimizer and schedule, and how it generates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class OptimizerSection(Section):
+    """AdamW, as torch names its arguments."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the two moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay, applied to matrices only."""
+
+
+class SchedulerSection(Section):
+    """Learning rate over steps."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from 0."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The rate at the last step as a fraction of the peak (`linear`, `cosine`)."""
+
+
+class GenerationSection(Section):
+    """How completions are sampled and by which engine."""
+
+    backend: Literal["native", "vllm"] = "native"
+    """`native` is embedded (any machine), `vllm` needs the extra of that name."""
+    max_new_tokens: PositiveInt = 256
+    """Longest completion, in tokens."""
+    min_new_tokens: NonNegativeInt = 0
+    """No stop token before this many tokens; biases the ratio, see allow_biased_sampling."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; log-probabilities everywhere are at this temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus; below 1 biases the ratio, see allow_biased_sampling."""
+    top_k: NonNegativeInt = 0
+    """Keep the k likeliest tokens; 0 keeps all; above 0 biases the ratio, see allow_biased_sampling."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, besides the tokenizer's end of sequence."""
+    allow_biased_sampling: bool = False
+    """Accept top_p, top_k and min_new_tokens although the learner's log-probabilities do not repeat their masks."""
+    max_batch_size: PositiveInt = 64
+    """Sequences that one `native` engine decodes at a time."""
+    vllm_cfg: dict[str, Any] = {}
+    """Settings of the vLLM engine that Paceline interprets (tensor_parallel_size, gpu_memory_utilization …)."""
+    vllm_kwargs: dict[str, Any] = {}
+    """Further engine arguments, handed to vLLM as they are."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerationSection:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
+            )
+        if self.backend != "vllm" and (self.vllm_cfg or self.vllm_kwargs):
+            given = "vllm_cfg" if self.vllm_cfg else "vllm_kwargs"
+            raise ValueError(
+                f"{given} is set, but backend is {self.backend!r}, which would ignore it; remove it"
+            )
+        biased = [
+            f"{name}={value}"
+            for name, value, neutral in (
+                ("top_p", self.top_p, 1.0),
+                ("top_k", self.top_k, 0),
+                ("min_new_tokens", self.min_new_tokens, 0),
+            )
+            if value != neutral
+        ]
+        if biased and not self.allow_biased_sampling:
+            raise ValueError(
+                f"{', '.join(biased)} masks the sampler's distribution, the learner's log-probabilities do not "
+                "repeat the mask, so the importance ratio would be biased; remove it, or set "
+                "allow_biased_sampling=true to accept that"
+            )
+        return self
+
+
+class PolicySection(Section):
+    """The model, how it is trained and how it generates."""
+
+    model_name: str
+    """A local folder or a name on the Hugging Face hub."""
+    tokenizer_name: str | None = None
+    """Where the tokenizer is, when not with the model."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA."""
+    generation_precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the rollout engine's weights, and of the weights on the wire. auto: bfloat16 on CUDA."""
+    max_total_sequence_length: PositiveInt = 2048
+    """Prompt and completion together, in tokens; longer prompts are refused."""
+    train_mb_tokens: PositiveInt = 8192
+    """Token budget of one micro-batch; sequences are packed up to it."""
+    num_updates_per_step: PositiveInt = 1
+    """Optimizer updates that one batch gets; the batch's groups are split among them."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits exist at one time in the LM head."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """The optimizer."""
+    scheduler: SchedulerSection = SchedulerSection()
+    """The learning-rate schedule."""
+    generation: GenerationSection = GenerationSection()
+    """Sampling and engine."""

@@ -1,0 +1,107 @@
+"""`RunSpec`: one training job, and the rules that no section can check alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.spec.data import DataSection, RewardFunctionSection
+from paceline.spec.grpo import AsyncGrpoSection, GrpoSection
+from paceline.spec.loss import LossSection, preset_of
+from paceline.spec.policy import PolicySection
+from paceline.spec.section import Section
+from paceline.spec.supervised import SftSection
+from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+
+
+class RunSpec(Section):
+    """One training job. Submitted once, checked whole, written beside the run as it was resolved."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
+    """A word for people; the run's id and its folder are made from it: letters, digits, dot, dash, underscore."""
+    algorithm: Literal["grpo", "sft"] = "grpo"
+    """What is trained from what: `grpo` from rollouts, `sft` from a data set's completions."""
+    policy: PolicySection
+    data: DataSection
+    grpo: GrpoSection = GrpoSection()
+    async_grpo: AsyncGrpoSection = AsyncGrpoSection()
+    loss_fn: LossSection = LossSection()
+    sft: SftSection = SftSection()
+    rewards: tuple[RewardFunctionSection, ...] = ()
+    weights: WeightsSection = WeightsSection()
+    checkpointing: CheckpointingSection = CheckpointingSection()
+    logger: LoggerSection = LoggerSection()
+    cluster: ClusterSection = ClusterSection()
+
+    @property
+    def max_num_steps(self) -> int:
+        """Steps that the run trains."""
+        return self.grpo.max_num_steps if self.algorithm == "grpo" else self.sft.max_num_steps
+
+    @property
+    def seed(self) -> int:
+        """The seed of the algorithm in use."""
+        return self.grpo.seed if self.algorithm == "grpo" else self.sft.seed
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        preset, grpo = preset_of(values.get("loss_fn")), values.get("grpo", {})
+        return {**values, "grpo": {**preset.grpo, **grpo}} if preset and isinstance(grpo, dict) else values
+
+    @model_validator(mode="after")
+    def _check(self) -> RunSpec:
+        if self.algorithm == "grpo":
+            self._check_grpo()
+        return self
+
+    def _check_grpo(self) -> None:
+        age = self.async_grpo.max_trajectory_age_steps
+        if not self.rewards:
+            raise ValueError("rewards is empty, but algorithm grpo needs at least one reward function")
+        labels = [reward.label for reward in self.rewards]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(
+                    f"rewards has the name {label!r} {labels.count(label)} times; give each its own name"
+                )
+        if all(reward.weight == 0 for reward in self.rewards):
+            raise ValueError("every reward has weight 0, so nothing could be learnt")
+        if self.weights.publish_interval > age + 1:
+            raise ValueError(
+                f"weights.publish_interval {self.weights.publish_interval} exceeds "
+                f"async_grpo.max_trajectory_age_steps + 1 = {age + 1}: no lease could ever be given"
+            )
+        if self.async_grpo.hard_max_age_steps < age:
+            raise ValueError(
+                f"async_grpo.hard_max_age {self.async_grpo.hard_max_age} is below max_trajectory_age_steps {age}"
+            )
+        if self.policy.generation.max_new_tokens >= self.policy.max_total_sequence_length:
+            raise ValueError(
+                f"policy.generation.max_new_tokens {self.policy.generation.max_new_tokens} leaves no room for a "
+                f"prompt in policy.max_total_sequence_length {self.policy.max_total_sequence_length}"
+            )
+        if self.policy.num_updates_per_step > self.grpo.num_prompts_per_step:
+            raise ValueError(
+                f"policy.num_updates_per_step {self.policy.num_updates_per_step} exceeds "
+                f"grpo.num_prompts_per_step {self.grpo.num_prompts_per_step}"
+            )
+        if self.grpo.advantage == "gdpo" and self.loss_fn.use_kl_in_reward:
+            raise ValueError(
+                "grpo.advantage 'gdpo' with loss_fn.use_kl_in_reward true: it normalises each reward by itself and "
+                "has no place for a KL among them; put the KL in the loss"
+            )
+        if self.loss_fn.proximal_policy == "log_linear" and self.policy.num_updates_per_step == 1:
+            raise ValueError(
+                "loss_fn.proximal_policy 'log_linear' with policy.num_updates_per_step 1: with one update the "
+                "proximal policy is the current one, exactly and at no cost; set it to exact"
+            )
+        if (
+            self.grpo.val_period or self.grpo.val_at_start or self.grpo.val_at_end
+        ) and self.data.validation is None:
+            raise ValueError(
+                "grpo.val_period, val_at_start or val_at_end is set, but data.validation is not; name a data set"
+            )

@@ -1,0 +1,63 @@
+"""`weights`, `checkpointing`, `logger`, `cluster`: how the services carry, keep and show a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from paceline.spec.section import PositiveFloat, PositiveInt, Section
+
+
+class WeightsSection(Section):
+    """How new weights reach the rollout workers."""
+
+    channel: Literal["collective"] = "collective"
+    """`collective`: NCCL between GPUs, gloo between CPUs."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl when learner and rollout have GPUs of their own (cluster.*_gpus), else gloo by host memory."""
+    publish_interval: PositiveInt = 1
+    """Steps between two published versions."""
+    max_wait_s: PositiveFloat = 30.0
+    """Time limit of every operation with one member; a member that needs longer is left out."""
+    bucket_mb: PositiveInt = 256
+    """Size of one packed bucket."""
+
+
+class CheckpointingSection(Section):
+    """When the learner's state is made durable."""
+
+    enabled: bool = True
+    """Whether to write checkpoints at all."""
+    save_period: PositiveInt = 50
+    """Steps between two checkpoints; the last step always makes one."""
+    keep_top_k: PositiveInt = 2
+    """Newest complete checkpoints that are kept."""
+    checkpoint_dir: str | None = None
+    """Where to, each run in a folder of its own; default `checkpoints/` in the run's directory."""
+
+
+class LoggerSection(Section):
+    """What is written down."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    keep_samples: bool = True
+    """Keep trained groups in the ledger as the run's trace data set (`paceline samples`)."""
+    stall_warning_s: PositiveFloat = 60.0
+    """A warning that names the reason when the learner has waited this long; again at twice the time, and so on."""
+
+
+class ClusterSection(Section):
+    """How many processes `paceline up` starts on this host. A cluster's size is its operator's."""
+
+    rollout_workers: PositiveInt = 2
+    """Rollout services."""
+    reward_workers: PositiveInt = 1
+    """Reward services."""
+    learner_ranks: PositiveInt = 1
+    """Ranks of the learner."""
+    rollout_gpus: tuple[int, ...] = ()
+    """GPUs for rollout, split evenly over the workers; empty means CPU."""
+    learner_gpus: tuple[int, ...] = ()
+    """GPUs for the learner, one per rank; empty means CPU."""
+    threads_per_process: PositiveInt = 1
+    """Compute threads of each process on a CPU."""
