@@ -212,8 +212,14 @@ class WeightOffer:
 
 def checksum(data: Any, algorithm: Algorithm) -> str:
     """Hex digest of a bytes-like object (contiguous, one dimension)."""
-    digest = xxhash.xxh3_64(data) if algorithm == "xxh3_64" else hashlib.sha256(data)
+    digest = hasher(algorithm)
+    digest.update(data)
     return str(digest.hexdigest())
+
+
+def hasher(algorithm: Algorithm) -> Any:
+    """A fresh hash object of hashlib's interface."""
+    return xxhash.xxh3_64() if algorithm == "xxh3_64" else hashlib.sha256()
 
 
 def _aligned(num_bytes: int) -> int:

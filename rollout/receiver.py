@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.errors import Conflict, PacelineError, Unavailable
-from paceline.flat_weights import checked, empty_flat
+from paceline.flat_weights import Check, empty_flat
 from paceline.groups import Version
 from paceline.weight_link import MEMBER, WeightLink, first_line, form_link
 from paceline.weights import WeightManifest, WeightOffer
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 class WeightReceiver:
     """One member's receiving side.
 
-    `on_weights(version, tensors)` hands the tensors over (they are nobody else's) and returns when the engine samples
-    with them; raising refuses the version. `on_ack(version, ok, message)` carries the answer to the learner.
+    `on_weights(version, tensors)` returns when the engine samples with a copy of the tensors, whose memory then takes the
+    next version; raising refuses the version. `on_ack(version, ok, message)` carries the answer to the learner.
     `on_progress(version, received_bytes)` is told after each bucket. All three are called from the links' threads.
     `host` is this machine's address as the learner reaches it; `device` is where an NCCL link receives.
     """
@@ -58,6 +58,7 @@ class WeightReceiver:
         self._held: Version | None = None
         self._held_manifest: WeightManifest | None = None
         self._current: _Link | None = None
+        self._spare: torch.Tensor | None = None
         self._closed = False
 
     @property
@@ -125,9 +126,16 @@ class WeightReceiver:
 
     def _take(self, link: _Link, offer: WeightOffer, manifest: WeightManifest) -> None:
         """Receives one offer over `link` and swaps it in. Runs in the link's thread."""
-        flat = empty_flat(manifest, link.connected(self._max_wait_s, self._host, self._device).device)
-        link.receive(flat, manifest, lambda size: self._progress(offer.version, size))
-        tensors = checked(flat, manifest)
+        device = link.connected(self._max_wait_s, self._host, self._device).device
+        flat = self._memory(manifest, device)
+        check = Check(flat, manifest)
+
+        def on_bucket(num_bytes: int) -> None:
+            self._progress(offer.version, num_bytes)
+            check.arrived(num_bytes)
+
+        link.receive(flat, manifest, on_bucket)
+        tensors = check.tensors()
         # One swap at a time: a thread that was left behind may still be inside the engine.
         if not self._swap.acquire(timeout=self._max_wait_s):
             raise Unavailable(f"the engine was busy with an earlier swap for {self._max_wait_s} s")
@@ -142,8 +150,18 @@ class WeightReceiver:
             with self._lock:
                 if offer.run_id == self._run_id:
                     self._held, self._held_manifest = offer.version, manifest
+                # Only here is it certain that neither a link nor the engine touches these bytes any more.
+                self._spare = flat
         finally:
             self._swap.release()
+
+    def _memory(self, manifest: WeightManifest, device: torch.device) -> torch.Tensor:
+        """Where the next version goes: the memory of the one before, once it is copied into the engine, or new."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None and (len(spare), spare.device) == (manifest.total_bytes, device):
+            return spare
+        return empty_flat(manifest, device)
 
     def _progress(self, version: Version, received_bytes: int) -> None:
         if self._on_progress is not None:

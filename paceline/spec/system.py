@@ -18,7 +18,7 @@ class WeightsSection(Section):
     """Steps between two published versions."""
     max_wait_s: PositiveFloat = 30.0
     """Time limit of every operation with one member; a member that needs longer is left out."""
-    bucket_mb: PositiveInt = 256
+    bucket_mb: PositiveInt = 64
     """Size of one packed bucket."""
 
 

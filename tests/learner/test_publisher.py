@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from learner.publisher import Publisher, PublishResult
-from paceline.errors import Conflict
+from paceline.errors import Conflict, WireError
 from paceline.flat_weights import checksums, pack, plan
 from paceline.groups import Version
 from paceline.weights import WeightOffer
@@ -149,17 +149,26 @@ def test_link_that_failed_once_is_not_used_again(bench: Bench) -> None:
     assert served == [V1, V2]
 
 
-def test_every_version_arrives_in_memory_of_its_own(bench: Bench) -> None:
-    arrived: queue.Queue[torch.Tensor] = queue.Queue()
-    bench.receiver(lambda version, tensors: arrived.put(tensors["weight"]))
+def test_memory_is_taken_again_only_after_the_engine_has_copied_it(bench: Bench) -> None:
+    arrived: list[torch.Tensor] = []
+    refuse = [True]
+
+    def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        arrived.append(tensors["weight"])
+        assert torch.equal(tensors["weight"], ones(float(version.step))["weight"])
+        if version == V1 and refuse.pop():
+            refuse.append(False)
+            raise WireError("the engine did not copy these")
+
+    bench.receiver(on_weights)
     bench.publisher.set_members(1, ["m"])
     bench.publisher.stage(V1, ones(1.0))
-    assert bench.result().ok
-    first = arrived.get(timeout=DEADLINE_S)
-    bench.publisher.stage(V2, ones(2.0))
-    assert bench.result().ok
-    assert torch.equal(first, ones(1.0)["weight"])
-    assert torch.equal(arrived.get(timeout=DEADLINE_S), ones(2.0)["weight"])
+    assert [bench.result().ok, bench.result().ok] == [False, True]
+    for version in (V2, V3):
+        bench.publisher.stage(version, ones(float(version.step)))
+        assert bench.result().ok
+    refused, first, second, third = (tensor.data_ptr() for tensor in arrived)
+    assert refused != first == second == third
 
 
 def test_member_that_never_comes_is_reported_and_tried_with_fresh_prefixes(hasty: Bench) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.errors import WireError
-from paceline.flat_weights import checked, checksums, pack, plan
+from paceline.flat_weights import Check, checksums, pack, plan
 from paceline.weights import TensorPlan, WeightManifest, WeightOffer, checksum
 
 
@@ -55,7 +55,7 @@ def test_equal_tensors_that_are_not_tied_do_not_share() -> None:
 
 def test_packed_tensors_come_back_as_views_and_are_not_packed_twice() -> None:
     manifest, flat = summed()
-    arrived = checked(flat, manifest)
+    arrived = Check(flat, manifest).tensors()
     for name, tensor in tensors().items():
         assert torch.equal(arrived[name], tensor)
         assert arrived[name].dtype == tensor.dtype
@@ -68,7 +68,7 @@ def test_one_changed_byte_is_found_by_its_tensor() -> None:
     manifest, flat = summed()
     flat[64 + 159] ^= 1
     with pytest.raises(WireError, match="tensor 'wide' arrived with xxh3_64"):
-        checked(flat, manifest)
+        Check(flat, manifest).tensors()
 
 
 def test_sha256_is_the_sum_where_it_is_asked_for() -> None:
@@ -173,3 +173,23 @@ def test_the_shared_modules_do_not_import_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30.0
     )
     assert said.stdout.strip() == "False"
+
+
+def test_checksums_are_compared_as_the_bytes_arrive() -> None:
+    shared = torch.arange(40.0)
+    tensors = {"a": torch.ones(100), "b": shared, "tied": shared, "none": torch.empty(0), "c": torch.ones(7)}
+    layout = plan(tensors, bucket_bytes=64)
+    flat = pack(tensors, layout)
+    manifest = layout.with_checksums(checksums(flat, layout))
+    wrong = flat.clone()
+    last_of_b = next(e.offset + e.num_bytes for e in manifest.entries if e.name == "b")
+    wrong[last_of_b - 1] += 1
+    check = Check(wrong, manifest)
+    for end in range(64, last_of_b, 64):
+        check.arrived(end)
+    with pytest.raises(WireError, match="'b' arrived with"):
+        check.arrived(last_of_b)
+    arrived = Check(flat, manifest).tensors()
+    assert {name: tensor.tolist() for name, tensor in arrived.items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
