@@ -7,7 +7,7 @@ else is in the batch; weights change only between two decode steps; and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -76,6 +76,9 @@ class GenerationRequest:
     """With the position it determines each token's random number, whatever the batch."""
     prefix: Completion | None = None
     """An unfinished completion, handed over by a worker that drained; generation goes on from its end."""
+    on_progress: Callable[[Completion], None] | None = None
+    """Told what exists so far, as an abort would return it, whenever there is more; on the caller's loop, in order,
+    and never after `generate` has returned a result. The last tokens may come with the result alone."""
 
 
 class Engine(Protocol):

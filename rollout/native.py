@@ -10,6 +10,7 @@ and new requests for free rows. When the thread dies of an error, everyone who w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -200,6 +201,7 @@ class NativeEngine:
             self._answer(batch.add(self._joining()))
         if batch.rows:
             self._answer(batch.step())
+            self._tell_progress()
         return True
 
     def _joining(self) -> list[Row]:
@@ -232,6 +234,14 @@ class NativeEngine:
                     (self._answers.pop(row), _not_finite(row, self.version) if broken else completion)
                 )
         _resolve(answers)
+
+    def _tell_progress(self) -> None:
+        for row, completion in self._batch.watched():
+            with self._wake:
+                loop = self._answers[row].get_loop()
+            assert row.request.on_progress is not None
+            with contextlib.suppress(RuntimeError):  # a loop that was closed: nobody listens any more
+                loop.call_soon_threadsafe(row.request.on_progress, completion)
 
     def _end(self, error: BaseException | None) -> None:
         """Tells everyone who waits: after close what exists, after an error why."""

@@ -124,6 +124,11 @@ class DecodeBatch:
         """Takes `rows` out unfinished, with what they have."""
         return self._take([self.rows.index(row) for row in rows], "abort")
 
+    def watched(self) -> list[Ended]:
+        """What exists of each row that has someone to tell it to; nobody leaves."""
+        watched = [index for index, row in enumerate(self.rows) if row.request.on_progress is not None]
+        return self._read(watched, "abort") if watched else []
+
     def change_version(self, version: Version, recompute: bool) -> None:
         """Tokens from now on are of `version`, whose weights the model has now; `recompute` renews keys and values."""
         if self.version is not None:
@@ -213,26 +218,31 @@ class DecodeBatch:
         """Removes rows by index; without `reason` it is `stop` or `length` by their last token."""
         if not leaving:
             return []
-        index_R = torch.tensor(leaving, device=self.model.device)
-        rows = [self.rows[index] for index in leaving]
+        ended = self._read(leaving, reason)
+        self._close_gaps(leaving)
+        self._measure()
+        if not all(np.isfinite(completion.logprobs).all() for _, completion in ended):
+            self._cache.wipe(len(self.rows))
+        return ended
+
+    def _read(self, indexes: list[int], reason: str | None) -> list[Ended]:
+        """The completions of rows by index, as they are now; the reason as for `_take`."""
+        index_R = torch.tensor(indexes, device=self.model.device)
+        rows = [self.rows[index] for index in indexes]
         totals = [self._step - row.birth for row in rows]
         tokens_RL = self._tokens_SL[index_R, : max(totals)].cpu().numpy().astype(np.int32)
         logprobs_RL = self._logprobs_SL[index_R, : max(totals)].cpu().numpy()
-        ended = []
+        completions = []
         for row, total, ids_L, logprobs_L in zip(rows, totals, tokens_RL, logprobs_RL, strict=True):
             assert self.version is not None
             row.add_span(self.version, total - row.prompt_length)
             why = reason or ("stop" if int(ids_L[total - 1]) in row.stop_ids else "length")
             taken = slice(row.prompt_length, total)
             # Copies, so that a completion does not keep its neighbours' rows alive.
-            ended.append(
+            completions.append(
                 (row, Completion(ids_L[taken].copy(), logprobs_L[taken].copy(), tuple(row.spans), why))
             )
-        self._close_gaps(leaving)
-        self._measure()
-        if not all(np.isfinite(completion.logprobs).all() for _, completion in ended):
-            self._cache.wipe(len(self.rows))
-        return ended
+        return completions
 
     def _close_gaps(self, leaving: list[int]) -> None:
         """Moves the last rows that stay into the places of those that leave."""

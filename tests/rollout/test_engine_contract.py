@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -301,6 +302,37 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(
         await engine.update_weights(Version(1, 1), weights)
     assert engine.version == FIRST
     assert same(await engine.generate(ask("b")), before)
+
+
+async def test_progress_tells_what_exists_so_far_and_changes_nothing(engine: Engine) -> None:
+    silent = await engine.generate(ask("silent", 30, seed=3))
+    told: list[Completion] = []
+    crowd = [asyncio.create_task(engine.generate(ask(f"crowd {i}", 60, seed=9 + i))) for i in range(3)]
+    request = ask("loud", 30, seed=3)
+    loud = await engine.generate(dataclasses.replace(request, on_progress=told.append))
+    await asyncio.gather(*crowd)
+    assert same(loud, silent)
+    assert told
+    lengths = [len(completion.token_ids) for completion in told]
+    assert lengths == sorted(set(lengths))
+    assert lengths[-1] <= 30
+    for completion in told:
+        num_tokens = len(completion.token_ids)
+        assert completion.finish_reason == "abort"
+        assert completion.token_ids.tolist() == loud.token_ids[:num_tokens].tolist()
+        assert np.allclose(completion.logprobs, loud.logprobs[:num_tokens], atol=1e-6)
+        assert completion.spans == (VersionSpan(1, 0, 0, num_tokens),)
+
+
+async def test_an_abort_from_progress_ends_the_request(engine: Engine) -> None:
+    def enough(completion: Completion) -> None:
+        if len(completion.token_ids) >= 5:
+            engine.abort("watched")
+
+    request = dataclasses.replace(ask("watched", ENDLESS), on_progress=enough)
+    ended = await engine.generate(request)
+    assert ended.finish_reason == "abort"
+    assert 5 <= len(ended.token_ids) < ENDLESS
 
 
 async def test_close_returns_what_exists_and_refuses_more(engine: Engine, until: Until) -> None:
