@@ -16,15 +16,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from learner.staged import StagedWeights
 from paceline.groups import Version
+from paceline.tracing import span, version_traceparent
 from paceline.weight_link import SENDER, WeightLink, first_line, form_link
 from paceline.weights import WeightOffer
 
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
+
+Failure = Literal["", "link", "silent", "refused", "interrupted"]
+"""Why a version did not reach a member: the link was not formed, broke or was too slow; no answer came; the answer was
+no; or the control plane was away."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class PublishResult:
     ack_s: float = 0.0
     """From the last bucket to the member's answer: checksums and the engine's swap."""
     size_bytes: int = 0
+    failure: Failure = ""
     error: str = ""
 
 
@@ -78,17 +85,31 @@ class _Transfer:
     phase_started: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     size_bytes: int = 0
+    failure: Failure = ""
     error: str = ""
 
 
 class MemberLink:
-    """Keeps one member at the newest version, until `leave`."""
+    """Keeps one member at the newest version, until `leave`.
 
-    def __init__(self, settings: LinkSettings, member_id: str, epoch: int, attempts_before: int = 0) -> None:
+    `attempts_before` and `failures_before` are those of the same member's earlier links: prefixes must not repeat, and a
+    member that was expelled and named again must not be tried in a hurry.
+    """
+
+    def __init__(
+        self,
+        settings: LinkSettings,
+        member_id: str,
+        epoch: int,
+        attempts_before: int = 0,
+        failures_before: int = 0,
+    ) -> None:
         self._settings = settings
         self.member_id = member_id
         self.epoch = epoch
         self.attempt = attempts_before
+        self.failures = failures_before
+        """Attempts in a row that failed."""
         self.held: Version | None = None
         self._changed = threading.Condition()
         self._newest: StagedWeights | None = None
@@ -128,7 +149,7 @@ class MemberLink:
         may have been lost on its way."""
         with self._changed:
             if self._transfer is not None and self._answer is None and not self._transfer.error:
-                self._transfer.error = reason
+                self._transfer.error, self._transfer.failure = reason, "interrupted"
                 self._changed.notify_all()
 
     def leave(self) -> None:
@@ -145,15 +166,14 @@ class MemberLink:
         return not any(thread.is_alive() for thread in (self._thread, *self._transfer_threads))
 
     def _run(self) -> None:
-        failures = 0
+        self._back_off()
         while (staged := self._next_version()) is not None:
             result = self._deliver(staged)
             if result is None:
                 break
+            self.failures = 0 if result.ok else self.failures + 1
             self._report(result)
-            failures = 0 if result.ok else failures + 1
-            if failures:
-                self._back_off(min(FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 20), self._settings.max_wait_s))
+            self._back_off()
         self._link = None
 
     def _next_version(self) -> StagedWeights | None:
@@ -165,7 +185,11 @@ class MemberLink:
     def _is_behind(self) -> bool:
         return self._newest is not None and (self.held is None or self._newest.version > self.held)
 
-    def _back_off(self, seconds: float) -> None:
+    def _back_off(self) -> None:
+        """After failures in a row waits for 0.2 s, 0.4 s, … max_wait_s, or until it is told to leave."""
+        if not self.failures:
+            return
+        seconds = min(FIRST_BACKOFF_S * 2.0 ** min(self.failures - 1, 20), self._settings.max_wait_s)
         with self._changed:
             self._changed.wait_for(lambda: self._left, seconds)
 
@@ -206,8 +230,11 @@ class MemberLink:
     def _result(self, transfer: _Transfer, answer: tuple[bool, str] | None) -> PublishResult:
         seconds = dict(transfer.seconds)
         seconds[transfer.phase] = seconds.get(transfer.phase, 0.0) + time.monotonic() - transfer.phase_started
+        silent: Failure = "silent" if transfer.phase == "answer" else "link"
+        failure = transfer.failure or ("link" if transfer.error else silent)
         error = transfer.error or f"{transfer.phase}: nothing within {self._settings.max_wait_s} s"
         if answer is not None:
+            failure = "" if answer[0] else "refused"
             error = "" if answer[0] else f"the member refused: {answer[1]}"
         return PublishResult(
             self.member_id,
@@ -219,6 +246,7 @@ class MemberLink:
             transfer_s=seconds.get("transfer", 0.0),
             ack_s=seconds.get("answer", 0.0),
             size_bytes=transfer.size_bytes,
+            failure=failure,
             error=error,
         )
 
@@ -232,7 +260,11 @@ class MemberLink:
     def _carry(self, transfer: _Transfer) -> None:
         """The transfer's thread: every call in here may block outside Python."""
         try:
-            manifest, manifest_bytes, flat = transfer.staged.ready()
+            version = transfer.staged.version
+            about: dict[str, str | int] = {"member": self.member_id, "attempt": transfer.attempt}
+            trace = version_traceparent(self._settings.run_id, version.step)
+            with span("weights.prepare", trace, session=version.session, step=version.step):
+                manifest, manifest_bytes, flat = transfer.staged.ready()
             transfer.size_bytes = manifest.total_bytes
             self._enter(transfer, "offer")
             offer = self._offer(transfer, manifest_bytes)
@@ -240,9 +272,11 @@ class MemberLink:
             link = transfer.link
             if link is None:
                 self._enter(transfer, "form")
-                link = self._form(offer)
+                with span("weights.form", trace, epoch=offer.epoch, **about):
+                    link = self._form(offer)
             self._enter(transfer, "transfer")
-            link.send(flat, manifest, lambda _: self._enter(transfer, "transfer"))
+            with span("weights.transfer", trace, epoch=offer.epoch, bytes=manifest.total_bytes, **about):
+                link.send(flat, manifest, lambda _: self._enter(transfer, "transfer"))
             transfer.link = link
             self._enter(transfer, "answer")
         except Exception as error:

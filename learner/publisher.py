@@ -73,7 +73,8 @@ class Publisher:
         )
         self._lock = threading.Lock()
         self._links: dict[str, MemberLink] = {}
-        self._attempts: dict[str, int] = {}
+        self._before: dict[str, tuple[int, int]] = {}
+        """Attempts and failures of links that ended, by member."""
         self._left: list[MemberLink] = []
         self._staged: StagedWeights | None = None
         self._closed = False
@@ -89,7 +90,7 @@ class Publisher:
             for member_id in self._links.keys() - wanted:
                 self._drop(member_id)
             for member_id in wanted - self._links.keys():
-                link = MemberLink(self._settings, member_id, epoch, self._attempts.get(member_id, 0))
+                link = MemberLink(self._settings, member_id, epoch, *self._before.get(member_id, (0, 0)))
                 self._links[member_id] = link
                 if self._staged is not None:
                     link.publish(self._staged)
@@ -157,7 +158,7 @@ class Publisher:
     def _drop(self, member_id: str) -> None:
         link = self._links.pop(member_id)
         link.leave()
-        self._attempts[member_id] = link.attempt
+        self._before[member_id] = (link.attempt, link.failures)
         self._left = [old for old in self._left if not old.join(0.0)] + [link]
 
     def _check_open(self) -> None:

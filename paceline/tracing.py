@@ -27,6 +27,11 @@ def step_traceparent(run_id: str, step: int) -> str:
     return _traceparent(f"{run_id}/step/{step}")
 
 
+def version_traceparent(run_id: str, version_step: int) -> str:
+    """The trace context of a version of the weights: that of the step which made it."""
+    return step_traceparent(run_id, max(0, version_step - 1))
+
+
 def set_up_tracing(service: str) -> None:
     """Exports this process's spans when an OTLP endpoint is configured; once per process."""
     if not os.environ.get(ENDPOINT_VARIABLE):

@@ -20,6 +20,7 @@ import torch
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.flat_weights import Check, empty_flat
 from paceline.groups import Version
+from paceline.tracing import span, version_traceparent
 from paceline.weight_link import MEMBER, WeightLink, first_line, form_link
 from paceline.weights import WeightManifest, WeightOffer
 
@@ -88,6 +89,11 @@ class WeightReceiver:
                 return
         threading.Thread(target=self._acknowledge, args=(offer.version, *answer), daemon=True).start()
 
+    def leave_epoch(self) -> None:
+        """Drops the link, wherever it is; what is held goes on serving, and the next offer makes another link."""
+        with self._lock:
+            self._supersede()
+
     def reset(self, run_id: str) -> None:
         """Another run: forgets what is held and drops the link. The engine keeps its weights until new ones come."""
         with self._lock:
@@ -134,8 +140,10 @@ class WeightReceiver:
             self._progress(offer.version, num_bytes)
             check.arrived(num_bytes)
 
-        link.receive(flat, manifest, on_bucket)
-        tensors = check.tensors()
+        trace = version_traceparent(offer.run_id, offer.version.step)
+        with span("weights.receive", trace, member=offer.member_id, bytes=manifest.total_bytes):
+            link.receive(flat, manifest, on_bucket)
+            tensors = check.tensors()
         # One swap at a time: a thread that was left behind may still be inside the engine.
         if not self._swap.acquire(timeout=self._max_wait_s):
             raise Unavailable(f"the engine was busy with an earlier swap for {self._max_wait_s} s")
@@ -146,7 +154,8 @@ class WeightReceiver:
                 )
             if overtaken:
                 raise Unavailable("overtaken by a newer offer")
-            self._on_weights(offer.version, tensors)
+            with span("weights.swap", trace, member=offer.member_id):
+                self._on_weights(offer.version, tensors)
             with self._lock:
                 if offer.run_id == self._run_id:
                     self._held, self._held_manifest = offer.version, manifest

@@ -45,6 +45,14 @@ BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = 3600.0
 """The coordinator may be gone for long; the request waits for it. The learner has nothing else to do."""
 
+FAILURES = {
+    "": worker_pb2.PUBLISH_FAILURE_UNSPECIFIED,
+    "link": worker_pb2.PUBLISH_FAILURE_LINK,
+    "silent": worker_pb2.PUBLISH_FAILURE_SILENT,
+    "refused": worker_pb2.PUBLISH_FAILURE_REFUSED,
+    "interrupted": worker_pb2.PUBLISH_FAILURE_INTERRUPTED,
+}
+
 log = logging.getLogger(__name__)
 
 
@@ -245,7 +253,7 @@ class LearnerRun:
             started_s = time.perf_counter()
             with span("publish", part.traceparent, step=self.step):
                 self._publish(last)
-            metrics["gather_s"] = time.perf_counter() - started_s
+            metrics["publish_wait_s"] = time.perf_counter() - started_s
         self._send_receipt(part, sequences, metrics)
         if self._spec.checkpointing.enabled and (
             last or self.step % self._spec.checkpointing.save_period == 0
@@ -296,9 +304,17 @@ class LearnerRun:
         if self._spec.algorithm == "sft" or (self.step < self._assignment.publish_from_step and not last):
             return
         dtype = torch.bfloat16 if self._wire_type() == "bfloat16" else torch.float32
+        started_s = time.perf_counter()
         tensors = gather_weights(self._trainer.model, dtype)
-        if self._publisher is not None:
-            self._publisher.stage(Version(self.session, self.step), tensors)
+        gather_s = time.perf_counter() - started_s
+        if self._publisher is None:
+            return
+        staged = worker_pb2.StagedReport(
+            run_id=self.run_id, gather_s=gather_s, wait_s=time.perf_counter() - started_s
+        )
+        staged.version.session, staged.version.step = self.session, self.step
+        self._rank.report(worker_pb2.ConnectRequest(staged=staged))  # before any member can have it
+        self._publisher.stage(Version(self.session, self.step), tensors)
 
     def _wire_type(self) -> str:
         wanted = self._spec.policy.generation_precision
@@ -416,6 +432,9 @@ class LearnerRun:
             size_bytes=result.size_bytes,
             publish_s=result.form_s + result.transfer_s + result.ack_s,
             transfer_s=result.transfer_s,
+            form_s=result.form_s,
+            ack_s=result.ack_s,
+            failure=FAILURES[result.failure],
         )
         report.version.session, report.version.step = result.version
         self._rank.report(worker_pb2.ConnectRequest(publish=report))

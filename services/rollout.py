@@ -111,6 +111,10 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             case "weight_offer":
                 if self._run is not None:
                     self._run.offer(directive.weight_offer)
+            case "expelled":
+                if self._run is not None and self._run.run_id == directive.expelled.run_id:
+                    self._run.expelled(directive.expelled)
+                    await self._report_ready()
             case "drain":
                 self._grace_s = directive.drain.grace_s
                 self.drained.set()

@@ -63,7 +63,7 @@ class RolloutRun:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: dict[str, None] = {}
-        self._pause_s = 0.0
+        self._pause_s = self._swap_s = 0.0
         self._reported = (time.monotonic(), 0, 0.0)
         self._empty_since_s: float | None = time.monotonic()
         self._empty_s = 0.0
@@ -167,6 +167,12 @@ class RolloutRun:
                 manifest=offer.manifest,
             )
         )
+
+    def expelled(self, expelled: worker_pb2.Expelled) -> None:
+        """This worker missed a deadline: it serves what it holds, and takes part again over a link of the next epoch."""
+        version = None if self.engine.version is None else tuple(self.engine.version)
+        log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
+        self.receiver.leave_epoch()
 
     def decode(self, token_ids: IntArray) -> str:
         """Text of a completion, without special tokens."""
@@ -300,12 +306,19 @@ class RolloutRun:
     # Weights, on the receiver's threads
 
     def _on_weights(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        started_s = time.monotonic()
         swap = asyncio.run_coroutine_threadsafe(self.engine.update_weights(version, tensors), self._loop)
         self._pause_s = swap.result()  # the engine answers or raises; the learner has a deadline of its own
+        self._swap_s = time.monotonic() - started_s
 
     def _on_ack(self, version: Version, ok: bool, message: str) -> None:
         ack = worker_pb2.WeightAck(
-            run_id=self.run_id, member_id=self._member_id, ok=ok, message=message, pause_s=self._pause_s
+            run_id=self.run_id,
+            member_id=self._member_id,
+            ok=ok,
+            message=message,
+            pause_s=self._pause_s,
+            swap_s=self._swap_s,
         )
         ack.version.session, ack.version.step = version
         report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))

@@ -110,7 +110,7 @@ def _evaluate(records: list[dict[str, Any]], moments: list[Usage], spec: RunSpec
     def mean(name: str) -> float:
         return sum(record.get(name) or 0.0 for record in steps) / len(steps)
 
-    wait_s, train_s, publish_s = mean("learner_wait_s"), mean("step_s"), mean("gather_s")
+    wait_s, train_s, publish_s = mean("learner_wait_s"), mean("step_s"), mean("publish_wait_s")
     fetch_s = max(step_s - wait_s - train_s - publish_s, 0.0)
     cpu_s = {
         role: (moments[1].cpu_s[role] - moments[0].cpu_s[role]) / len(steps) for role in moments[0].cpu_s

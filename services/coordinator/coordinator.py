@@ -5,7 +5,7 @@ both. Everything runs on one event loop; `lock` serialises transactions with the
 
   a run starts    when none is active; its data sets are opened first, and a fault there fails the run alone
   a learner       that joins gets a new session, from the newest complete checkpoint
-  an epoch        names the rollout workers that are ready and not pinned by an evaluation
+  an epoch        names the rollout workers that are ready and not pinned by an evaluation, suspected or expelled
   a run ends      when all steps are trained, the learner has exported, and no evaluation is pending
 """
 
@@ -82,6 +82,8 @@ class Coordinator:
                 silent_s = time.monotonic() - member.last_report_s
                 # A process that dies closes its stream; one that is stopped or cut off does not.
                 await self.leave(member, f"silent for {silent_s:.0f} s", crashed=not member.connected)
+            for member in self.members.quiet(time.monotonic()):
+                await self._suspect(member, f"silent for {time.monotonic() - member.last_report_s:.0f} s")
             await self._warn(self.watchdog.look(time.monotonic()))
             await asyncio.sleep(TICK_S)
 
@@ -263,7 +265,8 @@ class Coordinator:
         """The member's stream broke; it has some time to come back."""
         if self.members.get(member.member_id) is member:
             member.connected = False
-            self._name_epoch()  # what was on its way to it is lost; when it is back, it is named and offered again
+            # What was on its way to it is lost; when it is back, it is named and offered again.
+            await self._suspect(member, "its stream broke")
             if member.role == common_pb2.ROLE_LEARNER:
                 await self._assign_learner()
 
@@ -296,6 +299,10 @@ class Coordinator:
         if self.members.get(member.member_id) is not member:
             return
         member.last_report_s = time.monotonic()
+        if member.suspected:
+            member.suspected = False
+            self._name_epoch()
+            await self._add_member_event(member, "heard of again")
         match request.WhichOneof("report"):
             case "heartbeat":
                 member.gauges = dict(request.heartbeat.gauges)
@@ -309,6 +316,8 @@ class Coordinator:
                 await self._on_run_report(member, request.run_report)
             case "checkpoint":
                 await self._on_checkpoint(request.checkpoint)
+            case "staged":
+                self.journal.note_staged(request.staged, self._epoch, len(self._named[1]))
             case "publish":
                 await self._on_publish(request.publish)
             case "leave":
@@ -375,12 +384,20 @@ class Coordinator:
         named = [
             member.member_id
             for member in self.members.of_role(common_pb2.ROLE_ROLLOUT)
-            if member.ready_run == run.run_id and member.connected and member.member_id != pinned
+            if member.ready_run == run.run_id
+            and member.connected
+            and not member.suspected
+            and not member.expelled
+            and member.member_id != pinned
         ]
         if (run.run_id, named) == self._named:
             return
-        self._named = (run.run_id, named)
+        before, self._named = self._named[1], (run.run_id, named)
         self._epoch += 1
+        for member_id in set(named) - set(before):
+            if (newcomer := self.members.get(member_id)) is not None:
+                newcomer.named_in = self._epoch
+        log.info("epoch %d of run %s: %s", self._epoch, run.run_id, ", ".join(named) or "nobody")
         directive = worker_pb2.Epoch(run_id=run.run_id, number=self._epoch, member_ids=named)
         for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
             learner.direct(worker_pb2.ConnectResponse(epoch=directive))
@@ -417,7 +434,7 @@ class Coordinator:
             if all(peer.failed_run == run.run_id for peer in peers):
                 await self._end(run.run_id, "failed", f"{_role(member)}: {report.error}")
             return
-        member.ready_run = run.run_id
+        member.ready_run, member.expelled = run.run_id, False
         if report.finished:
             async with self.lock:
                 with self.ledger.transaction():
@@ -436,10 +453,34 @@ class Coordinator:
         await self._tell_watchers()
 
     async def _on_publish(self, report: worker_pb2.PublishReport) -> None:
+        self.journal.note_publish(report)
         if report.ok:
-            self.journal.note_publish(report)
             return
         log.warning("version %d did not reach %s: %s", report.version.step, report.member_id, report.error)
+        member = self.members.get(report.member_id)
+        missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
+        if missed and member is not None and report.epoch >= member.named_in:
+            await self._expel(member, report)
+
+    async def _suspect(self, member: Member, why: str) -> None:
+        """A member may be gone: the next epoch is without it, and it is back in one as soon as it is heard of."""
+        if member.suspected or self.stopping:
+            return
+        member.suspected = True
+        log.warning("%s %s is suspected: %s", _role(member), member.member_id, why)
+        self._name_epoch()
+        await self._add_member_event(member, f"suspected: {why}")
+
+    async def _expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
+        """A member missed a deadline of its weight link: the next epoch is without it, and it is told so."""
+        if member.expelled:
+            return
+        member.expelled = True
+        log.warning("%s %s is expelled from epoch %d", _role(member), member.member_id, report.epoch)
+        expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
+        member.direct(worker_pb2.ConnectResponse(expelled=expelled))
+        self._name_epoch()
+        await self._add_member_event(member, f"expelled from epoch {report.epoch}: {report.error}")
 
     async def _add_member_event(self, member: Member, what: str) -> None:
         run = self.exchange.active

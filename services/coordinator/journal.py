@@ -18,6 +18,7 @@ from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Members
 from services.coordinator.recorder import SUMMARY_NAME, Recorder, write_summary
+from services.coordinator.weight_records import VersionRecord, WeightRecords
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +33,17 @@ class Journal:
         self._recorder: Recorder | None = None
         self._learner: dict[str, float] = {}
         self._weights: dict[str, float] = {}
+        self._versions = WeightRecords()
 
     def open(self, directory: Path, *, tensorboard: bool) -> None:
         """Begins, or goes on with, the files of a run."""
         self._recorder = Recorder(directory, tensorboard=tensorboard)
-        self._learner, self._weights = {}, {}
+        self._learner, self._weights, self._versions = {}, {}, WeightRecords()
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         """Ends the files, with a summary if the run has ended."""
         if self._recorder is not None:
+            self._write_versions(self._versions.close())
             if summary is not None:
                 write_summary(self._recorder.directory, summary)
             self._recorder.close()
@@ -70,12 +73,21 @@ class Journal:
                     log.warning("run %s: %s", run.run_id, notice.content["message"])
                     self._ledger.add_event(run.run_id, "warning", notice.content)
 
+    def note_staged(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> None:
+        """A version begins its way to the members of an epoch."""
+        self._weights |= {"weights/gather_s": report.gather_s, "weights/wait_s": report.wait_s}
+        self._write_versions(self._versions.stage(report, epoch, members))
+
     def note_pause(self, ack: worker_pb2.WeightAck) -> None:
         """How long a sampler stood still for a version."""
-        self._weights["weights/pause_s"] = ack.pause_s
+        self._weights |= {"weights/pause_s": ack.pause_s, "weights/swap_s": ack.swap_s}
+        self._versions.acknowledge(ack)
 
     def note_publish(self, report: worker_pb2.PublishReport) -> None:
-        """How a version reached a member."""
+        """How a version reached a member, or that it did not."""
+        self._write_versions(self._versions.publish(report))
+        if not report.ok:
+            return
         self._weights["weights/publish_s"] = report.publish_s
         self._weights["weights/transfer_s"] = report.transfer_s
         self._weights["weights/size_bytes"] = float(report.size_bytes)
@@ -118,6 +130,10 @@ class Journal:
         due = grpo.val_period and trained % grpo.val_period == 0
         if run.validation is not None and (grpo.val_at_end if final else due):
             evaluation.begin(self._exchange, run, trained)
+
+    def _write_versions(self, records: list[VersionRecord]) -> None:
+        for record in records:
+            self._record("weights", record.version.step, record.metrics())
 
     def _pool_gauges(self) -> dict[str, float]:
         """Sums of what the workers of each pool report."""

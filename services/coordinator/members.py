@@ -32,6 +32,12 @@ class Member:
     """Run that the worker has set up and can work on."""
     failed_run: str = ""
     """Run whose set-up failed on the worker."""
+    suspected: bool = False
+    """Not heard of for half the time-out: out of the epoch until it speaks."""
+    expelled: bool = False
+    """It missed a deadline of its weight link: out of the epoch until it says that it is ready."""
+    named_in: int = 0
+    """Epoch that named it; reports on earlier ones say nothing about it any more."""
     session: int = 0
     """Learner: session that it works in; 0 for one that waits."""
     gauges: dict[str, float] = field(default_factory=dict)
@@ -86,6 +92,14 @@ class Members:
     def all(self) -> list[Member]:
         """Every member."""
         return list(self._members.values())
+
+    def quiet(self, now_s: float) -> list[Member]:
+        """Members with a stream, not suspected yet, that were not heard of for half the time-out."""
+        return [
+            member
+            for member in self._members.values()
+            if member.connected and not member.suspected and now_s - member.last_report_s > self.timeout_s / 2
+        ]
 
     def silent(self, now_s: float) -> list[Member]:
         """Members not heard of for longer than the time-out; half of it where the stream broke."""

@@ -47,11 +47,11 @@ def trained_groups(cluster: LocalCluster, run_id: str) -> list[sqlite3.Row]:
     return rows
 
 
-def metrics(summary: dict[str, Any], cluster: LocalCluster) -> list[dict[str, Any]]:
-    """The run's training lines of metrics.jsonl."""
+def metrics(summary: dict[str, Any], cluster: LocalCluster, kind: str = "train") -> list[dict[str, Any]]:
+    """The run's lines of one kind of metrics.jsonl."""
     path = cluster.directory / summary["run_id"] / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
+    return [line for line in lines if line["kind"] == kind]
 
 
 def wait_for_step(client: Client, cluster: LocalCluster, run_id: str, step: int) -> None:
@@ -75,6 +75,13 @@ def test_a_run_learns_evaluates_checkpoints_and_exports(
     assert summary["samples"] == 24 * 8 * 4
     lines = metrics(summary, cluster)
     assert [line["step"] for line in lines] == list(range(24))
+    versions = {line["step"]: line for line in metrics(summary, cluster, "weights")}
+    assert versions.keys() == set(range(25))
+    assert all(1 <= version["acknowledged"] <= version["members"] == 2 for version in versions.values())
+    assert {
+        *("epoch", "session", "size_bytes", "gather_s", "wait_s", "form_s", "transfer_s", "answer_s"),
+        *("publish_s", "swap_s", "pause_s", "failures"),
+    } <= versions[24].keys()
     expected = {
         *(
             "reward",

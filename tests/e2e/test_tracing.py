@@ -60,4 +60,7 @@ def test_a_group_and_a_step_each_have_one_trace_over_all_services(
         trace_id(text) for text in (group_traceparent(run.run_id, 0), step_traceparent(run.run_id, 1))
     )
     assert {name for trace, name in collector.spans if trace == group} >= {"lease", "generate", "score"}
-    assert {name for trace, name in collector.spans if trace == step} >= {"wait", "train", "publish"}
+    assert {name for trace, name in collector.spans if trace == step} >= {
+        *("wait", "train", "publish"),
+        *("weights.prepare", "weights.transfer", "weights.receive", "weights.swap"),
+    }

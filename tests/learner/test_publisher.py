@@ -180,6 +180,13 @@ def test_member_that_never_comes_is_reported_and_tried_with_fresh_prefixes(hasty
     result = hasty.result()
     assert (result.ok, result.attempt, result.version) == (False, 1, V1)
     assert result.error.startswith("form: ")
+    assert result.failure == "link"
+    hasty.publisher.set_members(2, [])
+    hasty.publisher.set_members(3, ["deaf"])  # named again: it goes on with its attempts and its back-off
+    third = hasty.offers.get(timeout=DEADLINE_S)
+    while third.epoch != 3:
+        third = hasty.offers.get(timeout=DEADLINE_S)
+    assert third.attempt > second.attempt
 
 
 def test_member_that_leaves_in_the_middle_is_not_reported_and_not_tried_again(bench: Bench) -> None:

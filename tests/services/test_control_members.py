@@ -159,6 +159,76 @@ async def test_an_epoch_names_who_is_ready(plane: Plane) -> None:
     assert plane.coordinator.exchange.versions == {}
 
 
+async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_again(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    trainer, worker, other = learner(plane), rollout(plane), rollout(plane, "rollout-2")
+    for one, names in ((worker, ["rollout-1"]), (other, ["rollout-1", "rollout-2"])):
+        await one.hear("run")
+        one.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
+        await trainer.hear_epoch(*names)
+    named_in = plane.coordinator._epoch
+
+    def failed(epoch: int, failure: worker_pb2.PublishFailure.ValueType) -> worker_pb2.PublishReport:
+        return worker_pb2.PublishReport(
+            run_id=run.run_id, member_id="rollout-1", epoch=epoch, failure=failure, error="transfer: too slow"
+        )
+
+    for failure in (worker_pb2.PUBLISH_FAILURE_REFUSED, worker_pb2.PUBLISH_FAILURE_INTERRUPTED):
+        trainer.say(publish=failed(named_in, failure))  # no deadline was missed
+    trainer.say(publish=failed(named_in, worker_pb2.PUBLISH_FAILURE_LINK))
+    told = await worker.hear("expelled")
+    assert (told.run_id, told.epoch, told.reason) == (run.run_id, named_in, "transfer: too slow")
+    await trainer.hear_epoch("rollout-2")
+    what = f"expelled from epoch {named_in}: transfer: too slow"
+    await plane.watch_until(run.run_id, "member", member_id="rollout-1", what=what)
+
+    worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
+    await trainer.hear_epoch("rollout-1", "rollout-2")
+    assert plane.coordinator._epoch == named_in + 2
+    trainer.say(publish=failed(named_in, worker_pb2.PUBLISH_FAILURE_LINK))  # of the earlier epoch, late
+    worker.say(leave=worker_pb2.Leave())
+    await trainer.hear_epoch("rollout-2")
+    assert plane.coordinator._epoch == named_in + 3
+
+
+async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    trainer, worker = learner(plane), rollout(plane)
+    await worker.hear("run")
+    worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
+    await trainer.hear_epoch("rollout-1")
+    worker.hang_up()
+    await trainer.hear_epoch()
+    await plane.watch_until(run.run_id, "member", what="suspected: its stream broke")
+    again = rollout(plane)
+    await again.hear("run")
+    again.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
+    await trainer.hear_epoch("rollout-1")
+
+
+async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) -> None:
+    plane = Plane(tmp_path, timeout_s=8.0)
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    try:
+        await plane.watch_until(run.run_id, "state", state="running")
+        worker = rollout(plane)
+        await worker.hear("run")
+        worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
+        await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="suspected: silent for 4 s")
+        assert plane.coordinator._named == (run.run_id, [])
+        worker.say(heartbeat=worker_pb2.Heartbeat())
+        await plane.watch_until(run.run_id, "member", what="heard of again")
+        assert plane.coordinator._named == (run.run_id, ["rollout-1"])
+    finally:
+        await plane.stop()
+
+
 async def test_a_silent_member_is_gone(tmp_path: Path) -> None:
     plane = Plane(tmp_path, timeout_s=0.2)
     await plane.start()

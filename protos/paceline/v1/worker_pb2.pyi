@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos.paceline.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _PublishFailure:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PublishFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PublishFailure.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PUBLISH_FAILURE_UNSPECIFIED: _PublishFailure.ValueType  # 0
+    """It did."""
+    PUBLISH_FAILURE_LINK: _PublishFailure.ValueType  # 1
+    """The link was not formed or did not carry the bytes in time, or broke."""
+    PUBLISH_FAILURE_SILENT: _PublishFailure.ValueType  # 2
+    """The bytes went out, no answer came in time."""
+    PUBLISH_FAILURE_REFUSED: _PublishFailure.ValueType  # 3
+    """The member answered that it does not take it."""
+    PUBLISH_FAILURE_INTERRUPTED: _PublishFailure.ValueType  # 4
+    """Not the member's doing: the control plane was away."""
+
+class PublishFailure(_PublishFailure, metaclass=_PublishFailureEnumTypeWrapper):
+    """Why a version did not reach a member."""
+
+PUBLISH_FAILURE_UNSPECIFIED: PublishFailure.ValueType  # 0
+"""It did."""
+PUBLISH_FAILURE_LINK: PublishFailure.ValueType  # 1
+"""The link was not formed or did not carry the bytes in time, or broke."""
+PUBLISH_FAILURE_SILENT: PublishFailure.ValueType  # 2
+"""The bytes went out, no answer came in time."""
+PUBLISH_FAILURE_REFUSED: PublishFailure.ValueType  # 3
+"""The member answered that it does not take it."""
+PUBLISH_FAILURE_INTERRUPTED: PublishFailure.ValueType  # 4
+"""Not the member's doing: the control plane was away."""
+Global___PublishFailure: _TypeAlias = PublishFailure  # noqa: Y015
 
 @_typing.final
 class ConnectRequest(_message.Message):
@@ -33,6 +66,7 @@ class ConnectRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     PUBLISH_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    STAGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream."""
@@ -65,6 +99,10 @@ class ConnectRequest(_message.Message):
     def leave(self) -> Global___Leave:
         """The worker leaves in good order; what it still holds goes to others at once. The stream then ends."""
 
+    @_builtins.property
+    def staged(self) -> Global___StagedReport:
+        """From the learner: a version is staged for publishing."""
+
     def __init__(
         self,
         *,
@@ -76,12 +114,13 @@ class ConnectRequest(_message.Message):
         checkpoint: Global___CheckpointReport | None = ...,
         publish: Global___PublishReport | None = ...,
         leave: Global___Leave | None = ...,
+        staged: Global___StagedReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -101,6 +140,7 @@ class ConnectResponse(_message.Message):
     WEIGHT_ACK_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    EXPELLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -133,6 +173,10 @@ class ConnectResponse(_message.Message):
     def checkpoint(self) -> Global___CheckpointDirective:
         """To the learner: make a checkpoint after the current step."""
 
+    @_builtins.property
+    def expelled(self) -> Global___Expelled:
+        """To a rollout worker: it is out of its epoch."""
+
     def __init__(
         self,
         *,
@@ -144,12 +188,13 @@ class ConnectResponse(_message.Message):
         weight_ack: Global___WeightAck | None = ...,
         drain: Global___DrainDirective | None = ...,
         checkpoint: Global___CheckpointDirective | None = ...,
+        expelled: Global___Expelled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "idle", b"idle", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "idle", b"idle", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint"]  # noqa: Y015
+    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled"]  # noqa: Y015
     _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_directive) -> _WhichOneofReturnType_directive | None: ...
 
@@ -423,6 +468,39 @@ class Epoch(_message.Message):
 Global___Epoch: _TypeAlias = Epoch  # noqa: Y015
 
 @_typing.final
+class Expelled(_message.Message):
+    """A rollout worker missed a deadline of its weight link and is no longer of the epoch. It goes on serving the version that
+    it holds while leases allow, drops its link, catches up if it has another way, and reports its run as ready to be
+    named in the next epoch.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run that the epoch belongs to."""
+    epoch: _builtins.int
+    """Epoch that it was expelled from."""
+    reason: _builtins.str
+    """The deadline that was missed, as the learner saw it."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Expelled: _TypeAlias = Expelled  # noqa: Y015
+
+@_typing.final
 class WeightOffer(_message.Message):
     """One version for one member: form the link if there is none under this prefix, receive, verify, swap, acknowledge."""
 
@@ -502,6 +580,7 @@ class WeightAck(_message.Message):
     OK_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     PAUSE_S_FIELD_NUMBER: _builtins.int
+    SWAP_S_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that the weights belong to."""
     member_id: _builtins.str
@@ -512,6 +591,8 @@ class WeightAck(_message.Message):
     """Why not."""
     pause_s: _builtins.float
     """Seconds for which the sampler stood still."""
+    swap_s: _builtins.float
+    """Seconds from verified bytes to a sampler that uses them, the pause included."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
@@ -525,10 +606,11 @@ class WeightAck(_message.Message):
         ok: _builtins.bool = ...,
         message: _builtins.str = ...,
         pause_s: _builtins.float = ...,
+        swap_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "message", b"message", "ok", b"ok", "pause_s", b"pause_s", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "message", b"message", "ok", b"ok", "pause_s", b"pause_s", "run_id", b"run_id", "swap_s", b"swap_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,6 +707,42 @@ class CheckpointReport(_message.Message):
 Global___CheckpointReport: _TypeAlias = CheckpointReport  # noqa: Y015
 
 @_typing.final
+class StagedReport(_message.Message):
+    """A version is staged: training goes on, and every member of the epoch is brought to it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    GATHER_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Which run."""
+    gather_s: _builtins.float
+    """Seconds in which all ranks gathered it."""
+    wait_s: _builtins.float
+    """Seconds for which the learner's next step waited because of it, gathering included."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PolicyVersion:
+        """The version."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        version: _common_pb2.PolicyVersion | None = ...,
+        gather_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gather_s", b"gather_s", "run_id", b"run_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagedReport: _TypeAlias = StagedReport  # noqa: Y015
+
+@_typing.final
 class PublishReport(_message.Message):
     """How a version was published to one member."""
 
@@ -639,6 +757,9 @@ class PublishReport(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     PUBLISH_S_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
+    FORM_S_FIELD_NUMBER: _builtins.int
+    ACK_S_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     member_id: _builtins.str
@@ -655,6 +776,12 @@ class PublishReport(_message.Message):
     """Seconds from staging to acknowledgement."""
     transfer_s: _builtins.float
     """Seconds of the transfer alone."""
+    form_s: _builtins.float
+    """Seconds of forming the link; 0 when it stood."""
+    ack_s: _builtins.float
+    """Seconds from the last byte to the member's answer."""
+    failure: Global___PublishFailure.ValueType
+    """Why not, in one word."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
@@ -671,10 +798,13 @@ class PublishReport(_message.Message):
         size_bytes: _builtins.int = ...,
         publish_s: _builtins.float = ...,
         transfer_s: _builtins.float = ...,
+        form_s: _builtins.float = ...,
+        ack_s: _builtins.float = ...,
+        failure: Global___PublishFailure.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "member_id", b"member_id", "ok", b"ok", "publish_s", b"publish_s", "run_id", b"run_id", "size_bytes", b"size_bytes", "transfer_s", b"transfer_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_s", b"ack_s", "epoch", b"epoch", "error", b"error", "failure", b"failure", "form_s", b"form_s", "member_id", b"member_id", "ok", b"ok", "publish_s", b"publish_s", "run_id", b"run_id", "size_bytes", b"size_bytes", "transfer_s", b"transfer_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
