@@ -117,8 +117,9 @@ class LocalCluster:
         takes its turn among the GPUs of the others.
         """
         name = f"{role}-{len(self._services[role])}"
-        ranks = ["--ranks", str(self.cluster.learner_ranks)] if role == "learner" else []
-        command = [f"services.{role}", "--coordinator", self.address, "--port", "0", "--name", name, *ranks]
+        own = {"learner": ["--ranks", str(self.cluster.learner_ranks)], "rollout": ["--http-port", "0"]}
+        options = ["--port", "0", "--name", name, *own.get(role, [])]
+        command = [f"services.{role}", "--coordinator", self.address, *options]
         self._add(role, command)
         return name
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 RUN_COLUMNS = ("run", "state", "steps", "open groups", "trained tokens", "age", "message")
-MEMBER_COLUMNS = ("member", "role", "address", "version", "session", "holds", "silent")
+MEMBER_COLUMNS = ("member", "role", "address", "http", "version", "session", "holds", "silent")
 STYLES = {"warning": "yellow", "evaluation": "green", "state": "bold", "session": "cyan", "member": "cyan"}
 """Colour of an event's line on a terminal, by kind."""
 
@@ -67,6 +67,7 @@ def member_facts(member: Member) -> Facts:
         "member_id": member.member_id,
         "role": Role.Name(member.role).removeprefix("ROLE_").lower(),
         "address": member.address,
+        "http_address": member.http_address,
         "version": version if member.HasField("version") else None,
         "silent_s": member.silent_s,
         "held": member.held,
@@ -80,6 +81,7 @@ def member_row(facts: Facts) -> list[str]:
         facts["member_id"],
         facts["role"],
         facts["address"],
+        facts["http_address"],
         str(version["step"]),
         str(version["session"]),
         str(facts["held"]),

@@ -25,6 +25,7 @@ from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 from rollout.engine import GenerationRequest, SamplingParams
 from services.advertise import advertised_host
+from services.endpoint.server import Endpoint
 from services.grpc_server import GrpcServer, run_service, with_status
 from services.lifeline import die_with_parent
 from services.member import Membership
@@ -41,6 +42,8 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self, coordinator: str, member_id: str, device: str, grace_s: float, host: str):
         self.member_id = member_id
         self.address = ""
+        self.http_address = ""
+        self.endpoint = Endpoint(lambda: self._run)
         self.drained = asyncio.Event()
         self._host = host
         self._device = device
@@ -126,7 +129,11 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _hello(self) -> worker_pb2.Hello:
         hello = worker_pb2.Hello(
-            role=common_pb2.ROLE_ROLLOUT, member_id=self.member_id, address=self.address, protocol=PROTOCOL
+            role=common_pb2.ROLE_ROLLOUT,
+            member_id=self.member_id,
+            address=self.address,
+            protocol=PROTOCOL,
+            http_address=self.http_address,
         )
         if self._run is not None and self._run.engine.version is not None:
             hello.run_id = self._run.run_id
@@ -153,7 +160,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         call = uuid.uuid4().hex
         completions = await asyncio.gather(
             *(
-                run.engine.generate(
+                run.ask(
                     GenerationRequest(f"call/{call}/{i}", prompt_ids, params, sample_seed(request.seed, 0, i))
                 )
                 for i in range(request.n or 1)
@@ -215,6 +222,9 @@ def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParam
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=0, help="gRPC port; 0 takes a free one.")
+@click.option(
+    "--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none."
+)
 @click.option("--advertise-host", default="", help="This machine's address for the others; default --host.")
 @click.option("--name", default="rollout", help="A word for people; the member id is made from it.")
 @click.option("--device", default="auto", help="cpu, cuda, or auto.")
@@ -228,6 +238,7 @@ def main(
     coordinator: str,
     host: str,
     port: int,
+    http_port: int | None,
     advertise_host: str,
     name: str,
     device: str,
@@ -248,6 +259,9 @@ def main(
             worker, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
         )
         worker.address = f"{reachable}:{server.port}"
+        if http_port is not None:
+            worker.http_address = f"{reachable}:{await worker.endpoint.start(host, http_port)}"
+            log.info("OpenAI-compatible endpoint at http://%s/v1", worker.http_address)
         async with server, asyncio.TaskGroup() as tasks:
             announce(ready_file, worker.address)
             loops = [tasks.create_task(worker.membership.run()), tasks.create_task(worker.work())]
@@ -256,6 +270,7 @@ def main(
             stopped.cancel()
             drained.cancel()
             await worker.drain(grace_s)
+            await worker.endpoint.close()
             await worker.membership.leave()
             for loop in loops:
                 loop.cancel()

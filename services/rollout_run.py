@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Completion, Group, IntArray, Version
 from paceline.prompts import encode_prompt, load_tokenizer
 from paceline.spec import RunSpec
@@ -64,6 +64,9 @@ class RolloutRun:
         self._idle.set()
         self._running: dict[str, None] = {}
         self._pause_s = self._swap_s = 0.0
+        self._guests: dict[str, None] = {}
+        self._no_guests = asyncio.Event()
+        self._no_guests.set()
         self._reported = (time.monotonic(), 0, 0.0)
         self._empty_since_s: float | None = time.monotonic()
         self._empty_s = 0.0
@@ -135,20 +138,38 @@ class RolloutRun:
                     payload = payloads[lease.prefix_frame - 1] if lease.prefix_frame else None
                     self._take(lease)
                     groups.create_task(self._generate(lease, payload))
+        await self._no_guests.wait()  # the engine ends with this call; `drain` has a deadline for them
 
     async def drain(self, grace_s: float) -> int:
-        """No further lease; running samples have `grace_s` to finish, then go back unfinished. Returns how many leases."""
+        """No further lease; running samples have `grace_s` to finish, then go back unfinished. Returns how many leases.
+
+        What visitors asked for has the same time, and then ends as it is.
+        """
         self._draining = True
         self._room.set()
+        ended = asyncio.gather(self._idle.wait(), self._no_guests.wait())
         try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+            await asyncio.wait_for(asyncio.shield(ended), grace_s)
         except TimeoutError:
             left = self.num_leases
-            for request_id in list(self._running):
+            for request_id in [*self._running, *self._guests]:
                 self.engine.abort(request_id)
-            await self._idle.wait()
+            await ended
             return left
         return 0
+
+    async def ask(self, request: GenerationRequest) -> Completion:
+        """A completion for somebody outside of the run: no lease, no books. Raises what `Engine.generate` raises."""
+        if self._draining:
+            raise Unavailable("this worker is leaving; ask another")
+        self._guests[request.request_id] = None
+        self._no_guests.clear()
+        try:
+            return await self.engine.generate(request)
+        finally:
+            del self._guests[request.request_id]
+            if not self._guests:
+                self._no_guests.set()
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
         """The learner offers a version."""

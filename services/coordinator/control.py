@@ -140,6 +140,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 address=member.address,
                 silent_s=now_s - member.last_report_s,
                 held=held.get(member.member_id, 0),
+                http_address=member.http_address,
             )
             if member.version is not None:
                 entry.version.session, entry.version.step = member.version

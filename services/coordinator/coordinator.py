@@ -240,7 +240,13 @@ class Coordinator:
         same_run = run is not None and hello.run_id == run.run_id
         session = hello.session if same_run else 0
         member = Member(
-            hello.member_id, hello.role, hello.address, hello.rank, time.monotonic(), session=session
+            hello.member_id,
+            hello.role,
+            hello.address,
+            hello.rank,
+            time.monotonic(),
+            hello.http_address,
+            session=session,
         )
         if same_run and hello.HasField("version"):
             member.version = Version(hello.version.session, hello.version.step)

@@ -25,6 +25,7 @@ class Member:
     address: str
     rank: int
     last_report_s: float
+    http_address: str = ""
     connected: bool = True
     """Whether its stream stands."""
     version: Version | None = None

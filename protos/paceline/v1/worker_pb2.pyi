@@ -216,6 +216,7 @@ class Hello(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     NUM_THREADS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it is for."""
     member_id: _builtins.str
@@ -234,6 +235,8 @@ class Hello(_message.Message):
     """Learner: compute threads of each rank; part of what makes a replay bit-identical."""
     rank: _builtins.int
     """Learner: the rank; only rank 0 is given runs, the others only ask for their parts of batches."""
+    http_address: _builtins.str
+    """Where its OpenAI-compatible HTTP endpoint listens, host:port; empty if nowhere."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version whose weights it holds, if any."""
@@ -251,10 +254,11 @@ class Hello(_message.Message):
         world_size: _builtins.int = ...,
         num_threads: _builtins.int = ...,
         rank: _builtins.int = ...,
+        http_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -907,6 +911,7 @@ class Member(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SILENT_S_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """Its id."""
     role: _common_pb2.Role.ValueType
@@ -917,6 +922,8 @@ class Member(_message.Message):
     """Seconds since its last report."""
     held: _builtins.int
     """Leases or tasks that it holds."""
+    http_address: _builtins.str
+    """Where its OpenAI-compatible HTTP endpoint listens; empty if nowhere."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version it acknowledged, if any."""
@@ -930,10 +937,11 @@ class Member(_message.Message):
         version: _common_pb2.PolicyVersion | None = ...,
         silent_s: _builtins.float = ...,
         held: _builtins.int = ...,
+        http_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "held", b"held", "member_id", b"member_id", "role", b"role", "silent_s", b"silent_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "held", b"held", "http_address", b"http_address", "member_id", b"member_id", "role", b"role", "silent_s", b"silent_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

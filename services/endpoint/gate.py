@@ -1,0 +1,52 @@
+"""How much of the engine visitors may take: a few sequences at a time, a bounded queue, and a clear no beyond it.
+
+Training comes first: leases enter the engine as they come, requests from outside through this gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from paceline.errors import PacelineError
+
+SHARE = 8
+"""Visitors get one in so many of the engine's places (at least one)."""
+
+QUEUE = 16
+"""Sequences that may be under way or wait, in multiples of that."""
+
+
+class Busy(PacelineError):
+    """The queue is full; the same request may be taken later."""
+
+
+class Gate:
+    """Places for visitors' sequences in an engine that decodes `batch_size` at a time."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.places = max(1, batch_size // SHARE)
+        self.capacity = QUEUE * self.places
+        self._taken = 0
+        self._free = asyncio.Semaphore(self.places)
+
+    @contextlib.contextmanager
+    def admitted(self, num_sequences: int) -> Iterator[None]:
+        """Room for a request's sequences in the queue. Raises Busy when there is none now."""
+        if self._taken + num_sequences > self.capacity:
+            raise Busy(
+                f"{self._taken} sequences are under way or wait, at most {self.capacity} may; this request has "
+                f"{num_sequences}. Try again later, or ask another worker"
+            )
+        self._taken += num_sequences
+        try:
+            yield
+        finally:
+            self._taken -= num_sequences
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """One sequence's place in the engine, in the order of asking."""
+        async with self._free:
+            yield

@@ -1,0 +1,72 @@
+"""The OpenAI client against a worker that trains: it is served, the books do not know it, and SIGTERM waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+
+from paceline.client import Client
+from paceline.spec import ClusterSection, RunSpec
+from paceline.up import LocalCluster
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import verify
+
+
+def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_told_to_stop(
+    make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    policy = {"max_total_sequence_length": 256, "generation": {"max_new_tokens": 6, "max_batch_size": 32}}
+    spec = make_spec(grpo={"max_num_steps": 400})
+    spec = make_spec(grpo={"max_num_steps": 400}, policy={**spec.policy.model_dump(), **policy})
+    with (
+        LocalCluster(tmp_path, ClusterSection(rollout_workers=1)) as cluster,
+        Client(cluster.address) as paceline,
+    ):
+        run = paceline.submit(spec)
+        events = paceline.watch(run.run_id)
+        while next(events).kind != "step":
+            pass
+        address = next(member.http_address for member in paceline.members() if member.http_address)
+        with OpenAI(base_url=f"http://{address}/v1", api_key="none", timeout=120) as client:
+            names = [model.id for model in client.models.list()]
+            said: Any = client.completions.create(
+                model=run.run_id, prompt="07+45=", n=4, seed=1, max_tokens=6, logprobs=0
+            )
+            with pytest.raises(BadRequestError, match="no chat template"):
+                client.chat.completions.create(
+                    model=run.run_id, messages=[{"role": "user", "content": "1+1="}]
+                )
+            stream = client.completions.create(
+                model=run.run_id, prompt="1+1=", max_tokens=250, stream=True, extra_body={"min_tokens": 250}
+            )
+            chunks = [next(stream)]
+            os.kill(cluster.pids("rollout")[0], signal.SIGTERM)
+            chunks += stream
+        while next(events).kind != "step":
+            pass  # another life of the worker trains on
+        paceline.cancel(run.run_id)
+        ended = paceline.wait(run.run_id, timeout_s=120)
+
+    assert names[0] == run.run_id
+    assert names[1].startswith(f"{run.run_id}@1.")
+    assert said.model.startswith(f"{run.run_id}@1.")
+    assert len(said.choices) == 4
+    for choice in said.choices:
+        assert choice.versions[0][2] == 0
+        assert choice.versions[-1][3] == len(choice.logprobs.tokens)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert sum(len(chunk.choices[0].text) for chunk in chunks) > 100
+    assert (
+        ended.tokens["generated"] == ended.tokens["trained"] + ended.tokens["dropped"] + ended.tokens["live"]
+    )
+    ledger = Ledger(tmp_path / "ledger.sqlite", read_only=True)
+    try:
+        assert verify(ledger, run.run_id).problems == []
+    finally:
+        ledger.close()

@@ -1,0 +1,477 @@
+"""The public OpenAI client against the endpoint. Each test runs once for every engine there is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+import torch
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from paceline.groups import Completion, Version
+from paceline.prompts import load_tokenizer
+from paceline.spec import RunSpec
+from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
+from services.endpoint.server import Endpoint
+
+RUN = "demo-1"
+FIRST, SECOND = Version(1, 4), Version(1, 5)
+ENDLESS = 3000
+BATCH = 16
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+
+
+@pytest.fixture(params=["native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a token for each printable character, one for each byte of `€`, and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = [*map(chr, range(33, 127)), *(byte_level.pre_tokenize_str(" €")[0][0])]
+    vocabulary = {symbol: i for i, symbol in enumerate(["<end>", *dict.fromkeys(symbols)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
+    fast: Any = PreTrainedTokenizerFast
+    made = fast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
+    made.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(made), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, initializer_range=0.2,
+        eos_token_id=0, bos_token_id=None, pad_token_id=None, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def spec(folder: Path, backend: str) -> RunSpec:
+    generation = {"backend": backend, "max_new_tokens": 24}
+    if backend == "native":
+        generation["max_batch_size"] = BATCH
+    return RunSpec.model_validate(
+        {
+            "policy": {
+                "model_name": str(folder),
+                "max_total_sequence_length": 4096,
+                "generation": generation,
+            },
+            "data": {"train": "train.jsonl"},
+            "rewards": [{"function": "exact_match"}],
+        }
+    )
+
+
+@dataclass
+class Run:
+    """What the endpoint serves: an engine with its run's name, outside of any coordinator."""
+
+    run_id: str
+    spec: RunSpec
+    engine: Engine
+    tokenizer: Any
+    params: SamplingParams
+
+    async def ask(self, request: GenerationRequest) -> Completion:
+        return await self.engine.generate(request)
+
+
+@pytest.fixture
+def weights(folder: Path) -> Callable[[float], dict[str, torch.Tensor]]:
+    """`weights(scale)`: the model's, scaled, so that versions differ."""
+    auto: Any = Qwen3ForCausalLM
+    state = auto.from_pretrained(folder, dtype=torch.float32).state_dict()
+    return lambda scale=1.0: {name: tensor * scale for name, tensor in state.items()}
+
+
+@pytest_asyncio.fixture
+async def run(spec: RunSpec, weights: Any) -> AsyncIterator[Run]:
+    engine = await asyncio.to_thread(create_engine, spec)
+    await engine.update_weights(FIRST, weights())
+    params = SamplingParams.from_spec(spec.policy.generation)
+    yield Run(RUN, spec, engine, load_tokenizer(spec.policy), params)
+    await engine.close()
+
+
+@pytest_asyncio.fixture
+async def url(run: Run) -> AsyncIterator[str]:
+    endpoint = Endpoint(lambda: run)
+    yield f"http://127.0.0.1:{await endpoint.start('127.0.0.1', 0)}/v1"
+    await endpoint.close()
+
+
+@pytest_asyncio.fixture
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    async def wait(holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not holds():  # noqa: ASYNC110 - the engine's counters have no event to wait for
+                await asyncio.sleep(0.005)
+
+    return wait
+
+
+async def test_a_chat_is_the_template_the_engine_and_the_tokenizer(client: AsyncOpenAI, run: Run) -> None:
+    said = await client.chat.completions.create(
+        model=RUN, messages=MESSAGES, max_completion_tokens=9, seed=3, extra_body={"return_token_ids": True}
+    )
+    prompt_ids = run.tokenizer("<system>Be brief.<user>Why?<a>")["input_ids"]
+    choice: Any = said.choices[0]
+    assert choice.prompt_token_ids == prompt_ids
+    assert choice.message.content == run.tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+    assert said.usage is not None
+    assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (
+        len(prompt_ids),
+        len(choice.token_ids),
+    )
+    assert (choice.finish_reason == "length") == (len(choice.token_ids) == 9)
+    assert said.model == f"{RUN}@1.4"
+    assert said.system_fingerprint == "1.4"
+    assert choice.versions == [[1, 4, 0, len(choice.token_ids)]]
+
+
+async def test_the_same_seed_gives_the_same_choices_and_each_choice_is_its_own(client: AsyncOpenAI) -> None:
+    ask: Any = {"model": RUN, "prompt": "One two", "n": 4, "max_tokens": 20}
+    first = await client.completions.create(**ask, seed=5)
+    again = await client.completions.create(**ask, seed=5)
+    other = await client.completions.create(**ask, seed=6)
+    texts = [[choice.text for choice in answer.choices] for answer in (first, again, other)]
+    assert texts[0] == texts[1]
+    assert not set(texts[0]) & set(texts[2])
+    assert len(set(texts[0])) == 4
+    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+    unseeded = [(await client.completions.create(**ask)).choices[0].text for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+async def test_a_stream_joins_to_the_whole_answer(client: AsyncOpenAI) -> None:
+    ask: Any = {"model": RUN, "messages": MESSAGES, "n": 3, "max_tokens": 40, "seed": 1, "logprobs": True}
+    whole = await client.chat.completions.create(**ask)
+    texts, logprobs, reasons = {0: "", 1: "", 2: ""}, {0: [], 1: [], 2: []}, {}
+    chunks = 0
+    usage: Any = None
+    stream = await client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    async for chunk in stream:
+        chunks += 1
+        usage = chunk.usage or usage
+        assert chunk.model == f"{RUN}@1.4"
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            content = choice.logprobs.content if choice.logprobs else None
+            logprobs[choice.index] += [(token.token, token.logprob) for token in content or []]
+            reasons[choice.index] = choice.finish_reason
+    assert chunks > 10
+    assert usage == whole.usage
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.message.content
+        assert reasons[choice.index] == choice.finish_reason
+        assert choice.logprobs is not None
+        expected = [(token.token, token.logprob) for token in choice.logprobs.content or []]
+        assert [token for token, _ in logprobs[choice.index]] == [token for token, _ in expected]
+        assert np.allclose([p for _, p in logprobs[choice.index]], [p for _, p in expected], atol=1e-4)
+
+
+async def test_a_text_stream_has_offsets_and_ends_with_a_reason(client: AsyncOpenAI) -> None:
+    text, tokens, offsets, last = "", [], [], None
+    stream = await client.completions.create(
+        model=RUN, prompt="abc", max_tokens=30, seed=8, logprobs=0, stream=True
+    )
+    async for chunk in stream:
+        choice = chunk.choices[0]
+        text += choice.text
+        if choice.logprobs is not None:
+            tokens += choice.logprobs.tokens or []
+            offsets += choice.logprobs.text_offset or []
+        last = choice.finish_reason
+    assert last in ("stop", "length")
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert "\ufffd" in token or text[offset : offset + len(token)] == token
+
+
+async def test_a_stop_string_ends_the_choice_and_is_no_part_of_it(
+    client: AsyncOpenAI, run: Run, until: Callable[..., Awaitable[None]]
+) -> None:
+    ask: Any = {"model": RUN, "prompt": "abc", "seed": 11, "extra_body": {"min_tokens": 60}}
+    free = (await client.completions.create(**ask, max_tokens=60)).choices[0].text
+    stop = free[20:23]
+    before = free[: free.find(stop)]
+    stopped = await client.completions.create(
+        **ask, max_tokens=ENDLESS, stop=[stop, "no such text"], logprobs=0
+    )
+    assert stopped.choices[0].text == before
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.usage is not None
+    assert stopped.usage.completion_tokens == len(stopped.choices[0].logprobs.tokens) < 60  # type: ignore[union-attr, arg-type]
+    streamed = ""
+    async for chunk in await client.completions.create(**ask, max_tokens=ENDLESS, stop=stop, stream=True):
+        streamed += chunk.choices[0].text
+    assert streamed == before
+    await until(lambda: run.engine.num_running == 0)
+
+
+async def test_a_stop_token_ends_the_choice_and_has_no_text(client: AsyncOpenAI, run: Run) -> None:
+    ask: Any = {"model": RUN, "prompt": "abc", "seed": 12, "max_tokens": 60}
+    more: Any = {"return_token_ids": True}
+    free: Any = (await client.completions.create(**ask, extra_body=more)).choices[0]
+    token = free.token_ids[10]
+    at = free.token_ids.index(token)
+    stopped: Any = (
+        await client.completions.create(**ask, extra_body=more | {"stop_token_ids": [token]})
+    ).choices[0]
+    assert stopped.token_ids == free.token_ids[: at + 1]
+    assert stopped.text == run.tokenizer.decode(free.token_ids[:at], skip_special_tokens=True)
+    assert stopped.finish_reason == "stop"
+
+
+async def test_logprobs_are_those_of_a_plain_forward_pass(
+    client: AsyncOpenAI, run: Run, folder: Path
+) -> None:
+    said = await client.chat.completions.create(
+        model=RUN, messages=MESSAGES, max_tokens=30, temperature=0.7, logprobs=True, seed=2,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    choice: Any = said.choices[0]
+    auto: Any = Qwen3ForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32)
+    ids_1L = torch.tensor([choice.prompt_token_ids + choice.token_ids])
+    with torch.no_grad():
+        logprobs_LV = (model(ids_1L).logits[0, :-1] / 0.7).log_softmax(-1)
+    expected = logprobs_LV.gather(1, ids_1L[0, 1:, None])[len(choice.prompt_token_ids) - 1 :, 0]
+    assert choice.logprobs is not None
+    got = [token.logprob for token in choice.logprobs.content]
+    assert np.abs(np.array(got) - expected.numpy()).max() < 1e-4
+    assert [token.token for token in choice.logprobs.content] == [
+        run.tokenizer.decode([i], skip_special_tokens=True) for i in choice.token_ids
+    ]
+
+
+async def test_temperature_zero_is_greedy(client: AsyncOpenAI) -> None:
+    texts = set()
+    for seed in range(3):
+        said = await client.completions.create(
+            model=RUN, prompt="abc", max_tokens=20, temperature=0, seed=seed
+        )
+        texts.add(said.choices[0].text)
+    assert len(texts) == 1
+
+
+async def test_several_prompts_and_token_ids_have_choices_in_order(client: AsyncOpenAI, run: Run) -> None:
+    ids = [run.tokenizer(text)["input_ids"] for text in ("ab", "c")]
+    ask: Any = {"model": RUN, "n": 2, "seed": 4, "max_tokens": 8}
+    by_text = await client.completions.create(**ask, prompt=["ab", "c"])
+    by_ids = await client.completions.create(**ask, prompt=ids)
+    assert [c.text for c in by_text.choices] == [c.text for c in by_ids.choices]
+    assert [c.index for c in by_ids.choices] == [0, 1, 2, 3]
+    one = await client.completions.create(**ask, prompt=ids[0])
+    assert [c.text for c in one.choices] == [c.text for c in by_ids.choices][:2]
+    assert by_ids.usage is not None
+    assert by_ids.usage.prompt_tokens == 3
+
+
+async def test_models_are_the_run_and_the_version_it_holds(
+    client: AsyncOpenAI, run: Run, weights: Any
+) -> None:
+    assert [model.id async for model in client.models.list()] == [RUN, f"{RUN}@1.4"]
+    assert (await client.models.retrieve(f"{RUN}@1.4")).id == f"{RUN}@1.4"
+    pinned = await client.completions.create(model=f"{RUN}@1.4", prompt="abc")
+    assert pinned.model == f"{RUN}@1.4"
+    await run.engine.update_weights(SECOND, weights(1.1))
+    assert [model.id async for model in client.models.list()] == [RUN, f"{RUN}@1.5"]
+    for model in (f"{RUN}@1.4", "other", "other@1.5", f"{RUN}@"):
+        with pytest.raises(openai.NotFoundError, match=f"{RUN}@1.5") as refused:
+            await client.completions.create(model=model, prompt="abc")
+        assert refused.value.code == "model_not_found"
+        assert refused.value.param == "model"
+    assert (await client.completions.create(model=RUN, prompt="abc")).model == f"{RUN}@1.5"
+
+
+async def test_a_completion_lives_through_an_update_unless_it_asked_for_one_version(
+    client: AsyncOpenAI, run: Run, weights: Any
+) -> None:
+    def ask(model: str) -> Any:
+        # The update comes after the first chunk and before these many tokens are through.
+        return client.completions.create(
+            model=model, prompt="abc", max_tokens=ENDLESS, stream=True, extra_body={"min_tokens": ENDLESS}
+        )
+
+    free, pinned = await ask(RUN), await ask(f"{RUN}@1.4")
+    await anext(free)
+    await anext(pinned)
+    await run.engine.update_weights(SECOND, weights(1.1))
+    with pytest.raises(openai.APIError, match="took new weights"):
+        async for _ in pinned:
+            pass
+    async for chunk in free:
+        last = chunk
+    assert last.model == f"{RUN}@1.5"
+    assert last.system_fingerprint == "1.4+1.5"
+    first, second = last.choices[0].versions
+    assert [first[:3], second[:2], second[3]] == [[1, 4, 0], [1, 5], ENDLESS]
+    assert first[3] == second[2] > 0
+
+
+async def test_a_pinned_request_without_a_stream_is_told_so_too(
+    client: AsyncOpenAI, run: Run, weights: Any, until: Callable[..., Awaitable[None]]
+) -> None:
+    asked = asyncio.create_task(
+        client.completions.create(
+            model=f"{RUN}@1.4", prompt="abc", max_tokens=ENDLESS, extra_body={"min_tokens": ENDLESS}
+        )
+    )
+    await until(lambda: run.engine.num_running == 1)
+    await run.engine.update_weights(SECOND, weights(1.1))
+    with pytest.raises(openai.NotFoundError, match="took new weights"):
+        await asked
+    await until(lambda: run.engine.num_running == 0)
+
+
+async def test_a_client_that_goes_away_ends_its_sequences(
+    client: AsyncOpenAI, run: Run, until: Callable[..., Awaitable[None]]
+) -> None:
+    endless: Any = {
+        "model": RUN, "prompt": "abc", "max_tokens": ENDLESS, "extra_body": {"min_tokens": ENDLESS}
+    }  # fmt: skip
+    asked = asyncio.create_task(client.completions.create(**endless))
+    await until(lambda: run.engine.num_running == 1)
+    asked.cancel()
+    await until(lambda: run.engine.num_running == 0)
+    stream = await client.completions.create(**endless, stream=True)
+    await anext(aiter(stream))
+    await stream.close()
+    await until(lambda: run.engine.num_running == 0)
+
+
+async def test_a_full_queue_says_so_and_training_keeps_its_places(
+    client: AsyncOpenAI, run: Run, until: Callable[..., Awaitable[None]]
+) -> None:
+    places = max(1, run.engine.max_batch_size // 8)
+    endless: Any = {
+        "model": RUN, "prompt": "abc", "max_tokens": ENDLESS, "extra_body": {"min_tokens": ENDLESS}
+    }  # fmt: skip
+    taken = [asyncio.create_task(client.completions.create(**endless, n=16)) for _ in range(places)]
+    await until(lambda: run.engine.num_running == places)
+    with pytest.raises(openai.RateLimitError, match="Try again later") as refused:
+        # Requests may arrive in any order; one of these meets a full queue.
+        await asyncio.gather(*(client.completions.create(**endless) for _ in range(2)))
+    assert refused.value.response.headers["retry-after"] == "1"
+    assert run.engine.num_running + run.engine.num_waiting == places
+    lease = GenerationRequest("lease", np.array([1, 2], np.int32), SamplingParams(5), 0)
+    assert len((await run.engine.generate(lease)).token_ids) <= 5
+    for task in taken:
+        task.cancel()
+    await until(lambda: run.engine.num_running == 0)
+    await client.completions.create(model=RUN, prompt="abc", max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty", "not supported here"),
+        ({"logit_bias": {"3": 1}}, "logit_bias", "not supported here"),
+        ({"echo": True}, "echo", "not supported here"),
+        ({"logprobs": 3}, "logprobs", "logprobs=0"),
+        ({"best_of": 4, "n": 2}, "best_of", "best_of 4 must equal n 2"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 99999}, "max_tokens", "exceeds 4096"),
+        ({"n": 1000}, "n", "less than or equal to 128"),
+        ({"stop": ["a", ""]}, "stop", "not empty"),
+        ({"top_p": "high"}, "top_p", "valid number"),
+        ({"tempreature": 1}, "tempreature", "is unknown"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true only"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": [5000]}, None, "token ids"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_with_the_field(
+    client: AsyncOpenAI, body: dict[str, Any], field: str | None, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        await client.post("/completions", body={"model": RUN, "prompt": "abc"} | body, cast_to=object)
+    assert refused.value.param == field
+    assert refused.value.type == "invalid_request_error"
+
+
+async def test_what_chat_cannot_do_is_refused_with_the_field(client: AsyncOpenAI) -> None:
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for body, message in (
+        ({"messages": image}, "text only"),
+        ({"messages": []}, "messages"),
+        ({"tools": tools}, "tools is not supported"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            await client.post(
+                "/chat/completions", body={"model": RUN, "messages": MESSAGES} | body, cast_to=object
+            )
+    parts: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]}
+    ]
+    plain: Any = [{"role": "user", "content": "Why?"}]
+    answers = [
+        await client.chat.completions.create(model=RUN, messages=messages, seed=1)
+        for messages in (parts, plain)
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+@pytest.fixture
+def no_run() -> Callable[[], None]:
+    return lambda: None
+
+
+async def test_without_a_run_there_are_no_models_and_a_clear_word(no_run: Callable[[], None]) -> None:
+    endpoint = Endpoint(no_run)
+    port = await endpoint.start("127.0.0.1", 0)
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        assert [model async for model in client.models.list()] == []
+        with pytest.raises(openai.InternalServerError, match="works on no run") as refused:
+            await client.completions.create(model=RUN, prompt="abc")
+        assert refused.value.status_code == 503
+    await endpoint.close()
+
+
+async def test_errors_of_http_itself_have_the_same_shape(url: str) -> None:
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session:
+        for method, path, options, status, message in (
+            ("POST", "/nothing", {"json": {}}, 404, "Not Found"),
+            ("GET", "/completions", {}, 405, "Method Not Allowed"),
+            ("POST", "/completions", {"data": "{}"}, 400, "application/json"),
+            ("POST", "/completions", {"json": [1]}, 400, "JSON object"),
+            ("POST", "/completions", {"json": {}}, 400, "model"),
+            (
+                "POST",
+                "/completions",
+                {"data": b"{", "headers": {"Content-Type": "application/json"}},
+                400,
+                "no JSON",
+            ),
+        ):
+            async with session.request(method, url + path, **options) as answer:  # type: ignore[arg-type]
+                assert answer.status == status
+                assert message in json.loads(await answer.read())["error"]["message"]
