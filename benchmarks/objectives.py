@@ -1,183 +1,75 @@
-"""Every policy objective on the demo's task, before and after: one command, one table.
+"""Every objective on the demo's task, before and after: one command, one table.
 
-    python benchmarks/objectives.py [--presets gspo,cispo] [--steps 40] [--lag 2] [--updates 2] [--json] [key=value …]
+    python benchmarks/objectives.py [--families policy] [--only gspo,cispo] [--steps 40] [--lag 2] [--updates 2] [--json]
 
-The demo's model first imitates a teacher who errs in half of its answers, then trains with each preset from there. One
-process samples and trains in turn with the services' own engine and trainer; `--lag n` samples with the weights of n steps
-ago, which is what an asynchronous run's data looks like, but exactly repeatable. Accuracy is that of 512 sampled answers
-to held-out problems. Further arguments change the spec (`paceline/demo/grpo.yaml`). Recorded results: docs/objectives.md.
+The demo's model first imitates a teacher who errs in half of its answers; every objective then trains from there. A family
+is a module in objective_runs/ with `NAMES` and `run(name, files, taught, options)`, which returns one row: `measure` (what
+the numbers are), `before`, `after`, `seconds` and whatever else it has to show. More of `measure` is better; the command
+fails unless every objective gains. Each row is printed when it is there (on stderr with --json). Further arguments of the
+form key=value change the spec of policy runs. Recorded results: docs/objectives.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import importlib
 import json
-import random
 import sys
 import tempfile
-import time
-from collections import deque
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import numpy as np
 import torch
+from objective_runs.policy import imitate_teacher
 
-from learner.batch import sequences_from_groups
-from learner.examples import ExampleSource
-from learner.export import export_pretrained
-from learner.gather import gather_weights
-from learner.trainer import Trainer
-from paceline.demo.model import make_tokenizer
 from paceline.demo.run import make_files
-from paceline.groups import Completion, Group, Version
-from paceline.loss_presets import PresetName
-from paceline.prompts import encode_prompt
-from paceline.spec import RunSpec
-from paceline.spec_io import load_spec
-from rollout.engine import GenerationRequest, SamplingParams
-from rollout.native import NativeEngine
 
-CPU = torch.device("cpu")
-HELD_OUT = 512
-TOKENIZER = make_tokenizer()
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def imitate_teacher(files: Path, steps: int) -> Path:
-    """The demo's first stage, in this process; returns the exported model."""
-    spec = load_spec(files / "sft.yaml", (f"sft.max_num_steps={steps}",))
-    trainer = Trainer(spec, CPU)
-    source = ExampleSource(spec, TOKENIZER)
-    for step in range(steps):
-        trainer.train_step(source.part(step, 0, 1), step)
-    return export_pretrained(
-        files / "taught", gather_weights(trainer.model, None), model_name=spec.policy.model_name
-    )
-
-
-async def sample(
-    engine: NativeEngine, spec: RunSpec, rows: list[dict[str, str]], each: int, seed: int
-) -> list[Group]:
-    """One scored group for each row, with `each` completions."""
-    params = SamplingParams.from_spec(spec.policy.generation)
-    prompts = [encode_prompt(TOKENIZER, row["prompt"], spec.data.apply_chat_template) for row in rows]
-    requests = [
-        GenerationRequest(f"{seed}-{i}-{c}", prompt_ids, params, seed=hash((seed, i, c)) & 0x7FFFFFFF)
-        for i, prompt_ids in enumerate(prompts)
-        for c in range(each)
-    ]
-    async with asyncio.timeout(120):
-        completions = await asyncio.gather(*(engine.generate(request) for request in requests))
-    groups = []
-    for i, (row, prompt_ids) in enumerate(zip(rows, prompts, strict=True)):
-        own = tuple(with_text(completion) for completion in completions[i * each : (i + 1) * each])
-        rewards_CF = np.array([[float(c.text == row["answer"])] for c in own], np.float32)
-        groups.append(Group(seed * 100_000 + i, prompt_ids, own, rewards_CF=rewards_CF))
-    return groups
-
-
-def with_text(completion: Completion) -> Completion:
-    return replace(completion, text=TOKENIZER.decode(completion.token_ids, skip_special_tokens=True))
-
-
-def accuracy(groups: list[Group]) -> float:
-    return float(np.mean([group.rewards_CF.mean() for group in groups if group.rewards_CF is not None]))
-
-
-async def train(
-    spec: RunSpec, train_rows: list[dict[str, str]], held_out: list[dict[str, str]], lag: int
-) -> dict[str, Any]:
-    """One run; accuracy before and after, and how far the data was off-policy at its end."""
-    started_s = time.monotonic()
-    trainer = Trainer(spec, CPU)
-    engine = NativeEngine(spec)
-    published = deque([(0, gather_weights(trainer.model, None))], maxlen=lag + 1)
-    dice = random.Random(spec.grpo.seed)
-    metrics: dict[str, float] = {}
-    try:
-        await engine.update_weights(Version(1, 0), published[0][1])
-        before = accuracy(await sample(engine, spec, held_out, 1, seed=9_000_001))
-        for step in range(spec.grpo.max_num_steps):
-            rows = dice.sample(train_rows, spec.grpo.num_prompts_per_step)
-            groups = await sample(engine, spec, rows, spec.grpo.num_generations_per_prompt, seed=step)
-            metrics = trainer.train_step(sequences_from_groups(groups, spec), step)
-            published.append((step + 1, gather_weights(trainer.model, None)))
-            oldest, weights = published[0]
-            await engine.update_weights(Version(1, oldest), weights)
-        await engine.update_weights(Version(1, spec.grpo.max_num_steps), published[-1][1])
-        after = accuracy(await sample(engine, spec, held_out, 1, seed=9_000_001))
-    finally:
-        await engine.close()
-    return {
-        "before": before,
-        "after": after,
-        "effective_sample_size": metrics["effective_sample_size"],
-        "clip_fraction": metrics["clip_fraction"],
-        "drop_fraction": metrics["drop_fraction"],
-        "entropy": metrics["entropy"],
-        "seconds": time.monotonic() - started_s,
-    }
+FAMILIES = ("policy",)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--presets", default=",".join(get_args(PresetName)), help="comma-separated")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each preset")
-    parser.add_argument("--lag", type=int, default=2, help="age of the sampler's weights in steps")
-    parser.add_argument("--updates", type=int, default=2, help="updates that each batch gets")
+    """Runs the objectives asked for and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
+    parser.add_argument("--only", default="", help="objectives, comma-separated; default all of the families")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each objective")
+    parser.add_argument("--lag", type=int, default=2, help="policy: age of the sampler's weights in steps")
+    parser.add_argument("--updates", type=int, default=2, help="policy: updates that each batch gets")
+    parser.add_argument("--held-out", type=int, default=512, help="examples that before and after are about")
     parser.add_argument("--teacher-steps", type=int, default=600)
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, progress on stderr")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    modules = {
+        name: importlib.import_module(f"objective_runs.{name}") for name in options.families.split(",")
+    }
+    chosen = {
+        name: family
+        for family, module in modules.items()
+        for name in module.NAMES
+        if not options.only or name in options.only.split(",")
+    }
+    screen = sys.stderr if options.json else sys.stdout
     table: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        files = make_files(Path(name), seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        files = make_files(Path(folder), seed=0)
         taught = imitate_teacher(files, options.teacher_steps)
-        train_rows, held_out = (
-            read_rows(files / "data" / f"{part}.jsonl") for part in ("train", "validation")
-        )
-        if not options.json:
-            print(f"{'preset':<24}{'before':>8}{'after':>8}{'ESS':>7}{'clipped':>9}{'dropped':>9}{'s':>6}")
-        for preset in options.presets.split(","):
-            settings = (
-                f"policy.model_name={taught}",
-                f"grpo.max_num_steps={options.steps}",
-                f"policy.num_updates_per_step={options.updates}",
-            )
-            spec = preset_spec(files, preset, (*settings, *options.overrides))
-            row = table[preset] = asyncio.run(train(spec, train_rows, held_out[:HELD_OUT], options.lag))
-            if not options.json:
-                print(
-                    f"{preset:<24}{row['before']:8.3f}{row['after']:8.3f}{row['effective_sample_size']:7.3f}"
-                    f"{row['clip_fraction']:9.3f}{row['drop_fraction']:9.3f}{row['seconds']:6.0f}",
-                    flush=True,
-                )
+        for name, family in chosen.items():
+            row = table[name] = {"family": family, **modules[family].run(name, files, taught, options)}
+            print(f"{len(table):3d}/{len(chosen)}  {as_line(name, row)}", file=screen, flush=True)
     if options.json:
         print(json.dumps(table))
     sys.exit(int(any(row["after"] <= row["before"] for row in table.values())))
 
 
-def preset_spec(files: Path, preset: str, settings: tuple[str, ...]) -> RunSpec:
-    """The demo's second stage with a preset in place of its own loss."""
-    spec = load_spec(files / "grpo.yaml", settings)
-    whole = spec.model_dump(exclude_unset=True)
-    whole["loss_fn"] = {"preset": preset}
-    whole["grpo"].pop("advantage", None)
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        section, _, field = key.partition(".")
-        if section == "loss_fn":
-            whole["loss_fn"][field] = json.loads(value)
-        if key == "grpo.advantage":
-            whole["grpo"]["advantage"] = value
-    return RunSpec.model_validate(whole)
+def as_line(name: str, row: dict[str, Any]) -> str:
+    """One row for people."""
+    known = ("family", "measure", "before", "after", "seconds")
+    others = "  ".join(f"{key} {value}" for key, value in row.items() if key not in known)
+    return f"{name:<24}{row['measure']:<18}{row['before']:7.3f} →{row['after']:7.3f}{row['seconds']:6.0f} s  {others}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,19 @@ from pydantic import Field, model_validator
 
 from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+SchedulerName = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "wsd",
+]
+FALLING_SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial", "wsd")
+
 
 class OptimizerSection(Section):
     """AdamW, as torch names its arguments."""
@@ -25,12 +38,45 @@ class OptimizerSection(Section):
 class SchedulerSection(Section):
     """Learning rate over steps."""
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
+    name: SchedulerName = "constant"
+    """Shape after the warm-up; names and shapes as in transformers, `wsd` for its `warmup_stable_decay`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The rate at the last step as a fraction of the peak (`linear`, `cosine`)."""
+    """The rate at the last step as a fraction of the peak, for the shapes that fall towards the last step."""
+    power: PositiveFloat = 1.0
+    """Exponent of `polynomial`; 1 is linear."""
+    num_cycles: PositiveInt = 1
+    """How often `cosine_with_restarts` falls; each time but the last it returns to the peak."""
+    decay_steps: PositiveInt | None = None
+    """Steps of the fall at the end of `wsd`."""
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """Shape of that fall."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SchedulerSection:
+        for field, value, neutral, names in (
+            ("min_lr_ratio", self.min_lr_ratio, 0.0, FALLING_SCHEDULES),
+            ("power", self.power, 1.0, ("polynomial",)),
+            ("num_cycles", self.num_cycles, 1, ("cosine_with_restarts",)),
+            ("decay_steps", self.decay_steps, None, ("wsd",)),
+            ("decay_type", self.decay_type, "linear", ("wsd",)),
+        ):
+            if value != neutral and self.name not in names:
+                raise ValueError(
+                    f"{field} {value} with name {self.name!r}: only {', '.join(names)} reads it; remove it"
+                )
+        if self.name == "wsd" and self.decay_steps is None:
+            raise ValueError("name 'wsd' without decay_steps: say how many steps the fall at the end takes")
+        if self.name == "constant_with_warmup" and self.warmup_steps == 0:
+            raise ValueError(
+                "name 'constant_with_warmup' with warmup_steps 0: set warmup_steps, or name constant"
+            )
+        if self.name == "cosine_with_min_lr" and self.min_lr_ratio == 0:
+            raise ValueError(
+                "name 'cosine_with_min_lr' with min_lr_ratio 0: set min_lr_ratio, or name cosine"
+            )
+        return self
 
 
 class GenerationSection(Section):

@@ -54,9 +54,21 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
+        self._check_schedule()
         if self.algorithm == "grpo":
             self._check_grpo()
         return self
+
+    def _check_schedule(self) -> None:
+        scheduler = self.policy.scheduler
+        if (
+            scheduler.name == "wsd"
+            and scheduler.warmup_steps + (scheduler.decay_steps or 0) > self.max_num_steps
+        ):
+            raise ValueError(
+                f"policy.scheduler.warmup_steps {scheduler.warmup_steps} + decay_steps {scheduler.decay_steps} exceed "
+                f"the run's {self.max_num_steps} steps: 'wsd' would have no peak"
+            )
 
     def _check_grpo(self) -> None:
         age = self.async_grpo.max_trajectory_age_steps

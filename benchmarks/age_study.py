@@ -1,0 +1,216 @@
+"""Does asynchrony cost learning? The demo's task at several ages, with and without a correction, over several seeds.
+
+    python benchmarks/age_study.py --out age.jsonl [--seeds 0,1,2,3,4] [--arms age-0,age-4] [--services] [--plot age.svg] [--json]
+
+Every arm is the demo's GRPO stage as it is (paceline/demo/grpo.yaml: 120 steps of 64 prompts × 8, one update a step, lr
+7e-4); only the age and the correction differ. The age is exact: one process samples with the weights of exactly k steps
+ago (objective_runs/policy.py). `--services` instead submits to real services with max_trajectory_age_steps = k, where
+ages vary up to k and the wall time means something. One line of JSON is added for each run that ended, and what is
+there already is not run again: the study can be interrupted, and processes with seeds of their own can share it.
+Recorded results: docs/objectives.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from objective_runs.policy import imitate_teacher, train
+
+from paceline.client import Client
+from paceline.demo.run import make_files
+from paceline.spec_io import load_spec
+from paceline.up import LocalCluster
+
+TEACHER_STEPS = 600
+HELD_OUT = 1000
+SERVICES_TIMEOUT_S = 1800.0
+
+
+class Arm(NamedTuple):
+    """What one line of the table trained with."""
+
+    age: int
+    settings: tuple[str, ...] = ()
+
+
+NO_WEIGHT = "loss_fn.truncated_importance_sampling_ratio=null"
+BEHAVIOUR = ("loss_fn.ratio_anchor=behaviour", NO_WEIGHT)
+
+ARMS = {
+    "age-0": Arm(0),
+    "age-4": Arm(4),
+    "age-4-uncorrected": Arm(4, (NO_WEIGHT,)),
+    "age-8": Arm(8),
+    "age-8-uncorrected": Arm(8, (NO_WEIGHT,)),
+    # What else could be the default: the same sampler, other corrections.
+    "age-8-icepop": Arm(
+        8,
+        (
+            "loss_fn.truncated_importance_sampling_type=icepop",
+            "loss_fn.truncated_importance_sampling_ratio=5",
+            "loss_fn.truncated_importance_sampling_ratio_min=0.5",
+        ),
+    ),
+    "age-8-ppo-clip-at-sampler": Arm(8, BEHAVIOUR),
+    "age-8-dppo": Arm(8, (*BEHAVIOUR, "loss_fn.policy_loss=dppo")),
+    "age-8-m2po": Arm(8, (*BEHAVIOUR, "loss_fn.policy_loss=unclipped", "loss_fn.m2_threshold=0.04")),
+    "age-8-sequence-truncation": Arm(8, ("loss_fn.truncated_importance_sampling_type=sequence_tis",)),
+    "age-8-truncation-5": Arm(8, ("loss_fn.truncated_importance_sampling_ratio=5",)),
+    "age-16": Arm(16),
+}
+
+
+def main() -> None:
+    """Runs what is missing, prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="results, one line of JSON a run; added to")
+    parser.add_argument("--work", type=Path, help="models and runs; default <out>.files")
+    parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated")
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"comma-separated, of {', '.join(ARMS)}")
+    parser.add_argument("--services", action="store_true", help="real services, ages vary up to the arm's")
+    parser.add_argument("--plot", type=Path, help="write the curves here (.svg or .png)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    work = options.work or options.out.with_suffix(".files")
+    done = {(r["arm"], r["seed"], r["services"]) for r in read_results(options.out)}
+    for seed in map(int, options.seeds.split(",")):
+        for name in options.arms.split(","):
+            if (name, seed, options.services) in done:
+                continue
+            run = run_services if options.services else run_lagged
+            result = {"arm": name, "seed": seed, "services": options.services, **run(work, ARMS[name], seed)}
+            with options.out.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            if not options.json:
+                print(f"{name}, seed {seed}: {result['after']:.1%} ({result['seconds']:.0f} s)", flush=True)
+    table = summarise([r for r in read_results(options.out) if r["services"] == options.services])
+    print(json.dumps(table) if options.json else as_text(table))
+    if options.plot:
+        plot(options.out, options.plot)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """What earlier calls found."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run_lagged(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
+    """One run of exactly this age, in this process."""
+    files = make_files(work, seed)
+    model = imitate_teacher(files, TEACHER_STEPS, seed)
+    settings = (f"policy.model_name={model}", f"grpo.seed={seed}", *arm.settings)
+    return train(load_spec(files / "grpo.yaml", settings), files, arm.age, HELD_OUT)
+
+
+def run_services(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
+    """One run with every service, η the arm's age; `age` is the mean of trained tokens over the run's second half."""
+    files = make_files(work, seed)
+    model = imitate_teacher(files, TEACHER_STEPS, seed)
+    settings = (
+        f"policy.model_name={model}",
+        f"grpo.seed={seed}",
+        f"grpo.max_val_samples={HELD_OUT}",
+        f"async_grpo.max_trajectory_age_steps={arm.age}",
+        *arm.settings,
+    )
+    spec = load_spec(files / "grpo.yaml", settings)
+    directory = work / f"services-{time.time_ns()}"
+    with LocalCluster(directory, spec.cluster) as cluster, Client(cluster.address) as client:
+        started_s = time.monotonic()
+        run = client.wait(client.submit(spec).run_id, timeout_s=SERVICES_TIMEOUT_S)
+        seconds = time.monotonic() - started_s
+    folder = Path(run.directory)
+    summary = json.loads((folder / "summary.json").read_text())
+    if summary["state"] != "succeeded":
+        raise SystemExit(f"the run {summary['state']}: {summary['message']}; see {folder}")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    return {
+        "before": summary["reward_before"],
+        "after": summary["reward_after"],
+        "age": round(statistics.mean(step["age"] for step in steps[len(steps) // 2 :]), 2),
+        "effective_sample_size": round(steps[-1]["effective_sample_size"], 4),
+        "seconds": round(seconds, 1),
+        "rewards": [round(step["reward"], 4) for step in steps],
+    }
+
+
+def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """For each arm: over its seeds the mean, the standard error and the extremes of the final share of right answers
+    (from 0 to 1), the lowest batch reward of steps 20 to 60, mean seconds."""
+    by_arm: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for result in results:
+        by_arm[result["arm"]].append(result)
+    base = [r["after"] for r in by_arm.get("age-0", [])]
+    table = {}
+    for name in sorted(by_arm, key=list(ARMS).index):
+        after = [r["after"] for r in by_arm[name]]
+        table[name] = {
+            "seeds": len(after),
+            "before": statistics.mean(r["before"] for r in by_arm[name]),
+            "after": statistics.mean(after),
+            "standard_error": statistics.stdev(after) / len(after) ** 0.5 if len(after) > 1 else 0.0,
+            "lowest": min(after),
+            "highest": max(after),
+            "below_age_0": statistics.mean(base) - statistics.mean(after) if base else 0.0,
+            "reward_at_60": statistics.mean(statistics.mean(r["rewards"][50:60]) for r in by_arm[name]),
+            "age": statistics.mean(r["age"] for r in by_arm[name]),
+            "effective_sample_size": statistics.mean(r["effective_sample_size"] for r in by_arm[name]),
+            "seconds": statistics.mean(r["seconds"] for r in by_arm[name]),
+        }
+    return table
+
+
+def as_text(table: dict[str, dict[str, float]]) -> str:
+    """The table for people."""
+    lines = [
+        f"{'arm':<28}{'seeds':>6}{'before':>8}{'after':>8}{'± s.e.':>8}{'worst':>8}{'below 0':>9}"
+        f"{'step 60':>9}{'age':>6}{'ESS':>7}{'s':>6}"
+    ]
+    for name, row in table.items():
+        lines.append(
+            f"{name:<28}{row['seeds']:6.0f}{row['before']:8.1%}{row['after']:8.1%}{row['standard_error']:8.1%}"
+            f"{row['lowest']:8.1%}{100 * row['below_age_0']:9.1f}{row['reward_at_60']:9.1%}{row['age']:6.1f}"
+            f"{row['effective_sample_size']:7.3f}{row['seconds']:6.0f}"
+        )
+    return "\n".join(lines)
+
+
+def plot(results: Path, path: Path) -> None:
+    """Mean reward of the training batches over steps, with the range over seeds."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    from matplotlib import pyplot
+
+    curves: dict[str, list[list[float]]] = defaultdict(list)
+    for result in read_results(results):
+        if not result["services"] and result["arm"] in list(ARMS)[:5]:
+            curves[result["arm"]].append(result["rewards"])
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for name in [name for name in ARMS if name in curves]:
+        of_arm = curves[name]
+        steps = range(min(map(len, of_arm)))
+        means = [statistics.mean(curve[s] for curve in of_arm) for s in steps]
+        style = "--" if ARMS[name].settings else "-"
+        colour = f"C{(0, 4, 8).index(ARMS[name].age)}"
+        axes.plot(steps, means, style, color=colour, label=name.replace("-", " "), linewidth=1.4)
+        low, high = ([end(curve[s] for curve in of_arm) for s in steps] for end in (min, max))
+        axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
+    axes.set(xlabel="step", ylabel="reward of the training batch", ylim=(0, 1))
+    axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+if __name__ == "__main__":
+    main()
