@@ -1,0 +1,88 @@
+"""A board where the background threads of all learner ranks leave notes for each other.
+
+They must not use the default process group: its collectives belong to training, and the two would interleave. One rank
+alone needs no network; several use a TCP store that rank 0 serves for this purpose only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+from learner.collectives import broadcast_bytes, world_size
+from paceline.weight_link import serve_store
+
+POLL_S = 0.5
+"""How often a waiting thread looks whether it was told to stop."""
+CONNECT_S = 60.0
+
+
+class RankBoard(Protocol):
+    """Notes by key. A note is left once and may be read by any rank, any number of times."""
+
+    def put(self, key: str, note: bytes) -> None:
+        """Leaves a note."""
+
+    def wait(self, key: str, closed: threading.Event) -> bytes | None:
+        """The note of that key, once it is there; None when `closed` was set first."""
+
+    def remove(self, key: str) -> None:
+        """Takes a note off the board; none there is no error."""
+
+
+def make_board(host: str, reachable: str) -> RankBoard:
+    """The board of all ranks: a collective call. Rank 0 listens on `host`, the others find it at `reachable`."""
+    if world_size() == 1:
+        return _LocalBoard()
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        store, port = serve_store(host, 0, CONNECT_S)
+        broadcast_bytes(f"{reachable} {port}".encode())
+        return _TcpBoard(store)
+    address, port_text = broadcast_bytes(b"").decode().split()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, int(port_text), is_master=False, timeout=timedelta(seconds=CONNECT_S)
+    )
+    return _TcpBoard(store)
+
+
+class _LocalBoard:
+    def __init__(self) -> None:
+        self._notes: dict[str, bytes] = {}
+
+    def put(self, key: str, note: bytes) -> None:
+        self._notes[key] = note
+
+    def wait(self, key: str, closed: threading.Event) -> bytes | None:
+        return self._notes[key]  # one thread: what it waits for, it has left itself
+
+    def remove(self, key: str) -> None:
+        self._notes.pop(key, None)
+
+
+class _TcpBoard:
+    """Over torch's TCP store; used by one thread of each rank."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, note: bytes) -> None:
+        self._store.set(key, note)
+
+    def wait(self, key: str, closed: threading.Event) -> bytes | None:
+        while not closed.is_set():
+            if self._store.check([key]):
+                return bytes(self._store.get(key))
+            started_s = time.monotonic()
+            try:
+                self._store.wait([key], timedelta(seconds=POLL_S))
+            except Exception:
+                # A time-out and a store that is gone raise the same; neither may become a busy loop.
+                closed.wait(max(0.0, POLL_S - (time.monotonic() - started_s)))
+        return None
+
+    def remove(self, key: str) -> None:
+        self._store.delete_key(key)

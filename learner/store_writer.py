@@ -1,0 +1,420 @@
+"""Writing versions to the weight store, each rank its own slices, in a thread beside training.
+
+The promise: `put` copies this rank's slices and returns; comparing, coding and writing happen in the background, in the
+same order on all ranks. A version exists once rank 0 has written its manifest, after every rank's part. The first
+version of a session is an anchor; later ones are deltas against the one before, and now and then an anchor as well:
+every `anchor_interval` versions, when the deltas since the last one outweigh it, and when somebody asks (`put_anchor`).
+
+Who waits for whom: the thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
+store that fails is tried again, with the reason in the log, for as long as it takes; training does not notice. Of the
+jobs that no rank has begun only the newest is kept, so a slow store is overtaken and memory stays bounded: the kept copy,
+the version being written, and one that waits. Whether a job was begun anywhere is decided by one small collective in
+`put`, so that all ranks write the same versions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from learner.collectives import max_over_ranks
+from learner.rank_board import RankBoard
+from learner.shards import LocalSlice, local_slices, plan_tensors
+from paceline.delta_codec import changed_positions, encode
+from paceline.errors import PacelineError
+from paceline.groups import Version
+from paceline.stored_weights import (
+    Kind,
+    PartHeader,
+    Slice,
+    StoredObject,
+    StoredVersion,
+    content_hash,
+    digest_of,
+    folder,
+    manifest_name,
+    part_chunks,
+    part_name,
+)
+from paceline.weight_store import Buffer, WeightStore
+from paceline.weights import Algorithm, TensorPlan, checksum
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_RETRY_S = 0.2
+LONGEST_RETRY_S = 10.0
+ANCHORS_KEPT = 2
+"""Chains that are never pruned: the newest, and the one before, which a joiner may just be reading."""
+CLOSE_WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A version that is complete in the store, and the newest anchor before or at it."""
+
+    version: Version
+    manifest: StoredObject
+    anchor_version: Version
+    anchor: StoredObject
+    """The anchor's manifest."""
+    anchor_bytes: int
+    """Size of the anchor's parts."""
+    size_bytes: int
+    """Of the parts that a member with the version before has to read."""
+    seconds: float
+    """From `put` to the manifest."""
+
+
+@dataclass
+class _Job:
+    number: int
+    version: Version
+    slices: list[LocalSlice] | None
+    """None: only an anchor of the newest version."""
+    wants_anchor: bool
+    staged_s: float
+    begun: bool = False
+    held: bool = False
+    """`put` is deciding about it; it may not begin."""
+
+
+@dataclass
+class _Kept:
+    """The version written last: what the next delta is against."""
+
+    version: Version
+    slices: list[LocalSlice]
+    table: dict[str, Slice]
+
+
+class StoreWriter:
+    """One rank's side. `on_stored` is called on rank 0, from the thread, for every version and for every anchor.
+
+    `oldest_held` says what the slowest member holds, for pruning (None: nobody needs an old version).
+    """
+
+    def __init__(
+        self,
+        *,
+        store: WeightStore,
+        board: RankBoard,
+        run_id: str,
+        rank: int,
+        world_size: int,
+        algorithm: Algorithm,
+        anchor_interval: int,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        on_stored: Callable[[Stored], None],
+        oldest_held: Callable[[], Version | None],
+    ) -> None:
+        self._store = store
+        self._board = board
+        self._run_id = run_id
+        self._rank = rank
+        self._world_size = world_size
+        self._algorithm: Algorithm = algorithm
+        self._dtype = dtype
+        self._device = device
+        self._on_stored = on_stored
+        self._tensors: tuple[TensorPlan, ...] = ()
+        self._jobs: deque[_Job] = deque()
+        self._count = 0
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._kept: _Kept | None = None
+        self._fault: Exception | None = None
+        self._chain = _Chain(anchor_interval, oldest_held) if rank == 0 else None
+        self._thread = threading.Thread(target=self._run, name="weight-store", daemon=True)
+        self._thread.start()
+
+    def put(self, version: Version, model: nn.Module) -> None:
+        """Copies this rank's slices of the model as `version`, to be written soon. A collective call."""
+        if not self._tensors:
+            self._tensors = plan_tensors(model, self._dtype)
+        self._enqueue(version, local_slices(model, self._dtype), wants_anchor=False)
+
+    def put_anchor(self) -> None:
+        """Asks for an anchor of the newest version. A collective call."""
+        self._enqueue(Version(0, 0), None, wants_anchor=True)
+
+    def check(self) -> None:
+        """Raises the fault that ended the thread, if one did."""
+        if self._fault is not None:
+            raise self._fault
+
+    def close(self) -> None:
+        """Ends the thread. Waits a moment for it, never for a store that is stuck."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(CLOSE_WAIT_S)
+
+    # In the caller's thread
+
+    def _enqueue(self, version: Version, slices: list[LocalSlice] | None, wants_anchor: bool) -> None:
+        with self._changed:
+            last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
+            if last is not None:
+                last.held = True
+        begun = torch.tensor([int(last is None)], device=self._device)
+        overtakes = not bool(max_over_ranks(begun).item())
+        with self._changed:
+            if overtakes and last is not None:
+                last.version, last.slices = (
+                    (version, slices) if slices is not None else (last.version, last.slices)
+                )
+                last.wants_anchor |= wants_anchor
+            else:
+                self._count += 1
+                self._jobs.append(_Job(self._count, version, slices, wants_anchor, time.monotonic()))
+            if last is not None:
+                last.held = False
+            self._changed.notify_all()
+
+    # In the thread
+
+    def _run(self) -> None:
+        while (job := self._next_job()) is not None:
+            try:
+                self._work_on(job)
+            except _Closed:
+                return
+            except Exception as error:
+                # A fault of ours, which trying again would only repeat; the other ranks wait for this one.
+                log.exception("version %s could not be stored", tuple(job.version))
+                self._fault = error
+                return
+            with self._changed:
+                self._jobs.popleft()
+
+    def _next_job(self) -> _Job | None:
+        with self._changed:
+            # No deadline: the next version comes when the learner has one. `close` ends it.
+            self._changed.wait_for(
+                lambda: self._closed.is_set() or (len(self._jobs) > 0 and not self._jobs[0].held)
+            )
+            if self._closed.is_set():
+                return None
+            self._jobs[0].begun = True
+            return self._jobs[0]
+
+    def _work_on(self, job: _Job) -> None:
+        before = self._kept
+        wants_anchor = job.wants_anchor
+        if job.slices is not None:
+            first = before is None
+            if before is not None:
+                kept, part = self._retried(lambda: self._write_delta(job.version, job.slices or [], before))
+            else:
+                kept, part = _keep(job.version, job.slices, self._algorithm), None
+            self._kept = kept
+            if part is not None:
+                self._leave(f"delta/{job.number}", part, kept)
+                wants_anchor = self._finish_delta(job)
+            if not (first or wants_anchor):
+                return
+        if self._kept is None:
+            return
+        anchor = self._retried(lambda: self._write_anchor(self._kept))
+        self._leave(f"anchor/{job.number}", anchor, self._kept)
+        self._finish_anchor(job, self._kept.version)
+
+    def _write_delta(
+        self, version: Version, slices: list[LocalSlice], base: _Kept
+    ) -> tuple[_Kept, StoredObject]:
+        table = dict(base.table)
+        changed: list[Slice] = []
+        payloads: list[tuple[str, str, tuple[int, ...], Buffer]] = []
+        for old, new in zip(base.slices, slices, strict=True):
+            changed_K = changed_positions(old.bits, new.bits)
+            if not len(changed_K):
+                continue
+            table[new.name] = Slice(new.name, new.start, len(new.bits), checksum(new.data, self._algorithm))
+            payload = encode(old.bits, new.bits, changed_K)
+            changed.append(table[new.name])
+            payloads.append((new.name, "uint8", (len(payload),), payload))
+        part = self._write_part("delta", version, base.version, changed, payloads)
+        return _Kept(version, slices, table), part
+
+    def _write_anchor(self, kept: _Kept | None) -> StoredObject:
+        assert kept is not None
+        tensors: list[tuple[str, str, tuple[int, ...], Buffer]] = [
+            (one.name, one.dtype, one.shape, one.data) for one in kept.slices
+        ]
+        return self._write_part("anchor", kept.version, None, list(kept.table.values()), tensors)
+
+    def _write_part(
+        self,
+        kind: Kind,
+        version: Version,
+        base: Version | None,
+        slices: list[Slice],
+        tensors: list[tuple[str, str, tuple[int, ...], Buffer]],
+    ) -> StoredObject:
+        header = PartHeader(kind, self._run_id, version, base, self._rank, self._algorithm, tuple(slices))
+        chunks = part_chunks(header, tensors)
+        name = part_name(kind, version, self._rank)
+        self._store.write(name, chunks)
+        return StoredObject(name, sum(map(len, chunks)), digest_of(chunks, self._algorithm))
+
+    def _leave(self, key: str, part: StoredObject, kept: _Kept) -> None:
+        """This rank's part is in the store: the others may know."""
+        note = [*part, content_hash(kept.table.values())]
+        self._board.put(f"{key}/{self._rank}", json.dumps(note).encode())
+
+    def _finish_delta(self, job: _Job) -> bool:
+        """Waits until the version is complete; whether all ranks now write an anchor of it."""
+        if self._chain is not None:
+            parts, contents = self._all_parts(f"delta/{job.number}")
+            chain = self._chain
+            manifest = StoredVersion(
+                "delta",
+                self._run_id,
+                job.version,
+                self._algorithm,
+                parts,
+                contents,
+                base_version=chain.newest_version,
+                base=chain.newest,
+                base_contents=chain.contents,
+            )
+            chain.add_delta(manifest, self._retried(lambda: self._write_manifest(manifest)))
+            self._tell(job, manifest.size_bytes)
+            anchor_due = job.wants_anchor or chain.anchor_is_due()
+            self._board.put(f"complete/{job.number}", b"anchor" if anchor_due else b"-")
+        return self._wait(f"complete/{job.number}") == b"anchor"
+
+    def _finish_anchor(self, job: _Job, version: Version) -> None:
+        if self._chain is not None:
+            parts, contents = self._all_parts(f"anchor/{job.number}")
+            manifest = StoredVersion(
+                "anchor", self._run_id, version, self._algorithm, parts, contents, tensors=self._tensors
+            )
+            is_first = self._chain.newest is None
+            self._chain.add_anchor(manifest, self._retried(lambda: self._write_manifest(manifest)))
+            self._board.put(f"anchored/{job.number}", b"-")
+            self._tell(job, manifest.size_bytes if is_first else 0)
+            self._prune(version, is_first)
+        self._wait(f"anchored/{job.number}")
+
+    def _tell(self, job: _Job, size_bytes: int) -> None:
+        assert self._chain is not None
+        self._on_stored(self._chain.stored(size_bytes, time.monotonic() - job.staged_s))
+
+    def _all_parts(self, key: str) -> tuple[tuple[StoredObject, ...], tuple[str, ...]]:
+        keys = [f"{key}/{rank}" for rank in range(self._world_size)]
+        notes = [json.loads(self._wait(one)) for one in keys]
+        for one in keys:
+            self._board.remove(one)
+        return tuple(StoredObject(*note[:3]) for note in notes), tuple(note[3] for note in notes)
+
+    def _wait(self, key: str) -> bytes:
+        note = self._board.wait(key, self._closed)
+        if note is None:
+            raise _Closed
+        return note
+
+    def _write_manifest(self, manifest: StoredVersion) -> StoredObject:
+        data, name = manifest.to_bytes(), manifest_name(manifest.kind, manifest.version)
+        self._store.write(name, [data])
+        return StoredObject(name, len(data), checksum(data, self._algorithm))
+
+    def _prune(self, version: Version, is_first: bool) -> None:
+        assert self._chain is not None
+        names = self._chain.prune()
+        try:
+            if is_first:
+                # What an earlier session left: nobody reads on from its chain.
+                session = folder(Version(version.session, 0))
+                names += [name for name in self._store.names() if name < session]
+            self._store.remove(names)
+        except PacelineError as error:
+            log.warning("%d old objects stay in the weight store: %s", len(names), error)
+
+    def _retried(self, attempt: Callable[[], T]) -> T:
+        wait_s = FIRST_RETRY_S
+        while True:
+            try:
+                return attempt()
+            except PacelineError as error:
+                log.warning("weights cannot be stored, trying again in %.1f s: %s", wait_s, error)
+            if self._closed.wait(wait_s):
+                raise _Closed
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
+
+class _Closed(Exception):
+    """The writer was closed in the middle of a job."""
+
+
+class _Chain:
+    """What is in the store, as rank 0 knows it: deltas by version, anchors, and what may go."""
+
+    def __init__(self, anchor_interval: int, oldest_held: Callable[[], Version | None]) -> None:
+        self._anchor_interval = anchor_interval
+        self._oldest_held = oldest_held
+        self._objects: dict[Version, list[str]] = {}
+        self._anchors: list[tuple[Version, StoredObject, int]] = []
+        self._since_anchor: list[int] = []
+        self.newest: StoredObject | None = None
+        self.newest_version: Version | None = None
+        self.contents: tuple[str, ...] = ()
+
+    def add_delta(self, manifest: StoredVersion, stored: StoredObject) -> None:
+        self._add(manifest, stored)
+        self._since_anchor.append(manifest.size_bytes)
+        self.newest, self.newest_version, self.contents = stored, manifest.version, manifest.contents
+
+    def add_anchor(self, manifest: StoredVersion, stored: StoredObject) -> None:
+        self._add(manifest, stored)
+        self._since_anchor = []
+        self._anchors = [known for known in self._anchors if known[0] != manifest.version]
+        self._anchors.append((manifest.version, stored, manifest.size_bytes))
+        if self.newest is None:  # the first of a session has no delta
+            self.newest, self.newest_version, self.contents = stored, manifest.version, manifest.contents
+
+    def anchor_is_due(self) -> bool:
+        """The interval is over, or whoever starts from the last anchor reads more in deltas than a new one has."""
+        return (
+            len(self._since_anchor) >= self._anchor_interval or sum(self._since_anchor) > self._anchors[-1][2]
+        )
+
+    def stored(self, size_bytes: int, seconds: float) -> Stored:
+        assert self.newest is not None
+        assert self.newest_version is not None
+        version, anchor, anchor_bytes = self._anchors[-1]
+        return Stored(self.newest_version, self.newest, version, anchor, anchor_bytes, size_bytes, seconds)
+
+    def prune(self) -> list[str]:
+        """Forgets what neither a member nor the newest chains need, and returns its names."""
+        first = self._anchors[-ANCHORS_KEPT:][0][0]
+        held = self._oldest_held()
+        if held is not None:
+            # A member goes on from what it holds with the delta after it; that one's base is named, but not read.
+            first = min(first, held)
+        names = [name for version in self._objects if version < first for name in self._objects[version]]
+        self._objects = {version: names for version, names in self._objects.items() if version >= first}
+        self._anchors = [known for known in self._anchors if known[0] >= first]
+        return names
+
+    def _add(self, manifest: StoredVersion, stored: StoredObject) -> None:
+        names = [part.name for part in manifest.parts] + [stored.name]
+        self._objects.setdefault(manifest.version, []).extend(names)
+
+
+def _keep(version: Version, slices: list[LocalSlice], algorithm: Algorithm) -> _Kept:
+    table = {
+        one.name: Slice(one.name, one.start, len(one.bits), checksum(one.data, algorithm)) for one in slices
+    }
+    return _Kept(version, slices, table)

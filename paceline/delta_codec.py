@@ -1,0 +1,157 @@
+"""The elements of a flat tensor whose bits changed, as few bytes, and back.
+
+Positions are coded as the gaps between them: one or two bytes a gap, the largest value as an escape that says "this
+many more", or one bit an element where many changed, whichever is smallest. New values are coded relative to the
+base's bits: an Adam step of a small learning rate moves a bf16 weight by one unit in the last place or not at all, so
+most of them cost about one bit. The difference is split into planes (all lowest bytes, then all second ones, …), and
+every part is compressed with zstd where that pays.
+
+The promise: `decode` returns plain overwrites (positions and new bits) for the base that `encode` saw; the caller knows
+that it has that base. Applying them twice is applying them once. Input that no `encode` has made raises WireError, and
+no more memory is set aside for it than the tensor's own elements justify.
+
+Axes: N elements of the tensor, K of them changed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from paceline.errors import WireError
+
+Bits = npt.NDArray[Any]
+"""[N] unsigned integers: the bits of a tensor's elements, 1, 2, 4 or 8 bytes each."""
+Positions = npt.NDArray[np.int64]
+
+GAPS_8, GAPS_16, BITMAP, ALL = 0, 1, 2, 3
+_GAP_DTYPES: dict[int, np.dtype[Any]] = {GAPS_8: np.dtype("<u1"), GAPS_16: np.dtype("<u2")}
+_HEAD = struct.Struct("<BQ")
+_PART = struct.Struct("<BQ")
+_RAW, _ZSTD = 0, 1
+_LEVEL = 1
+_WORTH_TRYING_BYTES = 64
+
+
+def changed_positions(base_N: Bits, new_N: Bits) -> Positions:
+    """[K] positions, ascending, at which the bits differ."""
+    return np.flatnonzero(base_N != new_N)
+
+
+def encode(base_N: Bits, new_N: Bits, changed_K: Positions) -> bytes:
+    """The new bits at `changed_K`, which are all positions where the two differ, at least one."""
+    coding, places = _encode_positions(changed_K, len(new_N))
+    width = new_N.dtype.itemsize
+    planes = _zigzag(new_N[changed_K] - base_N[changed_K]).view(np.uint8).reshape(-1, width)
+    parts = [_pack(places), *(_pack(np.ascontiguousarray(planes[:, plane]).data) for plane in range(width))]
+    return _HEAD.pack(coding, len(changed_K)) + b"".join(parts)
+
+
+def decode(data: bytes, base_N: Bits) -> tuple[Positions, Bits]:
+    """([K] positions, [K] new bits) of what `encode` made with this base. Raises WireError."""
+    try:
+        return _decode(memoryview(data), base_N)
+    except (struct.error, ValueError, zstandard.ZstdError) as error:
+        raise WireError(
+            f"delta of {len(data)} bytes for {len(base_N)} elements is no delta: {error}"
+        ) from None
+
+
+def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
+    size, width = len(base_N), base_N.dtype.itemsize
+    coding, count = _HEAD.unpack_from(data)
+    if not 0 < count <= size:
+        raise ValueError(f"{count} changed elements")
+    rest = data[_HEAD.size :]
+    # No coding of K gaps in N elements is longer than this.
+    places, rest = _unpack(rest, 2 * (count + size // 255 + 1) + size // 8 + 1)
+    changed_K = _decode_positions(coding, places, count, size)
+    planes = np.empty((count, width), np.uint8)
+    for plane in range(width):
+        part, rest = _unpack(rest, count)
+        planes[:, plane] = np.frombuffer(part, np.uint8)
+    if len(rest):
+        raise ValueError(f"{len(rest)} bytes too many")
+    return changed_K, base_N[changed_K] + _unzigzag(planes.reshape(-1).view(base_N.dtype))
+
+
+def _encode_positions(changed_K: Positions, size: int) -> tuple[int, bytes]:
+    if len(changed_K) == size:
+        return ALL, b""
+    gaps_K = np.diff(changed_K, prepend=-1) - 1
+    lengths = {BITMAP: -(-size // 8)}
+    for coding, dtype in _GAP_DTYPES.items():
+        escape = np.iinfo(dtype).max
+        lengths[coding] = (len(gaps_K) + int((gaps_K // escape).sum())) * dtype.itemsize
+    coding = min(lengths, key=lambda key: lengths[key])
+    if coding == BITMAP:
+        mask_N = np.zeros(size, np.bool_)
+        mask_N[changed_K] = True
+        return coding, np.packbits(mask_N).tobytes()
+    dtype = _GAP_DTYPES[coding]
+    escape = int(np.iinfo(dtype).max)
+    ends_K = np.cumsum(gaps_K // escape + 1) - 1
+    coded = np.full(ends_K[-1] + 1, escape, dtype)
+    coded[ends_K] = gaps_K % escape
+    return coding, coded.tobytes()
+
+
+def _decode_positions(coding: int, places: bytes, count: int, size: int) -> Positions:
+    if coding == ALL:
+        changed_K = np.arange(size)
+    elif coding == BITMAP:
+        if len(places) != -(-size // 8):
+            raise ValueError(f"a bitmap of {len(places)} bytes")
+        changed_K = np.flatnonzero(np.unpackbits(np.frombuffer(places, np.uint8), count=size))
+    elif coding in _GAP_DTYPES:
+        coded = np.frombuffer(places, _GAP_DTYPES[coding])
+        is_end = coded != np.iinfo(coded.dtype).max
+        if not len(coded) or not is_end[-1]:
+            raise ValueError("gaps that do not end")
+        changed_K = np.cumsum(coded, dtype=np.int64)[is_end]
+        changed_K += np.arange(len(changed_K))
+    else:
+        raise ValueError(f"coding {coding}")
+    if len(changed_K) != count or changed_K[-1] >= size:
+        raise ValueError(f"{len(changed_K)} positions up to {changed_K[-1]}, where {count} were announced")
+    return changed_K
+
+
+def _zigzag(difference_K: Bits) -> Bits:
+    """Small differences of either sign as small numbers: 0, -1, 1, -2, … become 0, 1, 2, 3, …"""
+    signed_K = difference_K.view(difference_K.dtype.str.replace("u", "i"))
+    sign_K = (signed_K >> (8 * signed_K.itemsize - 1)).view(difference_K.dtype)
+    coded_K: Bits = (difference_K << 1) ^ sign_K
+    return coded_K
+
+
+def _unzigzag(coded_K: Bits) -> Bits:
+    difference_K: Bits = (coded_K >> 1) ^ (-(coded_K & 1).astype(coded_K.dtype)).astype(coded_K.dtype)
+    return difference_K
+
+
+def _pack(data: bytes | memoryview) -> bytes:
+    if len(data) >= _WORTH_TRYING_BYTES:
+        packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(data)
+        if len(packed) < len(data):
+            return _PART.pack(_ZSTD, len(packed)) + packed
+    return _PART.pack(_RAW, len(data)) + bytes(data)
+
+
+def _unpack(data: memoryview, most_bytes: int) -> tuple[bytes, memoryview]:
+    """The first part of `data` and what follows it."""
+    kind, length = _PART.unpack_from(data)
+    part, rest = data[_PART.size : _PART.size + length], data[_PART.size + length :]
+    if len(part) != length or kind not in (_RAW, _ZSTD):
+        raise ValueError(f"a part of kind {kind} and {length} bytes, {len(part)} are there")
+    if kind == _RAW:
+        return bytes(part), rest
+    if zstandard.frame_content_size(part) > most_bytes:
+        raise ValueError(
+            f"a part of {zstandard.frame_content_size(part)} bytes where {most_bytes} are the most"
+        )
+    return zstandard.ZstdDecompressor().decompress(part, max_output_size=most_bytes), rest

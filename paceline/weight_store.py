@@ -1,0 +1,106 @@
+"""A folder of objects at any fsspec URL: where the delta channel keeps weights.
+
+Nothing here lists or renames to find out what is complete: whoever reads was told an object's name and digest over the
+control plane, so a half-written object is never taken for a whole one, and an object store will do.
+
+Credentials and endpoints are fsspec's own affair (the environment, or its configuration files).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
+
+WHOLE_BYTES = 64 << 20
+"""Objects up to this size are written and read in one request; larger ones in pieces of this size."""
+
+Buffer = bytes | memoryview
+
+
+class WeightStore:
+    """The objects below `url`, a directory or any fsspec URL. Raises InvalidInput when fsspec cannot use it."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url
+        try:
+            # The listings of a fsspec file system are cached, and other processes write here too.
+            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise InvalidInput(f"weights.store {url!r} cannot be used: {error}") from error
+        self._root = self._root.rstrip("/")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the objects are files of this machine (or of something mounted into it)."""
+        return "file" in _protocols(self._fs)
+
+    def write(self, name: str, chunks: Sequence[Buffer]) -> None:
+        """Writes one object; one of that name is replaced. Raises Unavailable."""
+        path = f"{self._root}/{name}"
+        try:
+            if self.is_local:
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            if sum(len(chunk) for chunk in chunks) <= WHOLE_BYTES:
+                self._fs.pipe_file(path, b"".join(chunks))
+                return
+            with self._fs.open(path, "wb", block_size=WHOLE_BYTES) as file:
+                for chunk in chunks:
+                    file.write(chunk)
+        except Exception as error:  # every file system has errors of its own
+            raise _unavailable(f"{self.url}: {name} cannot be written", error) from error
+
+    def read(self, name: str, size_bytes: int | None = None) -> Buffer:
+        """The object's bytes, of which there should be `size_bytes`. Raises NotFound and Unavailable."""
+        path = f"{self._root}/{name}"
+        try:
+            if size_bytes is None or size_bytes <= WHOLE_BYTES:
+                return bytes(self._fs.cat_file(path))
+            data = bytearray(size_bytes)
+            for start in range(0, size_bytes, WHOLE_BYTES):
+                piece = self._fs.cat_file(path, start, min(start + WHOLE_BYTES, size_bytes))
+                data[start : start + len(piece)] = piece
+                if len(data) != size_bytes or len(piece) < min(WHOLE_BYTES, size_bytes - start):
+                    return memoryview(data)[: start + len(piece)]
+            return memoryview(data)
+        except FileNotFoundError as error:
+            raise NotFound(f"{self.url} has no {name}") from error
+        except Exception as error:
+            raise _unavailable(f"{self.url}: {name} cannot be read", error) from error
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes objects, and folders that are empty without them. What is gone already is no error.
+        Raises Unavailable."""
+        for name in names:
+            try:
+                self._fs.rm_file(f"{self._root}/{name}")
+            except (FileNotFoundError, NotImplementedError):
+                continue
+            except Exception as error:
+                raise _unavailable(f"{self.url}: {name} cannot be removed", error) from error
+        if self.is_local:
+            for folder in {name.rpartition("/")[0] for name in names} - {""}:
+                with contextlib.suppress(OSError):
+                    self._fs.rmdir(f"{self._root}/{folder}")
+
+    def names(self) -> list[str]:
+        """The names of all objects, where the file system can tell; else none."""
+        try:
+            return [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
+        except (FileNotFoundError, NotImplementedError):
+            return []
+
+
+def _protocols(file_system: Any) -> tuple[str, ...]:
+    protocol = file_system.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def _unavailable(what: str, error: Exception) -> PacelineError:
+    if isinstance(error, PacelineError):
+        return error
+    return Unavailable(f"{what}: {type(error).__name__}: {error}")

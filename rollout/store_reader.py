@@ -1,0 +1,300 @@
+"""Reading weights from the store: deltas on top of what is held, or an anchor and what came after it.
+
+The promise: the tensors that `fetch` returns are the learner's, bit for bit. Every object has the digest that its manifest
+names, the manifests are chained to the one digest that came over the control plane, and the checksum of every slice that
+was touched is compared before anything is handed on. Whatever is damaged, cut or of another base is refused, named in
+the log, and replaced by reading the anchor.
+
+One copy of the weights is kept here in host memory, because a delta needs the bits that it changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.delta_codec import decode
+from paceline.errors import NotFound, PacelineError, WireError
+from paceline.flat_weights import empty_flat, views
+from paceline.groups import Version
+from paceline.stored_weights import (
+    PartHeader,
+    Slice,
+    StoredObject,
+    StoredVersion,
+    content_hash,
+    element_bytes,
+    num_elements,
+    read_part,
+)
+from paceline.weight_store import Buffer, WeightStore
+from paceline.weights import Algorithm, TensorPlan, WeightManifest, checksum
+
+log = logging.getLogger(__name__)
+
+LONGEST_CHAIN = 4096
+
+
+@dataclass(frozen=True)
+class StoreOffer:
+    """A version in a store, as it was told over the control plane."""
+
+    run_id: str
+    version: Version
+    url: str
+    algorithm: Algorithm
+    manifest: StoredObject
+    """Of the version; its digest vouches for everything else."""
+    anchor_version: Version
+    """The newest anchor before or at the version."""
+    anchor: StoredObject
+    """Its manifest."""
+    anchor_bytes: int
+    """Size of its parts."""
+
+
+class Damaged(WireError):
+    """The store can be read, but the version cannot be made of what is there: an anchor has to be written."""
+
+
+class StoreReader:
+    """Holds the weights of one run as they were read last. Used by one thread."""
+
+    def __init__(self, store: WeightStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._held: _Held | None = None
+        self.read_bytes = 0
+        """Bytes read from the store so far."""
+
+    @property
+    def held(self) -> Version | None:
+        """The version that a delta can go on from."""
+        return self._held.version if self._held is not None else None
+
+    def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
+        """The tensors of the offered version, which stay this object's: valid until the next call.
+
+        Raises NotFound or Unavailable when the store cannot be read, Damaged when it can but not to the end.
+        """
+        target = self._manifest(offer, offer.manifest, offer.version)
+        try:
+            deltas = self._deltas_after_held(offer, target)
+            if deltas is not None:
+                return self._apply(deltas)
+        except (WireError, NotFound) as error:
+            log.warning("weights %s: %s; reading the anchor", tuple(offer.version), error)
+        # Whatever was changed half-way is gone with the copy.
+        self._held = None
+        try:
+            return self._from_anchor(offer, target)
+        except (WireError, NotFound) as error:
+            self._held = None
+            raise Damaged(f"{self._store.url}: {error}") from error
+        except PacelineError:
+            self._held = None
+            raise
+
+    # What to read
+
+    def _deltas_after_held(self, offer: StoreOffer, target: StoredVersion) -> list[StoredVersion] | None:
+        """The deltas from what is held to the target, oldest first; None when an anchor is the shorter way."""
+        held = self._held
+        if held is None:
+            return None
+        deltas: list[StoredVersion] = []
+        size_bytes, manifest = 0, target
+        while manifest.version > held.version:
+            if manifest.base is None or manifest.base_version is None:
+                return None
+            deltas.append(manifest)
+            size_bytes += manifest.size_bytes
+            if size_bytes > offer.anchor_bytes or len(deltas) > LONGEST_CHAIN:
+                return None
+            if manifest.base_version == held.version:
+                break
+            manifest = self._manifest(offer, manifest.base, manifest.base_version)
+        if not deltas or deltas[-1].base_version != held.version:
+            return None
+        if deltas[-1].base_contents != held.contents():
+            raise WireError(f"the delta to {tuple(deltas[-1].version)} is for another base than the one held")
+        return deltas[::-1]
+
+    def _from_anchor(self, offer: StoreOffer, target: StoredVersion) -> dict[str, torch.Tensor]:
+        anchor = self._manifest(offer, offer.anchor, offer.anchor_version)
+        if anchor.kind != "anchor":
+            raise WireError(f"{offer.anchor.name} is no anchor")
+        deltas: list[StoredVersion] = []
+        manifest = target
+        while manifest.version > anchor.version:
+            if manifest.base is None or manifest.base_version is None or len(deltas) > LONGEST_CHAIN:
+                raise WireError(f"no deltas lead from {tuple(anchor.version)} to {tuple(target.version)}")
+            deltas.append(manifest)
+            if manifest.base_version <= anchor.version:
+                break
+            manifest = self._manifest(offer, manifest.base, manifest.base_version)
+        if deltas and (deltas[-1].base_version, deltas[-1].base_contents) != (
+            anchor.version,
+            anchor.contents,
+        ):
+            raise WireError(
+                f"the delta to {tuple(deltas[-1].version)} is for another base than {offer.anchor.name}"
+            )
+        if not deltas and target.contents != anchor.contents:
+            raise WireError(f"{offer.anchor.name} has other contents than {offer.manifest.name}")
+        self._held = held = _Held(anchor)
+        for rank, part in enumerate(anchor.parts):
+            header, tensors = self._part(anchor, rank, part)
+            held.fill(rank, header.slices, tensors)
+        held.check_complete()
+        held.check(anchor, held.all_slices())
+        return self._apply(deltas[::-1]) if deltas else held.tensors
+
+    # Reading and applying
+
+    def _apply(self, deltas: list[StoredVersion]) -> dict[str, torch.Tensor]:
+        """Goes on from what is held; every slice that a delta touched is compared at the end."""
+        held = self._held
+        assert held is not None
+        touched: dict[tuple[int, str], Slice] = {}
+        try:
+            for manifest in deltas:
+                # All of a version is decoded against its base before the first element of it is written.
+                overwrites = []
+                for rank, stored in enumerate(manifest.parts):
+                    header, payloads = self._part(manifest, rank, stored)
+                    for one in header.slices:
+                        bits = held.slice_bits(rank, one)
+                        payload = payloads.get(one.name)
+                        if payload is None:
+                            raise WireError(f"{stored.name} has no tensor {one.name!r}")
+                        overwrites.append((bits, *decode(bytes(payload), bits)))
+                        touched[rank, one.name] = one
+                for bits, positions_K, values_K in overwrites:
+                    bits[positions_K] = values_K
+                for (rank, name), one in touched.items():
+                    held.tables[rank][name] = one
+                held.version = manifest.version
+            held.check(deltas[-1], touched.items())
+        except BaseException:
+            self._held = None
+            raise
+        return held.tensors
+
+    def _manifest(self, offer: StoreOffer, stored: StoredObject, version: Version) -> StoredVersion:
+        data = self._read(stored, offer.algorithm)
+        manifest = StoredVersion.from_bytes(data)
+        found = (manifest.run_id, manifest.version, manifest.algorithm)
+        if found != (offer.run_id, version, offer.algorithm) or offer.run_id != self._run_id:
+            raise WireError(f"{stored.name} is of {found}, not of {(offer.run_id, version, offer.algorithm)}")
+        return manifest
+
+    def _part(
+        self, manifest: StoredVersion, rank: int, stored: StoredObject
+    ) -> tuple[PartHeader, dict[str, memoryview]]:
+        header, tensors = read_part(self._read(stored, manifest.algorithm))
+        found = (header.kind, header.run_id, header.version, header.base, header.rank, header.algorithm)
+        wanted = (
+            manifest.kind,
+            self._run_id,
+            manifest.version,
+            manifest.base_version,
+            rank,
+            manifest.algorithm,
+        )
+        if found != wanted:
+            raise WireError(f"{stored.name} says that it is {found}, its manifest {wanted}")
+        return header, tensors
+
+    def _read(self, stored: StoredObject, algorithm: Algorithm) -> Buffer:
+        data = self._store.read(stored.name, stored.size_bytes)
+        self.read_bytes += len(data)
+        if len(data) != stored.size_bytes:
+            raise WireError(f"{stored.name} has {len(data)} bytes, not {stored.size_bytes}")
+        digest = checksum(data, algorithm)
+        if digest != stored.digest:
+            raise WireError(f"{stored.name} has {algorithm} {digest}, not {stored.digest}")
+        return data
+
+
+class _Held:
+    """The whole model in host memory, and the checksum of every slice of it."""
+
+    def __init__(self, anchor: StoredVersion) -> None:
+        self.version = anchor.version
+        self._algorithm: Algorithm = anchor.algorithm
+        self._plans: dict[str, TensorPlan] = {plan.name: plan for plan in anchor.tensors}
+        try:
+            layout = WeightManifest.plan(anchor.tensors, bucket_bytes=1 << 28)
+        except (ValueError, KeyError) as error:
+            raise WireError(f"anchor of {tuple(anchor.version)}: {error}") from error
+        flat = empty_flat(layout)
+        self.tensors: dict[str, torch.Tensor] = views(flat, layout)
+        self._bits: dict[str, npt.NDArray[Any]] = {}
+        raw = flat.numpy()
+        for entry in layout.entries:
+            plan = self._plans[entry.name]
+            if plan.same_as is None:
+                place = raw[entry.offset : entry.offset + entry.num_bytes]
+                self._bits[entry.name] = place.view(f"u{element_bytes(plan)}")
+        self.tables: list[dict[str, Slice]] = [{} for _ in anchor.parts]
+
+    def contents(self) -> tuple[str, ...]:
+        """By rank: the hash over all its slices."""
+        return tuple(content_hash(table.values()) for table in self.tables)
+
+    def slice_bits(self, rank: int, one: Slice) -> npt.NDArray[Any]:
+        """[N] the bits of a slice, to read and write. Raises WireError for one that the anchor does not have."""
+        known = self.tables[rank].get(one.name) if rank < len(self.tables) else None
+        if known is None or (known.start, known.length) != (one.start, one.length):
+            raise WireError(
+                f"slice {one.name!r} [{one.start}, +{one.length}) of rank {rank} is not in the anchor"
+            )
+        return self._bits[one.name][one.start : one.start + one.length]
+
+    def fill(self, rank: int, slices: Iterable[Slice], data: Mapping[str, memoryview]) -> None:
+        """Copies one rank's part of an anchor. Raises WireError."""
+        for one in slices:
+            bits = self._bits.get(one.name)
+            if bits is None or one.name not in data or one.start + one.length > len(bits):
+                raise WireError(f"the anchor's slice {one.name!r} [{one.start}, +{one.length}) has no place")
+            place = bits[one.start : one.start + one.length].view(np.uint8)
+            if len(data[one.name]) != len(place):
+                raise WireError(
+                    f"the anchor's slice {one.name!r} has {len(data[one.name])} bytes, not {len(place)}"
+                )
+            place[:] = np.frombuffer(data[one.name], np.uint8)
+            self.tables[rank][one.name] = one
+
+    def check_complete(self) -> None:
+        """Raises WireError unless the slices of all ranks are every element of every tensor, once."""
+        for name, bits in self._bits.items():
+            end = 0
+            for one in sorted((table[name] for table in self.tables if name in table), key=lambda s: s.start):
+                if one.start != end:
+                    break
+                end += one.length
+            if end != len(bits) or end != num_elements(self._plans[name]):
+                raise WireError(f"the anchor's parts have {end} of {len(bits)} elements of {name!r}")
+
+    def all_slices(self) -> list[tuple[tuple[int, str], Slice]]:
+        """Every slice by rank and name."""
+        return [((rank, name), one) for rank, table in enumerate(self.tables) for name, one in table.items()]
+
+    def check(self, manifest: StoredVersion, slices: Iterable[tuple[tuple[int, str], Slice]]) -> None:
+        """Raises WireError unless these slices have their checksums, and all of them are the manifest's contents."""
+        for (rank, name), one in slices:
+            digest = checksum(self.slice_bits(rank, one).view(np.uint8), self._algorithm)
+            if digest != one.checksum:
+                raise WireError(
+                    f"version {tuple(manifest.version)}: slice {name!r} of rank {rank} comes to {self._algorithm} "
+                    f"{digest}, the learner has {one.checksum}"
+                )
+        if self.contents() != manifest.contents:
+            raise WireError(f"version {tuple(manifest.version)} has other contents than its manifest")
