@@ -12,17 +12,17 @@ one. Pass only a hash that the ledger gave you; a hash computed from the folder 
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -44,21 +44,25 @@ from learner.checkpoint_manifest import (
 )
 from learner.collectives import max_over_ranks, world_size
 from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
+from paceline.storage import Folder
 
 NAME = re.compile(r"(\d+)-(\d+)")
+
+Location = str | os.PathLike[str]
+"""A local path or an fsspec URL."""
 
 
 class Checkpoint(NamedTuple):
     """A complete checkpoint, as far as its folder shows without reading the state."""
 
-    path: Path
+    path: Folder
     manifest_sha256: str
     """What the ledger registers and what `load` asks for."""
     manifest: CheckpointManifest
 
 
 def save(
-    directory: Path,
+    directory: Location,
     *,
     session: int,
     step: int,
@@ -74,22 +78,21 @@ def save(
     on disk, and None on the others. Raises Conflict when that checkpoint exists and is complete, Unavailable when writing
     failed (a full disk), which leaves it torn.
     """
-    path = prepare(directory, session, step)
+    folder = prepare(directory, session, step)
     return write(
-        whole_state(model, optimizer), path, session=session, step=step, chain_hash=chain_hash, extra=extra
+        whole_state(model, optimizer), folder, session=session, step=step, chain_hash=chain_hash, extra=extra
     )
 
 
-def prepare(directory: Path, session: int, step: int) -> Path:
+def prepare(directory: Location, session: int, step: int) -> Folder:
     """The empty folder of a checkpoint to be, made by rank 0. Raises Conflict when it exists and is complete."""
-    path = directory / f"{session}-{step}"
+    folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
-        if (path / MANIFEST).exists():
-            raise Conflict(f"checkpoint {path} exists and is complete")
-        if path.exists():
-            shutil.rmtree(path)  # torn, of this session, so nobody else's
-        path.mkdir(parents=True, exist_ok=True)  # another rank's writer may make it in the meantime
-    return path
+        if folder.exists(MANIFEST):
+            raise Conflict(f"checkpoint {folder} exists and is complete")
+        folder.remove()  # torn, of this session, so nobody else's
+        folder.make()  # another rank's writer may make it in the meantime
+    return folder
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 def write(
     state: dict[str, Any],
-    path: Path,
+    folder: Folder,
     *,
     session: int,
     step: int,
@@ -113,7 +116,7 @@ def write(
     `num_threads` are those that computed the state, when another thread calls. Returns the checkpoint on rank 0 and None
     on the others. Raises Unavailable.
     """
-    _save_state(state, path, group)
+    _save_state(state, folder, group)
     if _rank() != 0:
         return None
     manifest = CheckpointManifest(
@@ -124,13 +127,13 @@ def write(
         num_threads=num_threads or torch.get_num_threads(),
         torch_version=str(torch.__version__),
         extra=dict(extra or {}),
-        files=hash_files(path),
+        files=hash_files(folder),
     )
-    return Checkpoint(path, write_manifest(path, manifest), manifest)
+    return Checkpoint(folder, write_manifest(folder, manifest), manifest)
 
 
 def load(
-    path: Path, *, expected_sha256: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: Location, *, expected_sha256: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> CheckpointManifest:
     """Puts a checkpoint into `model` and `optimizer` and returns its manifest. A collective call of all ranks.
 
@@ -153,7 +156,7 @@ def load(
 
 
 def verify(
-    path: Path,
+    path: Location,
     expected_sha256: str,
     rank: int = 0,
     ranks: int = 1,
@@ -165,14 +168,15 @@ def verify(
     """
     problem: NotFound | Conflict | None = None
     manifest = None
+    folder = Folder(path)
     try:
-        manifest, manifest_sha256 = read_manifest(path)
+        manifest, manifest_sha256 = read_manifest(folder)
         if manifest_sha256 != expected_sha256:
             raise Conflict(
                 f"checkpoint {path} refused: its manifest has SHA-256 {manifest_sha256}, "
                 f"expected was {expected_sha256}"
             )
-        check_files(path, manifest, part=rank, parts=ranks)
+        check_files(folder, manifest, part=rank, parts=ranks)
     except (NotFound, Conflict) as error:
         problem = error
     if ranks > 1:
@@ -185,47 +189,37 @@ def verify(
     return manifest
 
 
-def list_complete(directory: Path) -> list[Checkpoint]:
+def list_complete(directory: Location) -> list[Checkpoint]:
     """The checkpoints of `directory` that have a manifest and files of its sizes, oldest (session, step) first.
 
     Torn and foreign folders are passed over; contents are compared by `load`, not here.
     """
     found = []
-    for path in _folders(directory):
+    for folder in _folders(directory):
         try:
-            manifest, manifest_sha256 = read_manifest(path)
-            check_files(path, manifest, contents=False)
+            manifest, manifest_sha256 = read_manifest(folder)
+            check_files(folder, manifest, contents=False)
         except (NotFound, Conflict):
             continue
-        if path.name == f"{manifest.session}-{manifest.step}":
-            found.append(Checkpoint(path, manifest_sha256, manifest))
-    return sorted(found, key=lambda checkpoint: _position(checkpoint.path))
+        if folder.name == f"{manifest.session}-{manifest.step}":
+            found.append(Checkpoint(folder, manifest_sha256, manifest))
+    return found
 
 
-def latest(directory: Path) -> Checkpoint | None:
-    """The newest complete checkpoint. A later session's is newer whatever its step: it is the living lineage."""
-    complete = list_complete(directory)
-    return complete[-1] if complete else None
+def prune(directory: Location, keep: Collection[str]) -> list[str]:
+    """Deletes the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; returns which.
 
-
-def prune(directory: Path, keep: int) -> list[Path]:
-    """Deletes all but the newest `keep` complete checkpoints, and torn ones older than the newest; returns which.
-
-    What is newer than the newest complete one may be in the making and stays.
+    `keep` has paths as `str(checkpoint.path)` gives them. What is newer may be in the making, and stays.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; the newest checkpoint is never deleted")
-    complete = [checkpoint.path for checkpoint in list_complete(directory)]
-    if not complete:
-        return []
-    kept = set(complete[-keep:])
+    folders = _folders(directory)
+    newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
-    for path in sorted(_folders(directory), key=_position):
-        if path not in kept and _position(path) < _position(complete[-1]):
+    for folder in folders:
+        if newest is not None and _position(folder) < newest and str(folder) not in keep:
             # The manifest first: should this be interrupted, what is left is torn and not a lie.
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-            deleted.append(path)
+            folder.delete(MANIFEST)
+            folder.remove()
+            deleted.append(str(folder))
     return deleted
 
 
@@ -243,20 +237,28 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     return state
 
 
-def read_state(path: Path, state: dict[str, Any]) -> None:
+def read_state(path: Location, state: dict[str, Any]) -> None:
     """Fills the tensors of `state` from a checkpoint. Unpickles: only after `verify` (see the module's docstring).
 
     Raises Conflict when the checkpoint has not what `state` asks for: it is of another model.
     """
     with _as_error(Conflict, f"checkpoint {path} refused: it does not fit"):
-        load_collectively(state, storage_reader=FileSystemReader(path), no_dist=not dist.is_initialized())
+        folder = Folder(path)
+        reader = FileSystemReader(folder.local) if folder.local is not None else FsspecReader(folder.url)
+        load_collectively(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
-def _save_state(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
-    with _as_error(Unavailable, f"checkpoint {path} could not be written"):
+def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup | None) -> None:
+    with _as_error(Unavailable, f"checkpoint {folder} could not be written"):
+        if folder.local is not None:
+            writer = FileSystemWriter(folder.local, sync_files=True)
+        else:
+            writer = FsspecWriter(
+                folder.url, sync_files=False
+            )  # a store's object is durable once it is closed
         save_collectively(
             state,
-            storage_writer=FileSystemWriter(path, sync_files=True),
+            storage_writer=writer,
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
@@ -292,14 +294,13 @@ def _restore_generators(model: nn.Module, states: Mapping[str, torch.Tensor]) ->
         torch.cuda.set_rng_state(states["cuda"], next(model.parameters()).device)
 
 
-def _folders(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    return [path for path in directory.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
+def _folders(directory: Location) -> list[Folder]:
+    """The folders of checkpoints, complete or torn, oldest (session, step) first."""
+    return sorted((f for f in Folder(directory).folders() if NAME.fullmatch(f.name)), key=_position)
 
 
-def _position(path: Path) -> tuple[int, int]:
-    session, step = path.name.split("-")
+def _position(folder: Folder) -> tuple[int, int]:
+    session, step = folder.name.split("-")
     return int(session), int(step)
 
 

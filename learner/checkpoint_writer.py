@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,14 @@ from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from learner import checkpoint as checkpoints
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, Location
+from paceline.storage import Folder
 
 
 class CheckpointWriter:
     """One rank's writer for one session of a run."""
 
-    def __init__(self, directory: Path, session: int):
+    def __init__(self, directory: Location, session: int):
         self._directory = directory
         self._session = session
         self._group: dist.ProcessGroup | None = None
@@ -49,13 +49,13 @@ class CheckpointWriter:
         if self._thread is not None:
             raise RuntimeError("a checkpoint is still being written; finish it first")
         self._started_s = time.perf_counter()
-        path = checkpoints.prepare(self._directory, self._session, step)
+        folder = checkpoints.prepare(self._directory, self._session, step)
         staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer))
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
         self.step = step
         self._written = self._error = None
-        arguments = (staged, path, step, chain_hash, torch.get_num_threads())
+        arguments = (staged, folder, step, chain_hash, torch.get_num_threads())
         self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint {step}")
         self._thread.start()
 
@@ -83,12 +83,12 @@ class CheckpointWriter:
         return self._written
 
     def _write(
-        self, staged: dict[str, Any], path: Path, step: int, chain_hash: str, num_threads: int
+        self, staged: dict[str, Any], folder: Folder, step: int, chain_hash: str, num_threads: int
     ) -> None:
         try:
             self._written = checkpoints.write(
                 staged,
-                path,
+                folder,
                 session=self._session,
                 step=step,
                 chain_hash=chain_hash,

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from learner.checkpoint import read_state, verify
+from learner.checkpoint import Location, read_state, verify
 from paceline.errors import Conflict, InvalidInput
 
 TOKENIZER_FILES = (
@@ -69,7 +69,7 @@ def export_pretrained(
 
 
 def export_checkpoint(
-    checkpoint: Path,
+    checkpoint: Location,
     directory: Path,
     *,
     expected_sha256: str,
@@ -87,7 +87,9 @@ def export_checkpoint(
     )
 
 
-def checkpoint_weights(checkpoint: Path, expected_sha256: str, model_name: str) -> dict[str, torch.Tensor]:
+def checkpoint_weights(
+    checkpoint: Location, expected_sha256: str, model_name: str
+) -> dict[str, torch.Tensor]:
     """The whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
 
     Raises what `learner.checkpoint.verify` raises.

@@ -126,6 +126,9 @@ class LearnerRank:
             case "weight_ack":
                 if run is not None:
                     run.acknowledge(directive.weight_ack)
+            case "keep_checkpoints":
+                if run is not None:
+                    run.keep_checkpoints(directive.keep_checkpoints)
             case "checkpoint":
                 self.orders.ask_checkpoint()
             case "drain":

@@ -48,7 +48,7 @@ def replay(
     trainer = Trainer(spec, device)
     if plan.checkpoint is not None:
         checkpoints.load(
-            Path(plan.checkpoint["path"]),
+            plan.checkpoint["path"],
             expected_sha256=plan.checkpoint["sha256"],
             model=trainer.model,
             optimizer=trainer.optimizer,

@@ -13,6 +13,7 @@ import logging
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,10 +77,9 @@ class LearnerRun:
         self._reports: list[worker_pb2.ConnectRequest] = []
         elsewhere = self._spec.checkpointing.checkpoint_dir
         # Names of checkpoints are unique within a run only, and pruning must not see another run's.
-        self._directory = (
-            Path(elsewhere) / self.run_id if elsewhere else Path(assignment.directory) / "checkpoints"
-        )
+        self._directory = f"{elsewhere}/{self.run_id}" if elsewhere else f"{assignment.directory}/checkpoints"
         self._writer = CheckpointWriter(self._directory, assignment.session)
+        self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def train(self) -> None:
         """From the assignment to the end of the run (or of this session). Faults of the run are reported, not raised."""
@@ -109,6 +109,7 @@ class LearnerRun:
         self._rank.orders.refuse_all(f"run {self.run_id} has ended")
         with contextlib.suppress(PacelineError):
             self._writer.finish()  # nobody asks for it any more; but its thread must not run into the next run
+        self._deleting.shutdown()
         if self._publisher is not None:
             self._publisher.close()
 
@@ -132,6 +133,12 @@ class LearnerRun:
             version = Version(ack.version.session, ack.version.step)
             self._publisher.acknowledge(ack.member_id, version, ack.ok, ack.message)
 
+    def keep_checkpoints(self, order: worker_pb2.KeepCheckpoints) -> None:
+        """The ledger has forgotten all older checkpoints but these: they are deleted while training goes on."""
+        if order.run_id == self.run_id:
+            with contextlib.suppress(RuntimeError):  # the run ends at this very moment
+                self._deleting.submit(self._delete_all_but, list(order.paths))
+
     def report_again(self) -> None:
         """The coordinator was away: what it must know may have been lost with the stream."""
         for report in self._reports:
@@ -150,7 +157,7 @@ class LearnerRun:
         self._tokenizer = load_tokenizer(spec.policy)
         if self._assignment.checkpoint_path:
             checkpoints.load(
-                Path(self._assignment.checkpoint_path),
+                self._assignment.checkpoint_path,
                 expected_sha256=self._assignment.checkpoint_sha256,
                 model=self._trainer.model,
                 optimizer=self._trainer.optimizer,
@@ -343,7 +350,6 @@ class LearnerRun:
         if saved is None:
             return
         self._newest = (str(saved.path), saved.manifest.step)
-        removed = checkpoints.prune(self._directory, self._spec.checkpointing.keep_top_k)
         self._report(
             worker_pb2.ConnectRequest(
                 checkpoint=worker_pb2.CheckpointReport(
@@ -354,10 +360,15 @@ class LearnerRun:
                     sha256=saved.manifest_sha256,
                     chain=saved.manifest.chain_hash,
                     seconds=self._writer.seconds,
-                    removed_paths=[str(path) for path in removed],
                 )
             )
         )
+
+    def _delete_all_but(self, kept: list[str]) -> None:
+        try:
+            checkpoints.prune(self._directory, kept)
+        except OSError as error:
+            log.warning("old checkpoints could not be deleted: %s; the next one tries again", error)
 
     def _save_ordered(self) -> None:
         self._begin_save()

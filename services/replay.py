@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from paceline.errors import Conflict, NotFound
 from paceline.groups import Group
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_yaml
+from paceline.storage import Folder
 from paceline.wire import decode_group
 from services.coordinator.batches import split_batch
 from services.coordinator.ledger import Ledger
@@ -132,7 +132,7 @@ def _threads(spec: RunSpec, checkpoints: list[sqlite3.Row]) -> int:
     """As a checkpoint recorded it; the spec's where there is none."""
     for checkpoint in checkpoints:
         try:
-            return read_manifest(Path(checkpoint["path"]))[0].num_threads
+            return read_manifest(Folder(checkpoint["path"]))[0].num_threads
         except (NotFound, Conflict):
             continue
     return spec.cluster.threads_per_process

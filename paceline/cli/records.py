@@ -139,7 +139,7 @@ def export(run: str, destination: Path, dtype: str | None, directory: Path, as_j
     from learner.export import export_checkpoint
 
     export_checkpoint(
-        Path(checkpoint["path"]),
+        checkpoint["path"],
         destination,
         expected_sha256=checkpoint["sha256"],
         model_name=policy.model_name,

@@ -148,8 +148,8 @@ def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
     from learner.export import checkpoint_weights, compare_weights
 
     model_name = plan.spec.policy.model_name
-    reached = checkpoint_weights(Path(saved["checkpoint"]), saved["sha256"], model_name)
-    expected = checkpoint_weights(Path(plan.expected["path"]), plan.expected["sha256"], model_name)
+    reached = checkpoint_weights(saved["checkpoint"], saved["sha256"], model_name)
+    expected = checkpoint_weights(plan.expected["path"], plan.expected["sha256"], model_name)
     names, largest = compare_weights(reached, expected)
     return {
         "compared_with": plan.expected["path"],

@@ -55,6 +55,7 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         self._check_schedule()
+        self._check_best_metric()
         if self.algorithm == "grpo":
             self._check_grpo()
         return self
@@ -68,6 +69,24 @@ class RunSpec(Section):
             raise ValueError(
                 f"policy.scheduler.warmup_steps {scheduler.warmup_steps} + decay_steps {scheduler.decay_steps} exceed "
                 f"the run's {self.max_num_steps} steps: 'wsd' would have no peak"
+            )
+
+    def _check_best_metric(self) -> None:
+        """A checkpoint without a value of the metric could never be the best."""
+        save, metric = self.checkpointing, self.checkpointing.metric_name
+        if metric is None or not metric.startswith("val:"):
+            return
+        if self.algorithm != "grpo":
+            raise ValueError(
+                f"checkpointing.metric_name {metric!r} with algorithm {self.algorithm!r}, which evaluates nothing; "
+                "name a metric of its steps, such as train:loss"
+            )
+        period = self.grpo.val_period
+        if not period or save.save_period % period:
+            raise ValueError(
+                f"checkpointing.metric_name {metric!r} with checkpointing.save_period {save.save_period} and "
+                f"grpo.val_period {period}: a checkpoint needs an evaluation at its step; make save_period a "
+                "multiple of val_period"
             )
 
     def _check_grpo(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from paceline.spec.section import PositiveFloat, PositiveInt, Section
 
@@ -30,9 +32,14 @@ class CheckpointingSection(Section):
     save_period: PositiveInt = 50
     """Steps between two checkpoints; the last step always makes one."""
     keep_top_k: PositiveInt = 2
-    """Newest complete checkpoints that are kept."""
+    """Complete checkpoints that are kept: the newest or, with `metric_name`, the best and the newest one."""
+    metric_name: Annotated[str, Field(pattern=r"^(train|val):\S+$")] | None = None
+    """What is best: `val:reward` (of the evaluation after that step), or `train:` and a step's metric (`train:loss`)."""
+    higher_is_better: bool = True
+    """Whether the best value of the metric is the highest."""
     checkpoint_dir: str | None = None
-    """Where to, each run in a folder of its own; default `checkpoints/` in the run's directory."""
+    """Where to, each run in a folder of its own: a path that all ranks see, or an fsspec URL (`s3://bucket/folder`).
+    Default `checkpoints/` in the run's directory."""
 
 
 class LoggerSection(Section):

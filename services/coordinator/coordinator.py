@@ -21,9 +21,10 @@ from paceline.errors import Conflict, DataError, SpecError
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_yaml, spec_to_yaml
+from paceline.storage import Folder
 from paceline.tracing import step_traceparent
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator import evaluation, poison
+from services.coordinator import evaluation, poison, retention
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.exchange_server import ExchangeServer
 from services.coordinator.journal import Journal
@@ -93,6 +94,8 @@ class Coordinator:
         """Checks a spec and its data sets, and queues a run; returns its id. Raises SpecError, DataError."""
         spec = spec_from_yaml(spec_yaml)
         await asyncio.to_thread(_open_data, spec)
+        if spec.checkpointing.checkpoint_dir:
+            Folder(spec.checkpointing.checkpoint_dir)
         async with self.lock:
             with self.ledger.transaction():
                 run_id = f"{spec.name}-{len(self.ledger.runs()) + 1}"
@@ -321,7 +324,7 @@ class Coordinator:
             case "run_report":
                 await self._on_run_report(member, request.run_report)
             case "checkpoint":
-                await self._on_checkpoint(request.checkpoint)
+                await self._on_checkpoint(member, request.checkpoint)
             case "staged":
                 self.journal.note_staged(request.staged, self._epoch, len(self._named[1]))
             case "publish":
@@ -449,13 +452,19 @@ class Coordinator:
             await self._finish_if_done()
         self._name_epoch()
 
-    async def _on_checkpoint(self, report: worker_pb2.CheckpointReport) -> None:
+    async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
         async with self.lock:
             with self.ledger.transaction():
                 # One that is known is what a learner says again after a restart: no news.
                 if self.ledger.add_checkpoint(report):
                     content = {"step": report.step, "path": report.path, "seconds": report.seconds}
                     self.ledger.add_event(report.run_id, "checkpoint", content)
+                run = self.exchange.active
+                if run is not None and run.run_id == report.run_id:
+                    retention.forget_surplus(self.ledger, run.run_id, run.spec.checkpointing)
+            kept = retention.kept_paths(self.ledger, report.run_id)
+        directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
+        member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))
         await self._tell_watchers()
 
     async def _on_publish(self, report: worker_pb2.PublishReport) -> None:

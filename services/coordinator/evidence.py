@@ -6,14 +6,13 @@ sums, so agreement here means that what was trained is what was generated.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sqlite3
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
 from paceline.groups import Group
+from paceline.storage import Folder
 from paceline.wire import decode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 
@@ -106,11 +105,11 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
         elif record.has_batches:
             chain = chains.get(row["step"])
             report.compare(subject, "its chain is {}, the ledger's {}", row["chain"], chain)
-        folder = Path(row["path"])
-        if row["removed"] or not folder.is_dir():
+        folder = Folder(row["path"])
+        if row["removed"] or not folder.exists():
             continue
         try:
-            digest = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
+            digest = folder.sha256(MANIFEST_NAME)
         except FileNotFoundError:
             report.problem(subject, f"it has no {MANIFEST_NAME}")
             continue

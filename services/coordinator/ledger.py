@@ -192,7 +192,7 @@ class Ledger:
     # Checkpoints and members
 
     def add_checkpoint(self, report: CheckpointReport) -> bool:
-        """Registers a complete checkpoint, and forgets those that made room for it; False for one that was known."""
+        """Registers a complete checkpoint; False for one that was known."""
         known = self.db.execute(
             "SELECT 1 FROM checkpoints WHERE run_id = ? AND path = ? AND sha256 = ?",
             (report.run_id, report.path, report.sha256),
@@ -203,10 +203,6 @@ class Ledger:
             "INSERT OR REPLACE INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, ?, ?, ?, ?, ?)",
             (report.run_id, report.session, report.step, report.path, report.sha256, report.chain),
         )
-        for path in report.removed_paths:
-            self.db.execute(
-                "UPDATE checkpoints SET removed = 1 WHERE run_id = ? AND path = ?", (report.run_id, path)
-            )
         return True
 
     def newest_checkpoint(self, run_id: str) -> sqlite3.Row | None:

@@ -217,3 +217,24 @@ def test_two_runs_may_share_a_checkpoint_folder(
     for run in [client.submit(spec) for _ in range(2)]:
         finish(client, cluster, run.run_id)
         assert [path.name for path in (tmp_path / run.run_id).iterdir()] == ["1-2"]
+
+
+def test_the_best_checkpoints_are_kept_beside_the_newest(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    spec = make_spec(
+        grpo={"max_num_steps": 5},
+        checkpointing={
+            "checkpoint_dir": f"file://{tmp_path}",
+            "save_period": 1,
+            "keep_top_k": 1,
+            "metric_name": "train:completion_length",
+            "higher_is_better": False,
+        },
+    )
+    run = client.submit(spec)
+    summary = finish(client, cluster, run.run_id)
+
+    lengths = [line["completion_length"] for line in metrics(summary, cluster)]
+    best = max(step for step, length in enumerate(lengths, 1) if length == min(lengths))
+    assert {path.name for path in (tmp_path / run.run_id).iterdir()} == {f"1-{best}", "1-5"}

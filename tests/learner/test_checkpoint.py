@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
@@ -17,6 +18,7 @@ from learner import checkpoint
 from learner.checkpoint import Checkpoint
 from learner.trainer import Trainer
 from paceline.errors import Conflict, NotFound, Unavailable
+from paceline.storage import Folder
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def train(trainer: Trainer, start: int, end: int) -> None:
         trainer.train_step(make_batch(), step)
 
 
-def save(trainer: Trainer, directory: Path, step: int, session: int = 1) -> Checkpoint:
+def save(trainer: Trainer, directory: Path | str, step: int, session: int = 1) -> Checkpoint:
     saved = checkpoint.save(
         directory,
         session=session,
@@ -203,13 +205,13 @@ def test_failure_to_write_leaves_no_checkpoint(policy: Path, tmp_path: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
     assert checkpoint.list_complete(tmp_path) == []
-    assert save(trainer, tmp_path, step=1) == checkpoint.latest(tmp_path)
+    assert save(trainer, tmp_path, step=1) == checkpoint.list_complete(tmp_path)[-1]
 
 
-def test_latest_is_the_newest_complete_one_of_the_latest_session(copied: Checkpoint) -> None:
-    directory = copied.path.parent
-    assert checkpoint.latest(directory / "nowhere") is None
-    assert checkpoint.latest(directory) == copied
+def test_torn_and_foreign_folders_are_no_checkpoints(copied: Checkpoint) -> None:
+    directory = Path(copied.path).parent
+    assert checkpoint.list_complete(directory / "nowhere") == []
+    assert checkpoint.list_complete(directory) == [copied._replace(path=Folder(copied.path))]
     renamed = directory / "3-900"  # complete, but it says that it is 1-1
     shutil.copytree(copied.path, renamed)
     torn = directory / "2-5"
@@ -219,20 +221,40 @@ def test_latest_is_the_newest_complete_one_of_the_latest_session(copied: Checkpo
     assert [found.path.name for found in checkpoint.list_complete(directory)] == ["1-1"]
 
 
-def test_prune_keeps_the_newest_and_what_may_be_in_the_making(policy: Path, tmp_path: Path) -> None:
+def test_prune_keeps_what_it_is_told_and_what_may_be_in_the_making(policy: Path, tmp_path: Path) -> None:
     trainer = trained(policy, 1)
     for session, step in ((1, 9), (1, 10), (2, 3), (2, 4)):
         save(trainer, tmp_path, step=step, session=session)
     for name in ("1-11", "2-5"):
         (tmp_path / name).mkdir()
     assert [found.path.name for found in checkpoint.list_complete(tmp_path)] == ["1-9", "1-10", "2-3", "2-4"]
-    assert [path.name for path in checkpoint.prune(tmp_path, keep=2)] == ["1-9", "1-10", "1-11"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2-3", "2-4", "2-5"]
-    newest = checkpoint.latest(tmp_path)
-    assert newest is not None
-    assert newest.path.name == "2-4"
-    with pytest.raises(ValueError, match="keep is 0"):
-        checkpoint.prune(tmp_path, keep=0)
+    keep = [str(tmp_path / name) for name in ("1-10", "2-3")]
+    assert checkpoint.prune(tmp_path, []) == []
+    assert checkpoint.prune(tmp_path, keep) == [str(tmp_path / "1-9"), str(tmp_path / "1-11")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-10", "2-3", "2-4", "2-5"]
+    assert checkpoint.prune(tmp_path, keep) == []
+
+
+def test_a_store_without_renames_or_folders_holds_checkpoints_too(policy: Path) -> None:
+    store = "memory://test-checkpoints/run-1"
+    trainer = trained(policy, 1)
+    saved = save(trainer, store, step=1)
+    assert str(saved.path) == f"{store}/1-1"
+    train(trainer, 1, 2)
+    later = save(trainer, store, step=2)
+    resumed = Trainer(make_spec(policy), CPU)
+    load(saved, resumed)
+    train(resumed, 1, 2)
+    for name, tensor in resumed.model.state_dict().items():
+        assert torch.equal(tensor, trainer.model.state_dict()[name]), name
+    assert checkpoint.list_complete(store) == [saved, later]
+
+    with fsspec.open(f"{store}/1-1/__0_0.distcp", "ab") as file:
+        file.write(b"!")
+    with pytest.raises(Conflict, match=r"1-1 refused: file '__0_0.distcp' has \d+ bytes, not \d+"):
+        load(saved, resumed)
+    assert checkpoint.prune(store, [str(later.path)]) == [f"{store}/1-1"]
+    assert checkpoint.list_complete(store) == [later]
 
 
 def test_torn_one_of_the_same_name_is_written_anew_and_a_complete_one_never(

@@ -75,6 +75,11 @@ def test_a_wrong_value_is_shown_with_its_field(
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
+        (
+            ["checkpointing.metric_name=val:reward", "checkpointing.save_period=50", "grpo.val_period=20"],
+            ("'val:reward' with checkpointing.save_period 50 and grpo.val_period 20",),
+        ),
+        (["checkpointing.metric_name=reward"], ("checkpointing.metric_name", "pattern")),
         (["weights.publish_interval=3"], ("weights.publish_interval 3", "max_trajectory_age_steps + 1 = 2")),
         (["async_grpo.hard_max_age=0"], ("hard_max_age 0", "max_trajectory_age_steps 1")),
         (

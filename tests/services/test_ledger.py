@@ -144,13 +144,9 @@ def test_the_newest_checkpoint_is_of_a_trained_step_with_the_ledgers_chain(tmp_p
         )
     ledger.update_run("a-1", next_step=2, next_batch=3)
 
-    def report(step: int, chain: str, *, removed: tuple[str, ...] = ()) -> None:
+    def report(step: int, chain: str) -> None:
         path = f"c{step}{chain}"
-        ledger.add_checkpoint(
-            CheckpointReport(
-                run_id="a-1", session=1, step=step, path=path, chain=chain, removed_paths=removed
-            )
-        )
+        ledger.add_checkpoint(CheckpointReport(run_id="a-1", session=1, step=step, path=path, chain=chain))
 
     assert ledger.newest_checkpoint("a-1") is None
     report(1, "chain0")
@@ -158,7 +154,7 @@ def test_the_newest_checkpoint_is_of_a_trained_step_with_the_ledgers_chain(tmp_p
     assert ledger.newest_checkpoint("a-1")["path"] == "c1chain0"
     report(3, "chain2")  # of step 2, whose receipts have not come: the next session has to train it again
     assert ledger.newest_checkpoint("a-1")["path"] == "c1chain0"
-    report(2, "chain1", removed=("c1chain0",))
+    report(2, "chain1")
     assert ledger.newest_checkpoint("a-1")["path"] == "c2chain1"
     ledger.update_run("a-1", next_step=3)
     assert ledger.newest_checkpoint("a-1")["path"] == "c3chain2"

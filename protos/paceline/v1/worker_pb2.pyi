@@ -141,6 +141,7 @@ class ConnectResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     EXPELLED_FIELD_NUMBER: _builtins.int
+    KEEP_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -177,6 +178,10 @@ class ConnectResponse(_message.Message):
     def expelled(self) -> Global___Expelled:
         """To a rollout worker: it is out of its epoch."""
 
+    @_builtins.property
+    def keep_checkpoints(self) -> Global___KeepCheckpoints:
+        """To the learner, after each checkpoint: those that the ledger counts on."""
+
     def __init__(
         self,
         *,
@@ -189,12 +194,13 @@ class ConnectResponse(_message.Message):
         drain: Global___DrainDirective | None = ...,
         checkpoint: Global___CheckpointDirective | None = ...,
         expelled: Global___Expelled | None = ...,
+        keep_checkpoints: Global___KeepCheckpoints | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled"]  # noqa: Y015
+    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints"]  # noqa: Y015
     _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_directive) -> _WhichOneofReturnType_directive | None: ...
 
@@ -671,7 +677,6 @@ class CheckpointReport(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
-    REMOVED_PATHS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     session: _builtins.int
@@ -686,10 +691,6 @@ class CheckpointReport(_message.Message):
     """Hash chain over the batches of the steps before `step`."""
     seconds: _builtins.float
     """Seconds it took."""
-    @_builtins.property
-    def removed_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Checkpoints that were removed to make room."""
-
     def __init__(
         self,
         *,
@@ -700,15 +701,42 @@ class CheckpointReport(_message.Message):
         sha256: _builtins.str = ...,
         chain: _builtins.str = ...,
         seconds: _builtins.float = ...,
-        removed_paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "path", b"path", "removed_paths", b"removed_paths", "run_id", b"run_id", "seconds", b"seconds", "session", b"session", "sha256", b"sha256", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "path", b"path", "run_id", b"run_id", "seconds", b"seconds", "session", b"session", "sha256", b"sha256", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointReport: _TypeAlias = CheckpointReport  # noqa: Y015
+
+@_typing.final
+class KeepCheckpoints(_message.Message):
+    """The complete checkpoints to keep. Older ones that are not named are no longer in the ledger and may be deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Of which run."""
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where they are, as they were reported."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepCheckpoints: _TypeAlias = KeepCheckpoints  # noqa: Y015
 
 @_typing.final
 class StagedReport(_message.Message):

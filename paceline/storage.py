@@ -1,0 +1,146 @@
+"""Folders of files on a local disk or in any store that fsspec knows (`s3://`, `gs://`, `memory://`, …).
+
+The promise of `Folder.write`: the file appears whole or not at all, and is durable when the call returns. Object stores
+do so by themselves; on a local disk it takes a partial file, two fsyncs and a rename. Credentials and endpoints come from
+fsspec's own configuration (its environment variables and files), never from a spec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import posixpath
+import shutil
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from paceline.errors import SpecError
+
+CHUNK_BYTES = 8 << 20
+
+
+class Folder:
+    """One folder. It need not exist: a store without folders has it as soon as a file is in it."""
+
+    def __init__(self, url: str | os.PathLike[str]):
+        """Raises SpecError for a URL whose scheme is unknown or whose fsspec package is not installed."""
+        self.url = os.fspath(url).rstrip("/") or "/"
+        try:
+            # Listings must not come from a cache: another process writes here too.
+            self._store, self._path = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise SpecError(
+                f"the storage {self.url!r} cannot be used: {error}; name a local folder, or install the package "
+                "that fsspec needs for this scheme"
+            ) from None
+        self.local = Path(self._path) if isinstance(self._store, LocalFileSystem) else None
+        """The path, when it is on a local disk."""
+
+    def __str__(self) -> str:
+        return str(self.local) if self.local is not None else self.url
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"Folder({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str) -> Folder:
+        return Folder(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Its own name, without the folders above."""
+        return str(posixpath.basename(self._path))
+
+    def exists(self, name: str = "") -> bool:
+        """Whether it has this file or, without a name, is there itself."""
+        return bool(self._store.exists(self._at(name)))
+
+    def make(self) -> None:
+        """Makes the folder and those above it, where there are any to make."""
+        self._store.makedirs(self._path, exist_ok=True)
+
+    def folders(self) -> list[Folder]:
+        """The folders in it, by name; none if it is not there."""
+        try:
+            entries = self._store.ls(self._path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = [posixpath.basename(e["name"].rstrip("/")) for e in entries if e["type"] == "directory"]
+        return [self / name for name in sorted(names)]
+
+    def files(self) -> dict[str, int]:
+        """Size in bytes of every file below it, by its path from here."""
+        found: dict[str, dict[str, Any]] = self._store.find(self._path, detail=True)
+        return {path[len(self._path) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file for reading. Raises FileNotFoundError."""
+        stream: IO[bytes] = self._store.open(self._at(name), "rb")
+        return stream
+
+    def read(self, name: str) -> bytes:
+        """A whole file. Raises FileNotFoundError, NotADirectoryError."""
+        with self.open(name) as file:
+            return file.read()
+
+    def sha256(self, name: str) -> str:
+        """Of a file's bytes, in hex."""
+        digest = hashlib.sha256()
+        with self.open(name) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Makes or replaces a file in one piece; durable, with everything written here before, when it returns."""
+        if self.local is None:
+            self._store.pipe_file(self._at(name), data)
+            return
+        _sync(self.local)
+        partial = self.local / f"{name}.partial"
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.local / name)
+        _sync(self.local)
+        _sync(self.local.parent)
+
+    def delete(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        try:
+            self._store.rm_file(self._at(name))
+        except FileNotFoundError:
+            return
+
+    def remove(self) -> None:
+        """Removes the folder with all that is in it, if it is there."""
+        if not self.exists():
+            return
+        if self.local is not None:
+            shutil.rmtree(self.local)
+        else:
+            self._store.rm(self._path, recursive=True)
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}" if name else self._path
+
+
+def _sync(path: Path) -> None:
+    """Makes the entries of a folder durable, which writing the files alone does not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

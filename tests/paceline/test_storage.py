@@ -1,0 +1,61 @@
+"""Folders on a disk and in a store behave alike."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import SpecError
+from paceline.storage import Folder
+
+
+@pytest.fixture(params=["local", "file URL", "store"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    places = {
+        "local": str(tmp_path / "runs"),
+        "file URL": f"file://{tmp_path}/runs",
+        "store": f"memory://{tmp_path.name}/runs",
+    }
+    return Folder(places[request.param])
+
+
+def test_files_are_written_listed_read_and_removed(folder: Folder) -> None:
+    assert not folder.exists()
+    assert folder.folders() == []
+    one = folder / "one"
+    one.make()
+    one.write("a.bin", b"first")
+    one.write("a.bin", b"second")
+    inner = one / "inner"
+    inner.make()
+    inner.write("b.bin", b"")
+    assert one.files() == {"a.bin": 6, "inner/b.bin": 0}
+    assert one.read("a.bin") == b"second"
+    assert one.sha256("a.bin") == hashlib.sha256(b"second").hexdigest()
+    assert one.exists("a.bin")
+    assert not one.exists("c.bin")
+    assert [(found.name, found) for found in folder.folders()] == [("one", one)]
+    one.delete("a.bin")
+    one.delete("a.bin")
+    assert one.files() == {"inner/b.bin": 0}
+    with pytest.raises(FileNotFoundError):
+        one.read("a.bin")
+    one.remove()
+    one.remove()
+    assert folder.folders() == []
+
+
+def test_a_local_file_url_is_the_path(tmp_path: Path) -> None:
+    assert Folder(f"file://{tmp_path}").local == tmp_path
+    assert Folder(tmp_path) == Folder(f"{tmp_path}/") == Folder(f"file://{tmp_path}")
+    assert Folder("memory://runs").local is None
+    assert str(Folder("memory://runs/") / "1-2") == "memory://runs/1-2"
+
+
+def test_a_scheme_that_nobody_knows_is_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        SpecError, match=r"the storage 'nowhere://x' cannot be used: .*; name a local folder, or"
+    ):
+        Folder("nowhere://x")
