@@ -1,18 +1,26 @@
 """Gathering the model's weights on rank 0, as a copy that later optimizer steps do not touch.
 
-The promise: every rank goes through the same tensors in the same order and finishes each before the next, so no gather
-is ever left half-done behind another collective; only rank 0 keeps anything. Names are those of the Hugging Face model,
-whatever wraps its modules here, and tied weights appear under each of their names but exist once.
+The ranks share the work: each converts its own shards to the wire's type and packs them, and only rank 0 receives. The
+promise: every rank goes through the same buckets in the same order and all have ended when the call returns, so no
+gather is ever left half-done behind another collective; only rank 0 keeps anything. Names are those of the Hugging Face
+model, whatever wraps its modules here, and tied weights appear under each of their names but exist once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from paceline.flat_weights import empty_flat, views
 from paceline.weights import TensorPlan, WeightManifest
+
+BUCKET_BYTES = 64 << 20
+"""Of a rank's own shards that travel at a time."""
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """What wrappers put into state-dict names; the model that receives the weights has none of them."""
@@ -27,19 +35,98 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
     """
     tensors = named_weights(model)
     wanted = is_first_rank()
-    gathered: dict[str, torch.Tensor] = {}
-    if wanted:
-        gathered = _allocate(tensors, dtype)
+    gathered = _allocate(tensors, dtype) if wanted else {}
+    sharded: list[tuple[str, DTensor]] = []
     done: set[int] = set()
-    for name, tensor in tensors.items():
-        if id(tensor) in done:
+    for name, kept in tensors.items():
+        if id(kept) in done:
             continue
-        done.add(id(tensor))
-        whole = _whole(tensor.detach(), dtype)
-        if wanted:
-            gathered[name].copy_(whole)
-        del whole
+        done.add(id(kept))
+        tensor = kept.detach()
+        if isinstance(tensor, DTensor) and _is_split_by_rows(tensor):
+            sharded.append((name, tensor))
+        elif isinstance(tensor, DTensor):
+            whole = _converted(tensor, dtype).full_tensor()
+            if wanted:
+                gathered[name].copy_(whole)
+        elif wanted:
+            gathered[name].copy_(tensor)
+    previous: _Gathering | None = None
+    for bucket in _buckets(sharded):
+        current = _Gathering(bucket, dtype)
+        if previous is not None:
+            previous.finish(gathered)
+        previous = current
+    if previous is not None:
+        previous.finish(gathered)
     return gathered
+
+
+class _Gathering:
+    """A bucket on its way to rank 0: every rank's shards of some tensors, one behind the other.
+
+    Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; what a rank has
+    too little is padding, since a gather needs equal sizes.
+    """
+
+    def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> None:
+        self._bucket = bucket
+        mesh = bucket[0][1].device_mesh
+        self._size = mesh.size()
+        shards = [_converted(tensor.to_local(), dtype).contiguous().view(-1) for _, tensor in bucket]
+        num_bytes = [
+            -(-tensor.shape[0] // self._size) * _row_bytes(tensor, shard.dtype)
+            for (_, tensor), shard in zip(bucket, shards, strict=True)
+        ]
+        self._own = torch.zeros(sum(num_bytes), dtype=torch.uint8, device=shards[0].device)
+        start = 0
+        for shard, length in zip(shards, num_bytes, strict=True):
+            self._own[start : start + shard.nbytes].copy_(shard.view(torch.uint8))
+            start += length
+        self._all: list[torch.Tensor] | None = None
+        if is_first_rank():
+            self._all = [torch.empty_like(self._own) for _ in range(self._size)]
+        # Two in flight: while this one travels, rank 0 unpacks the one before and every rank packs the next.
+        self._work: Any = dist.gather(self._own, self._all, dst=0, group=mesh.get_group(), async_op=True)
+
+    def finish(self, gathered: dict[str, torch.Tensor]) -> None:
+        """Waits for the bucket and, on rank 0, writes its rows where they belong."""
+        self._work.wait()
+        if self._all is None:
+            return
+        for rank, received in enumerate(self._all):
+            start = 0
+            for name, tensor in self._bucket:
+                target = gathered[name]
+                rows = -(-tensor.shape[0] // self._size)
+                here = target[rank * rows : (rank + 1) * rows]
+                here.view(-1).view(torch.uint8).copy_(received[start : start + here.nbytes])
+                start += rows * _row_bytes(tensor, target.dtype)
+
+
+def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
+    """`sharded` in order, in parts of at most BUCKET_BYTES a rank (a larger tensor goes alone), one mesh each."""
+    part: list[tuple[str, DTensor]] = []
+    filled = 0
+    for name, tensor in sharded:
+        size = -(-tensor.nbytes // tensor.device_mesh.size())
+        if part and (filled + size > BUCKET_BYTES or part[0][1].device_mesh != tensor.device_mesh):
+            yield part
+            part, filled = [], 0
+        part.append((name, tensor))
+        filled += size
+    if part:
+        yield part
+
+
+def _is_split_by_rows(tensor: DTensor) -> bool:
+    """Whether the ranks hold consecutive rows, as FSDP2 does: then a shard is one run of the tensor's bytes."""
+    (*others, last) = tensor.placements
+    return not others and isinstance(last, Shard) and last.dim == 0 and tensor.numel() > 0
+
+
+def _row_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() // tensor.shape[0] * dtype.itemsize
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -60,12 +147,9 @@ def is_first_rank() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)  # before the gather: half the bytes on the wire
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor
+def _converted(tensor: Any, dtype: torch.dtype | None) -> Any:
+    """`tensor` as it travels: half the bytes on the wire where that is a 16-bit type."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _allocate(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
