@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,19 @@ from learner.batch_advantages import clip_advantages, needs_whole_batch
 from paceline.errors import InvalidInput
 from paceline.groups import FloatArray, Group, IntArray
 from paceline.spec import RunSpec
+
+
+class Verdict(NamedTuple):
+    """What a preference data set says of a completion. Sequences of one prompt share their group id."""
+
+    good: bool
+    """Chosen or desirable, against rejected or undesirable."""
+    margin: float = 0.0
+    """By how much the chosen completion is better (`rm`)."""
+    mismatched: bool = False
+    """A completion of another prompt: nothing is trained on it, KTO's KL is measured on it."""
+    reference_logprob: float | None = None
+    """Σ_t log π_ref, precomputed; None asks the reference in the step."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +54,15 @@ class TrainSequence:
     """[T] step of the version that sampled each token; None for supervised data."""
     rewards_F: FloatArray | None = None
     """[F] rewards as given, NaN for None: what advantages over the whole batch are computed from."""
+    trained_T: np.ndarray | None = None
+    """[T] bool: which completion tokens train; None is all. The others are read, and nothing more."""
+    verdict: Verdict | None = None
+    """What the data set says of the completion; None where it says nothing (`grpo`, `sft`)."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
             raise InvalidInput(f"group {self.group_id} has an empty prompt; nothing predicts its first token")
-        for name in ("behaviour_logprobs_T", "versions_T"):
+        for name in ("behaviour_logprobs_T", "versions_T", "trained_T"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.completion_ids):
                 raise InvalidInput(
@@ -53,9 +71,14 @@ class TrainSequence:
                 )
 
     @property
+    def num_trained_tokens(self) -> int:
+        """Completion tokens that train."""
+        return len(self.completion_ids) if self.trained_T is None else int(self.trained_T.sum())
+
+    @property
     def num_row_tokens(self) -> int:
         """Tokens that the sequence takes in a packed row; 0 when it has nothing to train."""
-        return len(self.prompt_ids) + len(self.completion_ids) - 1 if len(self.completion_ids) else 0
+        return len(self.prompt_ids) + len(self.completion_ids) - 1 if self.num_trained_tokens else 0
 
 
 def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainSequence]:
@@ -99,11 +122,6 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainS
     return sequences
 
 
-def sequences_from_examples(examples: Iterable[tuple[int, IntArray, IntArray]]) -> list[TrainSequence]:
-    """Supervised examples (id, prompt_ids, completion_ids); the id takes the place of the group's."""
-    return [TrainSequence(example_id, prompt, completion) for example_id, prompt, completion in examples]
-
-
 @dataclass(frozen=True)
 class PackedRow:
     """Sequences of one micro-batch end to end, on the training device."""
@@ -126,15 +144,22 @@ class PackedRow:
     group_ids_S: tuple[int, ...]
     versions_N: Tensor | None = None
     """int64: step of the version that sampled the token; None for supervised data."""
+    verdicts_S: tuple[Verdict, ...] = ()
+    """What the data set says of each sequence; empty where it says nothing."""
 
 
 def pack_row(sequences: Sequence[TrainSequence], device: torch.device) -> PackedRow:
-    """Lays sequences (each with at least one completion token) end to end, in the given order."""
+    """Lays sequences (each with at least one completion token that trains) end to end, in the given order."""
     row_lengths_S = np.array([s.num_row_tokens for s in sequences])
-    lengths_S = np.array([len(s.completion_ids) for s in sequences])
+    lengths_S = np.array([s.num_trained_tokens for s in sequences])
     ends_S = np.cumsum(row_lengths_S)
     # Completion token t of a sequence is predicted from row position end - T + t.
-    predictors_N = np.concatenate([np.arange(end - n, end) for end, n in zip(ends_S, lengths_S, strict=True)])
+    predictors_N = np.concatenate(
+        [
+            _trained(np.arange(end - len(s.completion_ids), end), s)
+            for end, s in zip(ends_S, sequences, strict=True)
+        ]
+    )
     tokens = [np.concatenate((s.prompt_ids, s.completion_ids[:-1])) for s in sequences]
     supervised = any(s.behaviour_logprobs_T is None for s in sequences)
 
@@ -149,15 +174,22 @@ def pack_row(sequences: Sequence[TrainSequence], device: torch.device) -> Packed
         position_ids=integers(np.concatenate([np.arange(n) for n in row_lengths_S]))[None],
         layout=SequenceLayout.of(row_lengths_S.tolist(), device),
         predictors_N=integers(predictors_N),
-        targets_N=integers(np.concatenate([s.completion_ids for s in sequences])),
+        targets_N=integers(np.concatenate([_trained(s.completion_ids, s) for s in sequences])),
         lengths_N=floats(np.repeat(lengths_S, lengths_S)),
         sequence_N=integers(np.repeat(np.arange(len(sequences)), lengths_S)),
         behaviour_N=None
         if supervised
-        else floats(np.concatenate([s.behaviour_logprobs_T for s in sequences])),
+        else floats(np.concatenate([_trained(s.behaviour_logprobs_T, s) for s in sequences])),
         advantages_N=floats(np.repeat([s.advantage for s in sequences], lengths_S)),
         group_ids_S=tuple(s.group_id for s in sequences),
         versions_N=None
         if any(s.versions_T is None for s in sequences)
-        else integers(np.concatenate([s.versions_T for s in sequences])),
+        else integers(np.concatenate([_trained(s.versions_T, s) for s in sequences])),
+        verdicts_S=tuple(s.verdict for s in sequences if s.verdict is not None),
     )
+
+
+def _trained(values_T: np.ndarray | None, sequence: TrainSequence) -> np.ndarray:
+    """The values at the tokens that train."""
+    assert values_T is not None
+    return values_T if sequence.trained_T is None else values_T[sequence.trained_T]

@@ -1,42 +1,112 @@
-"""Supervised batches from a data set: `algorithm: sft`. The same step always gets the same examples.
+"""Batches from a data set, for the algorithms that do not sample. The same step always gets the same examples.
 
 The order is a permutation of the rows in every epoch, a function of the seed alone; rank r of w takes every w-th
-example of the step, so that any number of ranks trains the same batch.
+example of the step, so that any number of ranks trains the same batch. An example is never split: a prompt with its
+chosen and rejected completions is on one rank, its sequences share a group id, the chosen one comes first.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from learner.batch import TrainSequence, sequences_from_examples
+import numpy as np
+
+from learner.batch import TrainSequence, Verdict
 from paceline.data import PromptSource, open_rows
 from paceline.errors import InvalidInput
-from paceline.prompts import encode_completion, encode_prompt
+from paceline.example_rows import check_example, read_demonstration, read_preference, read_verdict
+from paceline.prompts import encode_conversation, encode_exchange, encode_for_scoring
 from paceline.spec import RunSpec
 
 
 class ExampleSource:
-    """Examples of a run, by step."""
+    """Examples of a run, by step, or with `validation` the held-out ones."""
 
-    def __init__(self, spec: RunSpec, tokenizer: Any):
+    def __init__(self, spec: RunSpec, tokenizer: Any, *, validation: bool = False):
+        assert spec.examples is not None, "the spec samples; it has no examples"
         self._spec = spec
+        self._section = spec.examples
         self._tokenizer = tokenizer
-        rows = open_rows(spec.data.train, spec.data.train_split)
-        self._source = PromptSource(rows, spec.data, spec.seed, shuffle=spec.data.shuffle)
+        name, split, field = (
+            (spec.data.validation, spec.data.validation_split, "data.validation")
+            if validation
+            else (spec.data.train, spec.data.train_split, "data.train")
+        )
+        assert name is not None, "the spec refuses validation without data.validation"
+        self._name = name
+        self._rows = open_rows(name, split, field, check_example(spec))
+        shuffled = spec.data.shuffle and not validation
+        self._order = PromptSource(self._rows, spec.data, spec.seed, shuffle=shuffled)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def part(self, step: int, rank: int, world_size: int) -> list[TrainSequence]:
         """This rank's examples of a step. Raises InvalidInput for one that is longer than the model allows."""
-        first, count = step * self._spec.sft.num_examples_per_step, self._spec.sft.num_examples_per_step
-        return sequences_from_examples([self._example(first + i) for i in range(rank, count, world_size)])
+        count = self._section.num_examples_per_step
+        first = step * count
+        return self._sequences([first + i for i in range(rank, count, world_size)], first, count)
 
-    def _example(self, cursor: int) -> tuple[int, Any, Any]:
-        prompt, columns = self._source.draw(cursor)
-        prompt_ids = encode_prompt(self._tokenizer, prompt, self._spec.data.apply_chat_template)
-        completion_ids = encode_completion(self._tokenizer, columns[self._spec.data.completion_key])
+    def held_out(self, rank: int, world_size: int) -> list[TrainSequence]:
+        """This rank's share of the examples that one measurement uses. Raises InvalidInput as `part`."""
+        count = min(len(self), self._section.max_val_samples)
+        return self._sequences(list(range(rank, count, world_size)), 0, count)
+
+    def _sequences(self, cursors: list[int], first: int, count: int) -> list[TrainSequence]:
+        """The sequences of some examples of the batch [first, first + count)."""
+        sequences: list[TrainSequence] = []
+        for cursor in cursors:
+            try:
+                match self._spec.algorithm:
+                    case "sft":
+                        sequences.append(self._demonstration(cursor))
+                    case "kto":
+                        sequences += self._judged(cursor, first + (cursor + 1 - first) % count)
+                    case _:
+                        sequences += self._pairs(cursor)
+            except InvalidInput as error:
+                raise InvalidInput(f"row {self._order.index(cursor)} of {self._name}: {error}") from None
+        return sequences
+
+    def _row(self, cursor: int) -> dict[str, Any]:
+        return self._rows[self._order.index(cursor)]
+
+    def _demonstration(self, cursor: int) -> TrainSequence:
+        example = read_demonstration(self._row(cursor), self._spec.data)
+        if self._spec.sft.loss_mask == "assistant":
+            ids, mask = encode_conversation(self._tokenizer, [*example.prompt, *example.completion])
+            first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
+            return TrainSequence(cursor, ids[:first], self._fitting(ids)[first:], trained_T=mask[first:])
+        return self._sequence(cursor, example.prompt, example.completion, None)
+
+    def _pairs(self, cursor: int) -> list[TrainSequence]:
+        prompt, chosen, rejected, margin = read_preference(self._row(cursor), self._spec.data)
+        verdicts = [(chosen, Verdict(True, margin)), *((worse, Verdict(False)) for worse in rejected)]
+        return [self._sequence(cursor, prompt, completion, verdict) for completion, verdict in verdicts]
+
+    def _judged(self, cursor: int, other: int) -> list[TrainSequence]:
+        """A good or bad completion, and another example's after the same prompt, to measure the KL on."""
+        prompt, completion, desirable = read_verdict(self._row(cursor), self._spec.data)
+        foreign = read_verdict(self._row(other), self._spec.data).completion
+        return [
+            self._sequence(cursor, prompt, completion, Verdict(desirable)),
+            self._sequence(cursor, prompt, foreign, Verdict(desirable, mismatched=True)),
+        ]
+
+    def _sequence(self, cursor: int, prompt: Any, completion: Any, verdict: Verdict | None) -> TrainSequence:
+        template = self._spec.data.apply_chat_template
+        if self._spec.algorithm == "rm":
+            # The whole text is read, and one thing is asked at its last token: the score.
+            ids = self._fitting(encode_for_scoring(self._tokenizer, prompt, completion, template))
+            return TrainSequence(cursor, ids, np.zeros(1, np.int32), verdict=verdict)
+        prompt_ids, completion_ids = encode_exchange(self._tokenizer, prompt, completion, template)
+        self._fitting(np.concatenate((prompt_ids, completion_ids)))
+        return TrainSequence(cursor, prompt_ids, completion_ids, verdict=verdict)
+
+    def _fitting(self, ids: np.ndarray) -> np.ndarray:
         limit = self._spec.policy.max_total_sequence_length
-        if len(prompt_ids) + len(completion_ids) > limit:
+        if len(ids) > limit:
             raise InvalidInput(
-                f"row {self._source.index(cursor)} of {self._spec.data.train} has "
-                f"{len(prompt_ids) + len(completion_ids)} tokens, policy.max_total_sequence_length is {limit}"
+                f"it has {len(ids)} tokens, policy.max_total_sequence_length is {limit}; raise that, or remove the row"
             )
-        return cursor, prompt_ids, completion_ids
+        return ids

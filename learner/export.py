@@ -16,6 +16,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -23,6 +24,7 @@ from transformers import (
 
 from learner.checkpoint import Location, read_state, verify
 from paceline.errors import Conflict, InvalidInput
+from paceline.prompts import padding_token_id
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -44,6 +46,7 @@ def export_pretrained(
     model_name: str,
     tokenizer_name: str | None = None,
     dtype: torch.dtype | None = None,
+    scoring: bool = False,
 ) -> Path:
     """Writes `tensors` (a whole state dict by Hugging Face names, as `gather_weights` gives it) as a model folder.
 
@@ -53,7 +56,10 @@ def export_pretrained(
     """
     if directory.exists():
         raise Conflict(f"{directory} exists; an export never overwrites")
-    model = _skeleton(model_name)
+    model = _skeleton(model_name, scoring)
+    if scoring:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or model_name)
+        model.config.pad_token_id = padding_token_id(tokenizer)  # transformers scores the last other token
     converted = {name: _converted(tensor, dtype) for name, tensor in tensors.items()}
     _fill(model, converted, model_name)
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
@@ -76,19 +82,25 @@ def export_checkpoint(
     model_name: str,
     tokenizer_name: str | None = None,
     dtype: torch.dtype | None = None,
+    scoring: bool = False,
 ) -> Path:
     """The same from a checkpoint's folder, in one process and without a process group.
 
     Host memory must hold the float32 weights. Raises also what `learner.checkpoint.verify` raises.
     """
-    tensors = checkpoint_weights(checkpoint, expected_sha256, model_name)
+    tensors = checkpoint_weights(checkpoint, expected_sha256, model_name, scoring=scoring)
     return export_pretrained(
-        directory, tensors, model_name=model_name, tokenizer_name=tokenizer_name, dtype=dtype
+        directory,
+        tensors,
+        model_name=model_name,
+        tokenizer_name=tokenizer_name,
+        dtype=dtype,
+        scoring=scoring,
     )
 
 
 def checkpoint_weights(
-    checkpoint: Location, expected_sha256: str, model_name: str
+    checkpoint: Location, expected_sha256: str, model_name: str, *, scoring: bool = False
 ) -> dict[str, torch.Tensor]:
     """The whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
 
@@ -97,7 +109,7 @@ def checkpoint_weights(
     verify(checkpoint, expected_sha256)
     wanted = {
         name: torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in _skeleton(model_name).state_dict().items()
+        for name, tensor in _skeleton(model_name, scoring).state_dict().items()
     }
     read_state(checkpoint, {"model": wanted})
     return wanted
@@ -123,11 +135,13 @@ def compare_weights(
     return names, largest
 
 
-def _skeleton(model_name: str) -> PreTrainedModel:
+def _skeleton(model_name: str, scoring: bool) -> PreTrainedModel:
     """The model's modules without memory for weights."""
-    config = AutoConfig.from_pretrained(model_name)
+    options = {"num_labels": 1} if scoring else {}
+    config = AutoConfig.from_pretrained(model_name, **options)
+    kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = kind.from_config(config)  # type: ignore[no-untyped-call]
     model.tie_weights()
     return model
 

@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from learner.attention import IMPLEMENTATION
 from learner.batch import PackedRow
@@ -39,7 +45,23 @@ def load_policy(policy: PolicySection, device: torch.device) -> PreTrainedModel:
     Raises:
         InvalidInput: no such folder or hub name, or an architecture whose forward cannot be packed.
     """
-    model: Any = _load(policy.model_name, torch.float32)
+    return _prepared(_load(policy.model_name, torch.float32), policy, device)
+
+
+def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrainedModel:
+    """As `load_policy`, with a head of one score in place of the LM head: what `rm` trains.
+
+    A model that has such a head keeps it; else its weights are drawn from torch's generator, so seed all ranks alike.
+    Its forward gives (scores, zeros) where a policy's gives (log-probabilities, entropies).
+
+    Raises:
+        InvalidInput: as `load_policy`, or an architecture without sequence classification.
+    """
+    return _prepared(_load(policy.model_name, torch.float32, scoring=True), policy, device)
+
+
+def _prepared(model: Any, policy: PolicySection, device: torch.device) -> PreTrainedModel:
+    """Ready to train: activation checkpointing where asked for, placed."""
     if policy.activation_checkpointing:
         for layer in _decoder_layers(model):
             # Around the layer's forward, so that FSDP's hooks stay outside and do not run again in the recomputation.
@@ -94,7 +116,16 @@ def _forward(
     )
 
 
-def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
+def _score(model: Any, row: PackedRow, **_: Any) -> tuple[Tensor, Tensor]:
+    """Scores at the places where a policy predicts."""
+    hidden_1RH = model.base_model(
+        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+    ).last_hidden_state
+    scores_N = model.score(hidden_1RH[0].index_select(0, row.predictors_N)).float()[:, 0]
+    return scores_N, torch.zeros_like(scores_N)
+
+
+def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrainedModel:
     path = Path(name).expanduser()
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if looks_local and not (path / "config.json").is_file():
@@ -102,19 +133,19 @@ def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
     source = str(path) if path.is_dir() else name
     try:
         _check_architecture(AutoConfig.from_pretrained(source), name)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=IMPLEMENTATION
-        )
-    except OSError as error:
+        kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
+        options = {"num_labels": 1} if scoring else {}
+        model: Any = kind.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION, **options)
+    except (OSError, ValueError) as error:
         raise InvalidInput(f"policy.model_name {name!r} cannot be loaded: {error}") from error
-    head = model.get_output_embeddings()
+    head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
-        raise InvalidInput(f"policy.model_name {name!r}: its LM head is not a plain matrix")
+        raise InvalidInput(f"policy.model_name {name!r}: its head is not a plain matrix")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the sampler has none, and the ratio compares with the sampler
     # An instance attribute: FSDP's hooks run around it, as around any forward, so the LM head is gathered inside it.
-    model.forward = partial(_forward, model)
+    model.forward = partial(_score if scoring else _forward, model)
     return model  # type: ignore[no-any-return]
 
 

@@ -50,6 +50,8 @@ class TokenArrays:
     """Steps between the version that sampled the token and the step; only the log-linear π_prox reads it."""
     m2_limit: float | None = None
     """Tokens with a larger (log ρ)² are dropped (`m2_limit_of`); None keeps all."""
+    batch_kl: float | None = None
+    """KTO's KL, measured over the global batch before its first update."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Denominators:
     """The longest completion that sampling allows, in tokens (`dr_grpo`)."""
     micro_batches: int
     """Micro-batches that hold tokens (`bnpo`)."""
+    prompts: int = 0
+    """Prompts (preference pairs): sequences that share a group id count once."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def pack_whole(lengths: Sequence[int], unit_ids: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """As `pack`, but items with the same unit id (a prompt's completions) stay together, in input order."""
+    units: dict[int, list[int]] = {}
+    for index, unit in enumerate(unit_ids):
+        if lengths[index] > 0:
+            units.setdefault(unit, []).append(index)
+    members = list(units.values())
+    packed = pack([sum(lengths[i] for i in own) for own in members], budget_tokens)
+    return [[i for unit in micro_batch for i in members[unit]] for micro_batch in packed]
+
+
 def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
     """Index lists whose lengths add up to at most `budget_tokens`: first fit, longest first.
 

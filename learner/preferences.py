@@ -4,7 +4,7 @@ Promise: each equals the formula in its docstring in value and gradient, and wit
 counted over the global batch, shares of micro-batches add up to the loss of the batch.
 
 Suffixes: P pairs of a chosen and a rejected completion, S single completions. `log-ratio` is Σ_t log π - log π_ref of a
-completion, in nats. No trainer uses this module yet.
+completion, in nats. `learner.example_objectives` makes the arguments from a micro-batch.
 """
 
 from __future__ import annotations
@@ -120,34 +120,33 @@ def kto_loss(
     return (weight_S * losses_S).sum() / num_sequences
 
 
-def orpo_loss(mean_chosen_P: Tensor, mean_rejected_P: Tensor, num_pairs: int, *, beta: float) -> Tensor:
-    """Σ [-β·log σ(log odds(chosen) - log odds(rejected))] / pairs (Hong et al. 2024), odds(p) = p/(1-p).
-
-    The negative log-likelihood of the chosen completions that ORPO adds is `learner.objectives.sft_loss`.
+def orpo_loss(mean_chosen_P: Tensor, mean_rejected_P: Tensor, weights_P: Tensor, *, beta: float) -> Tensor:
+    """Σ weight · [-β·log σ(log odds(chosen) - log odds(rejected))] (Hong et al. 2024), odds(p) = p/(1-p).
 
     Args:
         mean_chosen_P: mean log π over the completion's tokens, below 0: p is a per-token geometric mean.
-        num_pairs: in the global batch.
+        weights_P: share of each pair in the batch's mean (`pair_weights`).
     """
     log_odds_P = mean_chosen_P - mean_rejected_P - (_log1mexp(mean_chosen_P) - _log1mexp(mean_rejected_P))
-    return -beta * F.logsigmoid(log_odds_P).sum() / num_pairs
+    return -beta * (weights_P * F.logsigmoid(log_odds_P)).sum()
 
 
 def reward_model_loss(
     chosen_P: Tensor,
     rejected_P: Tensor,
-    num_pairs: int,
+    weights_P: Tensor,
     *,
     margins_P: Tensor | None = None,
     centring: float = 0.01,
 ) -> Tensor:
-    """Σ [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²] / pairs.
+    """Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], weights as for the other pairs.
 
     Bradley and Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring: Eisenstein et al. 2023, so that scores of
     different models are comparable.
     """
     gap_P = chosen_P - rejected_P if margins_P is None else chosen_P - rejected_P - margins_P
-    return (-F.logsigmoid(gap_P) + centring * (chosen_P + rejected_P).square()).sum() / num_pairs
+    losses_P = -F.logsigmoid(gap_P) + centring * (chosen_P + rejected_P).square()
+    return (weights_P * losses_P).sum()
 
 
 def _log1mexp(log_p: Tensor) -> Tensor:

@@ -24,19 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from learner.batch import PackedRow, TrainSequence, pack_row
+from learner.batch import PackedRow, TrainSequence, Verdict, pack_row
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
-from learner.model import load_policy, load_reference, row_logprobs
-from learner.objectives import (
-    Denominators,
-    LossResult,
-    TokenArrays,
-    metrics_from_sums,
-    policy_loss,
-    sft_loss,
-)
+from learner.example_objectives import example_metrics, needs_reference, objective_of
+from learner.model import load_policy, load_reference, load_reward_model, row_logprobs
+from learner.objectives import Denominators, LossResult, TokenArrays, metrics_from_sums
 from learner.optimizer import lr_factor, make_optimizer, set_learning_rate
-from learner.packing import pack
+from learner.packing import pack, pack_whole
 from learner.stopwatch import Stopwatch
 from learner.update import MicroBatch, Update, needs_proximal, settle
 from paceline.errors import NonFiniteLoss
@@ -54,13 +48,14 @@ class Trainer:
         self.spec = spec
         self.device = device
         self.world_size = world_size()
-        self.model: PreTrainedModel = load_policy(spec.policy, device)
+        load = load_reward_model if spec.algorithm == "rm" else load_policy
+        self.model: PreTrainedModel = load(spec.policy, device)
         self.reference: PreTrainedModel | None = None
-        if spec.algorithm == "grpo" and spec.loss_fn.reference_policy_kl_penalty > 0:
+        if needs_reference(spec):
             self.reference = load_reference(spec.policy, device)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
-        self._temperature = spec.policy.generation.temperature if spec.algorithm == "grpo" else 1.0
-        self._objective = policy_loss if spec.algorithm == "grpo" else sft_loss
+        self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
+        self._objective = objective_of(spec)
 
     def train_step(self, batch: Sequence[TrainSequence], step: int) -> dict[str, float]:
         """Trains this rank's part of the batch of `step`; returns metrics of the global batch, equal on all ranks.
@@ -75,10 +70,13 @@ class Trainer:
             step, self.spec.max_num_steps, self.spec.policy.scheduler
         )
         set_learning_rate(self.optimizer, lr)
-        updates = self._plan(batch, step)
+        measured = [s for s in batch if s.verdict is not None and s.verdict.mismatched]
+        batch = [s for s in batch if s.verdict is None or not s.verdict.mismatched]
+        updates = self._plan(batch, step, self._split_into_updates(batch))
         with watch.measure("frozen_s"):
             self._ask_frozen_policies(updates)
             settle(batch, updates, self.spec, self.device)
+            self._measure_batch_kl(measured, updates)
         sums: dict[str, float] = {}
         grad_norms = []
         for update in updates:
@@ -95,35 +93,67 @@ class Trainer:
             "grad_norm": sum(grad_norms) / len(grad_norms),
             "lr": lr,
             **metrics_from_sums(sums),
+            **example_metrics({**sums, **self._batch_kl(updates)}, len(updates)),
             **self._workload(batch, updates, step),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
 
-    def _plan(self, batch: Sequence[TrainSequence], step: int) -> list[Update]:
-        """Splits the batch into updates and those into micro-batches, with counts agreed over the ranks."""
-        parts = self._split_into_updates(batch)
-        packed = [
-            pack([batch[i].num_row_tokens for i in part], self.spec.policy.train_mb_tokens) for part in parts
-        ]
-        counts_U3 = torch.tensor(
+    @torch.no_grad()
+    def evaluate(self, held_out: Sequence[TrainSequence]) -> dict[str, float]:
+        """The objective on held-out examples, this rank's share of them; metrics as of a step, equal on all ranks.
+
+        All ranks call it together. Nothing changes, no random number is drawn.
+        """
+        measured = [s for s in held_out if s.verdict is not None and s.verdict.mismatched]
+        examples = [s for s in held_out if s.verdict is None or not s.verdict.mismatched]
+        updates = self._plan(examples, 0, [list(range(len(examples)))])
+        self._ask_frozen_policies(updates)
+        self._measure_batch_kl(measured, updates)
+        (update,) = updates
+        update.results = [self._loss(micro, update) for micro in update.micro_batches]
+        sums = self._sum_metrics(update)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward pass nothing else does, and checkpoints read shards
+        metrics = {"loss": sums["loss"], "sequences": float(update.denominators.sequences)}
+        return {**metrics, **metrics_from_sums(sums), **example_metrics({**sums, **self._batch_kl(updates)})}
+
+    def _plan(
+        self, batch: Sequence[TrainSequence], step: int, parts: Sequence[Sequence[int]]
+    ) -> list[Update]:
+        """Updates of the given parts of the batch, split into micro-batches, with counts agreed over the ranks."""
+        packed = [self._pack(batch, part) for part in parts]
+        counts_U4 = torch.tensor(
             [
-                [sum(len(batch[i].completion_ids) for i in part), len(part), len(micro_batches)]
+                [
+                    sum(batch[i].num_trained_tokens for i in part),
+                    len(part),
+                    len(micro_batches),
+                    len({batch[i].group_id for i in part}),
+                ]
                 for part, micro_batches in zip(parts, packed, strict=True)
             ],
             device=self.device,
         )
-        passes_U = max_over_ranks(counts_U3[:, 2].clone()).tolist()
+        passes_U = max_over_ranks(counts_U4[:, 2].clone()).tolist()
         updates = []
-        for part, micro_batches, passes, (tokens, sequences, total) in zip(
-            parts, packed, passes_U, sum_over_ranks(counts_U3).tolist(), strict=True
+        for part, micro_batches, passes, (tokens, sequences, total, prompts) in zip(
+            parts, packed, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
         ):
             rows = [
                 self._micro_batch(batch, tuple(part[i] for i in indices), step) for indices in micro_batches
             ]
             rows += [self._dummy() for _ in range(max(passes, 1) - len(rows))]
             max_tokens = self.spec.policy.generation.max_new_tokens
-            updates.append(Update(rows, Denominators(tokens, sequences, max_tokens, total)))
+            updates.append(Update(rows, Denominators(tokens, sequences, max_tokens, total, prompts)))
         return updates
+
+    def _pack(self, batch: Sequence[TrainSequence], part: Sequence[int]) -> list[list[int]]:
+        """Places in `part`, by micro-batch; a prompt's chosen and rejected completions are not separated."""
+        lengths = [batch[i].num_row_tokens for i in part]
+        if any(batch[i].verdict is not None for i in part):
+            return pack_whole(lengths, [batch[i].group_id for i in part], self.spec.policy.train_mb_tokens)
+        return pack(lengths, self.spec.policy.train_mb_tokens)
 
     def _split_into_updates(self, batch: Sequence[TrainSequence]) -> list[list[int]]:
         """Indices in the batch: whole groups in order of their id, the same split whatever rank a group's sequences
@@ -141,8 +171,12 @@ class Trainer:
 
     def _dummy(self) -> MicroBatch:
         zero = np.zeros(1, np.int32)
-        if self.spec.algorithm == "sft":
-            return MicroBatch(pack_row([TrainSequence(-1, zero, zero)], self.device), is_dummy=True)
+        if self.spec.examples is not None:
+            known = 0.0 if self.spec.algorithm == "dpo" and self.spec.dpo.precompute else None
+            pair = [Verdict(good, reference_logprob=known) for good in (True, False)]
+            verdicts: Sequence[Verdict | None] = [None] if self.spec.algorithm == "sft" else pair
+            sequences = [TrainSequence(-1, zero, zero, verdict=verdict) for verdict in verdicts]
+            return MicroBatch(pack_row(sequences, self.device), is_dummy=True)
         sequence = TrainSequence(-1, zero, zero, np.zeros(1, np.float32), versions_T=zero)
         row = pack_row([sequence], self.device)
         return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)
@@ -155,6 +189,28 @@ class Trainer:
                 micro.proximal_N = self._logprobs(self.model, micro.row)[0]
             if self.reference is not None:
                 micro.reference_N = self._logprobs(self.reference, micro.row)[0]
+
+    @torch.no_grad()
+    def _measure_batch_kl(self, measured: Sequence[TrainSequence], updates: Sequence[Update]) -> None:
+        """KTO's KL: mean Σ_t log π - log π_ref of completions of other prompts, over the global batch."""
+        if self.spec.algorithm != "kto" or self.reference is None:
+            return
+        (update,) = self._plan(measured, 0, [list(range(len(measured)))])
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for micro in update.micro_batches:
+            log_ratio_N = (
+                self._logprobs(self.model, micro.row)[0] - self._logprobs(self.reference, micro.row)[0]
+            )
+            if not micro.is_dummy:
+                total += log_ratio_N.sum(dtype=torch.float64)
+        kl = sum_over_ranks(total).item() / max(update.denominators.sequences, 1)
+        for one in updates:
+            one.batch_kl = kl
+
+    @staticmethod
+    def _batch_kl(updates: Sequence[Update]) -> dict[str, float]:
+        kl = updates[0].batch_kl
+        return {} if kl is None else {"batch_kl": kl}
 
     def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> None:
         """Forward and backward of every micro-batch; afterwards the gradients are those of the global batch."""
@@ -191,8 +247,9 @@ class Trainer:
             advantages_N=micro.row.advantages_N,
             ages_N=micro.ages_N,
             m2_limit=update.m2_limit,
+            batch_kl=update.batch_kl,
         )
-        result = self._objective(tokens, update.denominators, self.spec.loss_fn)
+        result = self._objective(tokens, micro.row, update.denominators)
         if not micro.is_dummy:
             return result
         return LossResult(

@@ -49,6 +49,7 @@ class Update:
     micro_batches: list[MicroBatch]
     denominators: Denominators
     m2_limit: float | None = None
+    batch_kl: float | None = None
     results: list[LossResult] = field(default_factory=list)
 
 

@@ -62,6 +62,101 @@ def encode_completion(tokenizer: Any, completion: str) -> IntArray:
     return np.array([*ids, tokenizer.eos_token_id], np.int32)
 
 
+def encode_exchange(tokenizer: Any, prompt: Any, completion: Any, template: str) -> tuple[IntArray, IntArray]:
+    """([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of sequence.
+
+    A completion of messages is what the chat template adds to the prompt. Raises InvalidInput where the template writes
+    the prompt otherwise once an answer follows, since the trained prompt would then not be the sampled one.
+    """
+    prompt_ids = encode_prompt(tokenizer, prompt, template)
+    if isinstance(completion, str):
+        return prompt_ids, encode_completion(tokenizer, completion)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    prompt_ids = encode_prompt(tokenizer, messages, template)
+    whole = tokenizer.apply_chat_template([*messages, *completion], tokenize=True, return_dict=False)
+    if list(whole[: len(prompt_ids)]) != prompt_ids.tolist():
+        raise InvalidInput(
+            f"the chat template writes the prompt {messages!r:.60} in another way once an answer follows, so prompt and "
+            "completion cannot be told apart; give completions as text, or use another template"
+        )
+    return prompt_ids, _ended(tokenizer, list(whole[len(prompt_ids) :]))
+
+
+def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, np.ndarray]:
+    """([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
+
+    The assistant's tokens are those that the template marks (`{% generation %}`). In a template without marks they are
+    found by prefixes: what each assistant message adds to the conversation before it, opened for an answer, up to and
+    with the end of sequence. Raises InvalidInput for a template for which that is not exact, because it writes earlier
+    messages otherwise once later ones follow.
+    """
+    if not tokenizer.chat_template:
+        raise InvalidInput(
+            "the tokenizer has no chat template, which conversations need; use another tokenizer"
+        )
+    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+        marked = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = list(marked["input_ids"]), np.array(marked["assistant_masks"], bool)
+    else:
+        ids = list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        mask = np.zeros(len(ids), bool)
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                start, end = _span_by_prefixes(tokenizer, messages, place, ids)
+                mask[start:end] = True
+    if not mask.any():
+        raise InvalidInput(f"no token of the conversation {messages!r:.60} is the assistant's")
+    length = int(mask.nonzero()[0][-1]) + 1
+    return np.array(ids[:length], np.int32), mask[:length]
+
+
+def _span_by_prefixes(tokenizer: Any, messages: list[Any], place: int, ids: list[int]) -> tuple[int, int]:
+    """Where message `place`, the assistant's, begins and ends in `ids`, the whole conversation."""
+    opened = tokenizer.apply_chat_template(
+        messages[:place], tokenize=True, return_dict=False, add_generation_prompt=True
+    )
+    closed = tokenizer.apply_chat_template(messages[: place + 1], tokenize=True, return_dict=False)
+    start, end = len(opened), len(closed)
+    if list(opened) != ids[:start] or list(closed) != ids[:end] or start >= end:
+        raise InvalidInput(
+            f"the chat template writes the messages before {messages[place]!r:.60} in another way once later ones follow, "
+            "so the assistant's tokens cannot be told exactly; use a template with {% generation %} marks, or "
+            "sft.loss_mask=completion"
+        )
+    own = _ended(tokenizer, ids[start:end])
+    return start, start + min(len(own), end - start)
+
+
+def _ended(tokenizer: Any, ids: list[int]) -> IntArray:
+    """Up to and with the last end of sequence; one is added where there is none."""
+    eos = tokenizer.eos_token_id
+    if eos in ids:
+        last = len(ids) - 1 - ids[::-1].index(eos)
+        return np.array(ids[: last + 1], np.int32)
+    return np.array([*ids, eos], np.int32)
+
+
+def padding_token_id(tokenizer: Any) -> int:
+    """The token that pads, else the end of sequence: what transformers' sequence classification looks for."""
+    pad = tokenizer.pad_token_id
+    return int(tokenizer.eos_token_id if pad is None else pad)
+
+
+def encode_for_scoring(tokenizer: Any, prompt: Any, completion: Any, template: str) -> IntArray:
+    """[T] token ids of a whole text that a reward model scores at its last token.
+
+    Trailing padding tokens are cut off, as transformers does when it looks for the last token: where the end of
+    sequence is also the padding, the score is read at the token before it.
+    """
+    ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template))
+    kept = (ids != padding_token_id(tokenizer)).nonzero()[0]
+    if len(kept) == 0:
+        raise InvalidInput(f"the text {prompt!r:.60} consists of padding; there is nothing to score")
+    return ids[: int(kept[-1]) + 1]
+
+
 def with_system_prompt(prompt: Any, data: DataSection) -> Any:
     """The prompt with data.system_prompt put before it, if there is one."""
     if data.system_prompt is None:

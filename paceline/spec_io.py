@@ -31,6 +31,14 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
 
     Raises SpecError: no such file, not YAML, unknown key (with the nearest known one), wrong type, contradiction.
     """
+    tree = read_tree(path)
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_spec(tree, base=Path(path).parent)
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The sections of YAML file `path` as they are written. Raises SpecError: no such file, not YAML."""
     path = Path(path)
     try:
         text = path.read_text()
@@ -42,9 +50,7 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
         raise SpecError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise SpecError(f"{path} holds {type(tree).__name__}, a spec is a mapping of sections")
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_spec(tree, base=path.parent)
+    return tree
 
 
 def parse_spec(tree: dict[str, Any], base: Path | None = None) -> RunSpec:
@@ -148,16 +154,27 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
     tree = {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items()}
     for section, key in PATH_FIELDS:
         value = tree.get(section, {}).get(key) if isinstance(tree.get(section), dict) else None
-        if isinstance(value, str) and (value.startswith(("./", "../", "~")) or (base / value).exists()):
-            tree[section][key] = str((base / Path(value).expanduser()).resolve())
+        if isinstance(value, str):
+            tree[section][key] = _absolute(value, base)
     rewards = tree.get("rewards")
     if isinstance(rewards, list | tuple):
         tree["rewards"] = [_with_absolute_function(item, base) for item in rewards]
     return tree
 
 
+def _absolute(value: str, base: Path) -> str:
+    """A path relative to `base` as an absolute one; what is none (a name on the hub) as it is."""
+    if value.startswith(("./", "../", "~")) or (base / value).exists():
+        return str((base / Path(value).expanduser()).resolve())
+    return value
+
+
 def _with_absolute_function(item: Any, base: Path) -> Any:
     function = item.get("function") if isinstance(item, dict) else None
+    if function == "reward_model" and isinstance(item.get("kwargs"), dict):
+        model = item["kwargs"].get("path")
+        if isinstance(model, str):
+            return {**item, "kwargs": {**item["kwargs"], "path": _absolute(model, base)}}
     if not isinstance(function, str) or ":" not in function:
         return item
     file, _, name = function.rpartition(":")

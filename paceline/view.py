@@ -105,6 +105,10 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
     match kind:
         case "step":
             return step_line(content)
+        case "evaluation" if "reward" not in content:
+            measured = ("loss", "accuracy", "margin")
+            shown = [f"{name} {_number(content[name], '.4f')}" for name in measured if name in content]
+            return f"validation of version {content['step']}: {', '.join(shown)}"
         case "evaluation":
             failed = f", {content['failed']} failed" if content.get("failed") else ""
             return (
@@ -133,6 +137,7 @@ def step_line(metrics: Mapping[str, Any]) -> str:
         parts.append(f"reward {_number(metrics['reward'], '6.3f')}")
     elif "loss" in metrics:
         parts.append(f"loss {_number(metrics['loss'], '7.4f')}")
+        parts += [f"accuracy {_number(metrics['accuracy'], '5.3f')}"] if "accuracy" in metrics else []
     if "completion_length" in metrics:
         parts.append(f"length {_number(metrics['completion_length'], '6.1f')}")
     if "rollout/tokens_per_s" in metrics:
@@ -149,8 +154,8 @@ def step_line(metrics: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def outcome(facts: Facts, evaluations: Sequence[float], summary: Mapping[str, Any]) -> str:
-    """How a run ended, for its last lines."""
+def outcome(facts: Facts, evaluations: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    """How a run ended, for its last lines; `evaluations` are the contents of those events, oldest first."""
     tokens = facts["tokens"]
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
@@ -158,8 +163,10 @@ def outcome(facts: Facts, evaluations: Sequence[float], summary: Mapping[str, An
         f"tokens: {tokens.get('trained', 0):,} trained, {tokens.get('dropped', 0):,} dropped, "
         f"{tokens.get('wasted', 0):,} wasted",
     ]
-    if len(evaluations) > 1:
-        lines.append(f"evaluation reward: {evaluations[0]:.3f} at first, {evaluations[-1]:.3f} at last")
+    for name in ("reward", "accuracy", "loss"):
+        values = [content[name] for content in evaluations if content.get(name) is not None]
+        if len(values) > 1:
+            lines.append(f"evaluation {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
     if summary.get("export_path"):
         lines.append(f"model: {summary['export_path']}")
     return "\n".join(lines)

@@ -53,7 +53,7 @@ def replay(
             model=trainer.model,
             optimizer=trainer.optimizer,
         )
-    examples = ExampleSource(spec, load_tokenizer(spec.policy)) if spec.algorithm == "sft" else None
+    examples = ExampleSource(spec, load_tokenizer(spec.policy)) if spec.examples is not None else None
 
     def part(step: int) -> list[TrainSequence]:
         if examples is not None:

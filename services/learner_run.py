@@ -72,6 +72,7 @@ class LearnerRun:
         self._superseded = threading.Event()
         self._publisher: Publisher | None = None
         self._examples: ExampleSource | None = None
+        self._held_out: ExampleSource | None = None
         self._newest = (assignment.checkpoint_path, assignment.start_step)
         """Path and step of the newest complete checkpoint; kept up to date on rank 0."""
         self._reports: list[worker_pb2.ConnectRequest] = []
@@ -163,8 +164,10 @@ class LearnerRun:
                 optimizer=self._trainer.optimizer,
             )
             log.info("session %d goes on from step %d", self.session, start)
-        if spec.algorithm == "sft":
+        if spec.examples is not None:
             self._examples = ExampleSource(spec, self._tokenizer)
+            if spec.examples.validates:
+                self._held_out = ExampleSource(spec, self._tokenizer, validation=True)
         elif self._rank.rank == 0:
             self._publisher = self._make_publisher()
 
@@ -251,10 +254,13 @@ class LearnerRun:
         self.phase = "training"
         with span("train", part.traceparent, step=self.step, rank=self._rank.rank):
             sequences = self._sequences(part)
+            before = self._validate() if self.step == 0 else {}
             metrics = self._trainer.train_step(sequences, self.step)
         metrics["learner/tokens_per_s"] = metrics["tokens"] / metrics["step_s"]
         self._chain = part.chain
         self.step += 1
+        metrics |= {f"validation_before/{name}": value for name, value in before.items()}
+        metrics |= {f"validation/{name}": value for name, value in self._validate().items()}
         last = self.step == self._spec.max_num_steps
         if last or self.step % self._spec.weights.publish_interval == 0:
             started_s = time.perf_counter()
@@ -266,6 +272,17 @@ class LearnerRun:
             last or self.step % self._spec.checkpointing.save_period == 0
         ):
             self._begin_save()
+
+    def _validate(self) -> dict[str, float]:
+        """The objective on the held-out examples, where the spec wants it for the current version."""
+        if (
+            self._held_out is None
+            or self._spec.examples is None
+            or not self._spec.examples.val_due(self.step)
+        ):
+            return {}
+        rank = self._rank
+        return self._trainer.evaluate(self._held_out.held_out(rank.rank, rank.world_size))
 
     def _sequences(self, part: pb.BatchReply) -> list[TrainSequence]:
         if self._examples is not None:
@@ -308,7 +325,7 @@ class LearnerRun:
 
     def _publish(self, last: bool) -> None:
         """All ranks gather; rank 0 stages the copy and goes on. Replayed steps are not published."""
-        if self._spec.algorithm == "sft" or (self.step < self._assignment.publish_from_step and not last):
+        if self._examples is not None or (self.step < self._assignment.publish_from_step and not last):
             return
         dtype = torch.bfloat16 if self._wire_type() == "bfloat16" else torch.float32
         started_s = time.perf_counter()
@@ -391,7 +408,11 @@ class LearnerRun:
             shutil.rmtree(path, ignore_errors=True)
             policy = self._spec.policy
             export_pretrained(
-                path, tensors, model_name=policy.model_name, tokenizer_name=policy.tokenizer_name
+                path,
+                tensors,
+                model_name=policy.model_name,
+                tokenizer_name=policy.tokenizer_name,
+                scoring=self._spec.algorithm == "rm",
             )
         return str(path)
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from paceline.cli.train import load_for
 from paceline.data import open_prompts, open_rows
+from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec_io import load_spec
 from reward.runner import RewardRunner
@@ -149,6 +151,16 @@ def test_every_override_of_an_examples_readme_loads(page: str, gsm8k: Path) -> N
     assert len(overridden) >= 3
     for words in overridden:
         load_spec(folder / Path(words[2]).name, words[3:])
+
+
+def test_every_preference_recipe_loads_under_its_own_command() -> None:
+    folder = EXAMPLES / "preferences"
+    text = "\n".join(code_blocks(folder / "README.md", "bash"))
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
+    loaded = {load_for(w[1], str(folder / w[2]), tuple(w[3:])).algorithm for w in commands if w}
+    assert loaded == {"sft", "dpo", "orpo", "kto", "rm"}
+    with pytest.raises(SpecError, match="use `paceline rm`"):
+        load_for("dpo", str(folder / "rm.yaml"), ())
 
 
 async def test_the_readmes_first_reward_function_scores(tmp_path: Path) -> None:

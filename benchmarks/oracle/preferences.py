@@ -60,7 +60,7 @@ def our_losses(data: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         loss = reward_model_loss(
             scores[:PAIRS],
             scores[PAIRS:],
-            PAIRS,
+            torch.full((PAIRS,), 1 / PAIRS, dtype=torch.float64),
             margins_P=data["margins"] if case["margin"] else None,
             centring=case["centring"] or 0.0,
         )

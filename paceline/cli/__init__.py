@@ -17,6 +17,17 @@ COMMANDS = {
         "Train a small model on this machine with all services, in a few minutes.",
     ),
     "up": ("paceline.cli.up:up", "Start all services on this host, submit a spec and watch it."),
+    **{
+        name: (f"paceline.cli.train:{name}", f"Train SPEC, here or at a coordinator: {what}.")
+        for name, what in {
+            "grpo": "from rollouts and rewards",
+            "sft": "imitate a data set's completions",
+            "dpo": "prefer chosen completions to rejected ones",
+            "kto": "from good and bad completions",
+            "orpo": "imitate and prefer at once, without a reference",
+            "rm": "a reward model from pairs",
+        }.items()
+    },
     "submit": ("paceline.cli.runs:submit", "Queue a run from a spec."),
     "runs": ("paceline.cli.runs:runs", "List the runs."),
     "watch": ("paceline.cli.runs:watch", "Follow a run until it ends."),

@@ -128,7 +128,7 @@ def export(run: str, destination: Path, dtype: str | None, directory: Path, as_j
 
     path, run_id = find_run(run, directory)
     with contextlib.closing(open_ledger(path)) as opened:
-        policy = spec_from_yaml(opened.run(run_id)["spec_yaml"]).policy
+        spec = spec_from_yaml(opened.run(run_id)["spec_yaml"])
         checkpoint = opened.newest_checkpoint(run_id)
     if checkpoint is None:
         raise NotFound(
@@ -142,9 +142,10 @@ def export(run: str, destination: Path, dtype: str | None, directory: Path, as_j
         checkpoint["path"],
         destination,
         expected_sha256=checkpoint["sha256"],
-        model_name=policy.model_name,
-        tokenizer_name=policy.tokenizer_name,
+        model_name=spec.policy.model_name,
+        tokenizer_name=spec.policy.tokenizer_name,
         dtype=getattr(torch, dtype) if dtype else None,
+        scoring=spec.algorithm == "rm",
     )
     facts = {
         "run_id": run_id,

@@ -51,18 +51,32 @@ def up(
     """
     from paceline.spec_io import load_spec
 
+    wanted = load_spec(spec, overrides) if spec else None
+    run_here(wanted, directory, host=host, port=port, keep=keep, as_json=as_json)
+
+
+def run_here(
+    spec: RunSpec | None, directory: Path, *, host: str, port: int | None, keep: bool, as_json: bool
+) -> None:
+    """Starts services in `directory`, submits `spec` if there is one, and follows what is open to its end.
+
+    Runs that train on a data set's examples get no rollout and reward workers. Raises PacelineError.
+    """
     opened = open_runs(directory / LEDGER_NAME)
     if spec is None and not opened:
         raise click.UsageError(f"no run is open in {directory}; name a SPEC to start one")
-    wanted = load_spec(spec, overrides) if spec else opened[0][1]
+    specs = [*([spec] if spec else []), *(one for _, one in opened)]
+    sizes = next((one.cluster for one in specs if one.examples is None), specs[0].cluster)
+    if all(one.examples is not None for one in specs):
+        sizes = sizes.model_copy(update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": ()})
     say = functools.partial(click.echo, err=True)
-    cluster = LocalCluster(directory, wanted.cluster, host=host, port=_port(host, port), say=say)
+    cluster = LocalCluster(directory, sizes, host=host, port=_port(host, port), say=say)
     with _ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(cluster.stop)
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
         client = stack.enter_context(Client(cluster.address))
         cluster.on_failure = client.close
-        run_ids = [client.submit(wanted).run_id] if spec else [run_id for run_id, _ in opened]
+        run_ids = [client.submit(spec).run_id] if spec else [run_id for run_id, _ in opened]
         if spec and opened:
             say(f"{opened[0][0]} is still open and goes first; `paceline cancel` ends it")
         cluster.start_workers()

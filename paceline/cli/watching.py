@@ -19,11 +19,11 @@ from paceline.client import Client, Event
 def follow(client: Client, run_id: str, *, after: int = 0, as_json: bool = False) -> None:
     """Prints a run's events until it has ended. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable."""
     total_steps = client.get(run_id).max_num_steps
-    evaluations: list[float] = []
+    evaluations: list[dict[str, Any]] = []
     with _screen(run_id, total_steps, as_json) as show:
         for event in client.watch(run_id, after):
-            if event.kind == "evaluation" and event.content.get("reward") is not None:
-                evaluations.append(event.content["reward"])
+            if event.kind == "evaluation":
+                evaluations.append(event.content)
             show(event)
     facts = view.run_facts(client.get(run_id))
     if not as_json:

@@ -11,7 +11,14 @@ from paceline.spec.loss import LossSection
 from paceline.spec.policy import GenerationSection, OptimizerSection, PolicySection, SchedulerSection
 from paceline.spec.run import RunSpec
 from paceline.spec.section import Section
-from paceline.spec.supervised import SftSection
+from paceline.spec.supervised import (
+    DpoSection,
+    ExamplesSection,
+    KtoSection,
+    OrpoSection,
+    RmSection,
+    SftSection,
+)
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 
 __all__ = [
@@ -20,13 +27,18 @@ __all__ = [
     "CheckpointingSection",
     "ClusterSection",
     "DataSection",
+    "DpoSection",
+    "ExamplesSection",
     "GenerationSection",
     "GrpoSection",
+    "KtoSection",
     "LoggerSection",
     "LossSection",
     "OptimizerSection",
+    "OrpoSection",
     "PolicySection",
     "RewardFunctionSection",
+    "RmSection",
     "RunSpec",
     "SchedulerSection",
     "Section",

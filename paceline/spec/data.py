@@ -21,7 +21,17 @@ class DataSection(Section):
     prompt_key: str = "prompt"
     """Column with the prompt: text, or chat messages (a list of role and content)."""
     completion_key: str = "completion"
-    """Column with the target text (`algorithm: sft`)."""
+    """Column with the target (`sft`) or the judged completion (`kto`): text, or messages that follow the prompt."""
+    messages_key: str | None = None
+    """Column with whole conversations, instead of prompt and completion (`sft`)."""
+    chosen_key: str = "chosen"
+    """Column with the better completion: text, or messages (`dpo`, `orpo`, `rm`)."""
+    rejected_key: str = "rejected"
+    """Column with the worse completion, or a list of several."""
+    label_key: str = "label"
+    """Column that says whether the completion is good: true or false (`kto`)."""
+    margin_key: str = "margin"
+    """Column with how much better the chosen completion is; rows without it have margin 0 (`rm`)."""
     system_prompt: str | None = None
     """Put before every prompt as a system message; makes a chat of a text prompt."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"

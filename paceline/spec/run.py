@@ -11,8 +11,17 @@ from paceline.spec.grpo import AsyncGrpoSection, GrpoSection
 from paceline.spec.loss import LossSection, preset_of
 from paceline.spec.policy import PolicySection
 from paceline.spec.section import Section
-from paceline.spec.supervised import SftSection
+from paceline.spec.supervised import (
+    DpoSection,
+    ExamplesSection,
+    KtoSection,
+    OrpoSection,
+    RmSection,
+    SftSection,
+)
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+
+Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm"]
 
 
 class RunSpec(Section):
@@ -20,14 +29,19 @@ class RunSpec(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
     """A word for people; the run's id and its folder are made from it: letters, digits, dot, dash, underscore."""
-    algorithm: Literal["grpo", "sft"] = "grpo"
-    """What is trained from what: `grpo` from rollouts, `sft` from a data set's completions."""
+    algorithm: Algorithm = "grpo"
+    """What is trained from what: `grpo` from rollouts; from a data set's examples `sft` (completions), `dpo` and `orpo`
+    (preference pairs), `kto` (good and bad completions), `rm` (a reward model from pairs)."""
     policy: PolicySection
     data: DataSection
     grpo: GrpoSection = GrpoSection()
     async_grpo: AsyncGrpoSection = AsyncGrpoSection()
     loss_fn: LossSection = LossSection()
     sft: SftSection = SftSection()
+    dpo: DpoSection = DpoSection()
+    kto: KtoSection = KtoSection()
+    orpo: OrpoSection = OrpoSection()
+    rm: RmSection = RmSection()
     rewards: tuple[RewardFunctionSection, ...] = ()
     weights: WeightsSection = WeightsSection()
     checkpointing: CheckpointingSection = CheckpointingSection()
@@ -35,14 +49,20 @@ class RunSpec(Section):
     cluster: ClusterSection = ClusterSection()
 
     @property
+    def examples(self) -> ExamplesSection | None:
+        """The section of an algorithm that trains on a data set's examples; None for one that samples."""
+        section = getattr(self, self.algorithm)
+        return section if isinstance(section, ExamplesSection) else None
+
+    @property
     def max_num_steps(self) -> int:
         """Steps that the run trains."""
-        return self.grpo.max_num_steps if self.algorithm == "grpo" else self.sft.max_num_steps
+        return (self.examples or self.grpo).max_num_steps
 
     @property
     def seed(self) -> int:
         """The seed of the algorithm in use."""
-        return self.grpo.seed if self.algorithm == "grpo" else self.sft.seed
+        return (self.examples or self.grpo).seed
 
     @model_validator(mode="before")
     @classmethod
@@ -56,8 +76,10 @@ class RunSpec(Section):
     def _check(self) -> RunSpec:
         self._check_schedule()
         self._check_best_metric()
-        if self.algorithm == "grpo":
+        if self.examples is None:
             self._check_grpo()
+        else:
+            self._check_examples(self.examples)
         return self
 
     def _check_schedule(self) -> None:
@@ -76,17 +98,33 @@ class RunSpec(Section):
         save, metric = self.checkpointing, self.checkpointing.metric_name
         if metric is None or not metric.startswith("val:"):
             return
-        if self.algorithm != "grpo":
-            raise ValueError(
-                f"checkpointing.metric_name {metric!r} with algorithm {self.algorithm!r}, which evaluates nothing; "
-                "name a metric of its steps, such as train:loss"
-            )
-        period = self.grpo.val_period
+        period = (self.examples or self.grpo).val_period
         if not period or save.save_period % period:
             raise ValueError(
                 f"checkpointing.metric_name {metric!r} with checkpointing.save_period {save.save_period} and "
-                f"grpo.val_period {period}: a checkpoint needs an evaluation at its step; make save_period a "
+                f"{self.algorithm}.val_period {period}: a checkpoint needs an evaluation at its step; make save_period a "
                 "multiple of val_period"
+            )
+
+    def _check_examples(self, section: ExamplesSection) -> None:
+        if section.validates and self.data.validation is None:
+            raise ValueError(
+                f"{self.algorithm}.val_period, val_at_start or val_at_end is set, but data.validation is not; name a "
+                "data set"
+            )
+        if self.policy.num_updates_per_step > section.num_examples_per_step:
+            raise ValueError(
+                f"policy.num_updates_per_step {self.policy.num_updates_per_step} exceeds "
+                f"{self.algorithm}.num_examples_per_step {section.num_examples_per_step}"
+            )
+        if self.data.messages_key is not None and self.algorithm != "sft":
+            raise ValueError(
+                f"data.messages_key {self.data.messages_key!r} with algorithm {self.algorithm!r}: only sft reads whole "
+                "conversations; remove it"
+            )
+        if self.sft.loss_mask == "assistant" and self.data.messages_key is None:
+            raise ValueError(
+                "sft.loss_mask is 'assistant', but data.messages_key is not set; name the column with the conversations"
             )
 
     def _check_grpo(self) -> None:

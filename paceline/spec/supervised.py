@@ -1,16 +1,113 @@
-"""`sft`: training on a data set's completions."""
+"""`sft`, `dpo`, `kto`, `orpo`, `rm`: training on a data set's examples, without sampling."""
 
 from __future__ import annotations
 
-from paceline.spec.section import NonNegativeInt, PositiveInt, Section
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
-class SftSection(Section):
-    """Supervised fine-tuning on the same loop (`algorithm: sft`)."""
+class ExamplesSection(Section):
+    """What every algorithm that reads examples has: how many, how long, and when held-out ones are measured."""
 
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
     num_examples_per_step: PositiveInt = 32
-    """Examples in the batch of one step."""
+    """Examples in the batch of one step; a prompt with its chosen and rejected completions is one example."""
     seed: NonNegativeInt = 42
-    """Seeds the order of the data."""
+    """Seeds the order of the data, and what a new head starts from."""
+    val_period: NonNegativeInt = 0
+    """Measure the held-out examples every this many steps; 0: only where val_at_start and val_at_end say so."""
+    val_at_start: bool = False
+    """Measure them before training."""
+    val_at_end: bool = False
+    """Measure them after the last step."""
+    max_val_samples: PositiveInt = 256
+    """Examples of the validation set that one measurement uses, from its start."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether held-out examples are measured at all."""
+        return bool(self.val_period or self.val_at_start or self.val_at_end)
+
+    def val_due(self, trained_steps: int) -> bool:
+        """Whether they are measured once this many steps are trained."""
+        if trained_steps == 0:
+            return self.val_at_start
+        if trained_steps == self.max_num_steps and self.val_at_end:
+            return True
+        return bool(self.val_period) and trained_steps % self.val_period == 0
+
+
+class SftSection(ExamplesSection):
+    """Supervised fine-tuning (`algorithm: sft`)."""
+
+    loss_mask: Literal["completion", "assistant"] = "completion"
+    """`completion` trains what follows the prompt (of a conversation: its last message), `assistant` every message of
+    the assistant (data.messages_key)."""
+
+
+class DpoSection(ExamplesSection):
+    """Direct preference optimisation (`algorithm: dpo`)."""
+
+    reference_policy_kl_penalty: PositiveFloat = 0.05
+    """β: how strongly the policy is held to the reference."""
+    preference_loss: Literal["sigmoid", "conservative", "robust", "hinge", "ipo"] = "sigmoid"
+    """What is made of the difference of the two log-ratios (docs/objectives.md)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """ε: the chance that a label is flipped (`conservative`, `robust`)."""
+    preference_loss_weight: PositiveFloat = 1.0
+    """Factor of the preference loss."""
+    sft_loss_weight: NonNegativeFloat = 0.0
+    """Factor of the chosen completions' negative log-likelihood; 0 leaves it out."""
+    preference_average_log_probs: bool = False
+    """Divide each log-ratio by its completion's length (`ipo` always does)."""
+    sft_average_log_probs: bool = False
+    """Divide each completion's negative log-likelihood by its length."""
+    precompute: bool = False
+    """Ask the reference once, for the whole data set, before training; then it needs no memory."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DpoSection:
+        if self.label_smoothing and self.preference_loss not in ("conservative", "robust"):
+            raise ValueError(
+                f"label_smoothing {self.label_smoothing} with preference_loss {self.preference_loss!r}, which has "
+                "none; use conservative or robust"
+            )
+        return self
+
+
+class KtoSection(ExamplesSection):
+    """Kahneman-Tversky optimisation of single completions, good or bad (`algorithm: kto`)."""
+
+    reference_policy_kl_penalty: PositiveFloat = 0.1
+    """β: how strongly the policy is held to the reference."""
+    desirable_weight: PositiveFloat = 1.0
+    """Factor of the good completions' loss."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Factor of the bad ones'."""
+
+    @model_validator(mode="after")
+    def _check(self) -> KtoSection:
+        if self.num_examples_per_step < 2:
+            raise ValueError(
+                f"num_examples_per_step {self.num_examples_per_step}: KTO's KL is measured on completions of other "
+                "prompts of the batch, so it takes at least 2"
+            )
+        return self
+
+
+class OrpoSection(ExamplesSection):
+    """Odds-ratio preference optimisation, without a reference (`algorithm: orpo`)."""
+
+    odds_ratio_weight: PositiveFloat = 0.1
+    """β (λ in the paper): factor of the odds-ratio term beside the chosen completions' likelihood."""
+
+
+class RmSection(ExamplesSection):
+    """A reward model: one score for a prompt with a completion (`algorithm: rm`)."""
+
+    centring: NonNegativeFloat = 0.01
+    """Factor of (r_chosen + r_rejected)², which keeps scores around 0."""

@@ -12,12 +12,14 @@ from typing import Any
 from reward.builtin.formats import exact_match, format_regex, think_answer_format
 from reward.builtin.lengths import length, soft_overlong
 from reward.builtin.mathematics import math_accuracy
+from reward.builtin.reward_model import reward_model
 
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "format_regex": format_regex,
     "length": length,
     "math_accuracy": math_accuracy,
+    "reward_model": reward_model,
     "soft_overlong": soft_overlong,
     "think_answer_format": think_answer_format,
 }

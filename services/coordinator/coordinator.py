@@ -16,8 +16,9 @@ import logging
 import time
 from pathlib import Path
 
-from paceline.data import PromptSource, check_columns, open_prompts, open_rows
+from paceline.data import PromptSource, open_prompts, open_rows
 from paceline.errors import Conflict, DataError, SpecError
+from paceline.example_rows import check_example
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_yaml, spec_to_yaml
@@ -533,10 +534,14 @@ class Coordinator:
 
 
 def _open_data(spec: RunSpec) -> tuple[PromptSource | None, PromptSource | None]:
-    """Training and validation prompts of a run; a supervised run's data are only checked. Raises DataError."""
-    if spec.algorithm == "sft":
-        keys = (spec.data.prompt_key, spec.data.completion_key)
-        open_rows(spec.data.train, spec.data.train_split, check=lambda row: check_columns(row, keys))
+    """Training and validation prompts of a run; data of examples are only checked: the learner reads them. Raises
+    DataError."""
+    data = spec.data
+    if spec.examples is not None:
+        check = check_example(spec)
+        open_rows(data.train, data.train_split, check=check)
+        if spec.examples.validates and data.validation is not None:
+            open_rows(data.validation, data.validation_split, "data.validation", check)
         return None, None
     prompts = open_prompts(spec.data, spec.seed)
     return prompts, open_prompts(spec.data, spec.seed, validation=True) if spec.data.validation else None

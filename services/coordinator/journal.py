@@ -123,6 +123,8 @@ class Journal:
         for state, number in self._ledger.groups_by_state(run.run_id).items():
             metrics[f"groups/{state}"] = number
         self._learner = {}
+        for prefix, version in (("validation_before/", step), ("validation/", step + 1)):
+            metrics = self._note_validation(run, metrics, prefix, version)
         self._ledger.add_event(run.run_id, "step", {"step": step, **_numbers(metrics)})
         self._record("train", step, metrics)
         grpo, trained = run.spec.grpo, step + 1
@@ -134,6 +136,18 @@ class Journal:
     def _write_versions(self, records: list[VersionRecord]) -> None:
         for record in records:
             self._record("weights", record.version.step, record.metrics())
+
+    def _note_validation(
+        self, run: ActiveRun, metrics: dict[str, float], prefix: str, version: int
+    ) -> dict[str, float]:
+        """Writes down what the learner measured on held-out examples at a version; the metrics without it."""
+        found = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
+        if found:
+            result = {"step": version, **_numbers(found)}
+            self._ledger.add_evaluation(run.run_id, version, result)
+            self._ledger.add_event(run.run_id, "evaluation", result)
+            self._record("eval", version, found)
+        return {name: value for name, value in metrics.items() if not name.startswith(prefix)}
 
     def _pool_gauges(self) -> dict[str, float]:
         """Sums of what the workers of each pool report."""

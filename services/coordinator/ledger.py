@@ -189,6 +189,13 @@ class Ledger:
         )
         return [json.loads(row["result_json"]) for row in rows]
 
+    def add_evaluation(self, run_id: str, step: int, result: dict[str, Any]) -> None:
+        """Records a measurement that the learner made of the version of a step."""
+        self.db.execute(
+            "INSERT OR REPLACE INTO evaluations (run_id, step, done, result_json) VALUES (?, ?, 1, ?)",
+            (run_id, step, json.dumps(result)),
+        )
+
     # Checkpoints and members
 
     def add_checkpoint(self, report: CheckpointReport) -> bool:

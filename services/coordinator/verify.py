@@ -65,7 +65,7 @@ class Record:
     @property
     def has_batches(self) -> bool:
         """Whether the exchange makes this run's batches; a supervised learner reads its data itself."""
-        return self.spec.algorithm == "grpo"
+        return self.spec.examples is None
 
 
 def verify(ledger: Ledger, run_id: str) -> VerifyReport:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tiny_policy import CASES, CPU, make_batch, make_spec, run_case
+from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, run_case
 
 from learner.collectives import end_process
 from learner.trainer import Trainer
@@ -22,9 +22,7 @@ def main(model: Path, out: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank = dist.get_rank()
     for name, case in CASES.items():
-        # Rank 1 has a single sequence, so it fills up with dummy passes; group 103 is on both ranks.
-        batch = make_batch(supervised=name == "sft")
-        own = batch[:7] if rank == 0 else batch[7:]
+        own = rank_part(batch_of(name), rank)  # rank 1 has less, so it fills up with dummy passes
         metrics, tensors = run_case(model, case, own, budget=12)
         (out / f"{name}.{rank}.json").write_text(json.dumps(metrics))
         save_file(tensors, out / f"{name}.{rank}.safetensors")
@@ -36,7 +34,7 @@ def non_finite(model: Path, rank: int) -> dict[str, object]:
     """Rank 1 alone has a NaN; both must say so, and both must be able to go on."""
     trainer = Trainer(make_spec(model, train_mb_tokens=12), CPU)
     batch = make_batch()
-    own = batch[:7] if rank == 0 else batch[7:]
+    own = rank_part(batch, rank)
     broken = list(own)
     if rank == 1:
         broken[0].behaviour_logprobs_T[0] = float("nan")

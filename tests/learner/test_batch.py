@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_policy import make_spec
 
-from learner.batch import TrainSequence, pack_row, sequences_from_examples, sequences_from_groups
+from learner.batch import TrainSequence, pack_row, sequences_from_groups
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Group, VersionSpan
 
@@ -73,7 +73,7 @@ def test_a_row_holds_all_but_the_last_token_of_each() -> None:
 
 
 def test_examples_have_no_sampler() -> None:
-    (sequence,) = sequences_from_examples([(3, ids(1), ids(2, 3))])
+    sequence = TrainSequence(3, ids(1), ids(2, 3))
     assert sequence.behaviour_logprobs_T is None
     assert sequence.num_row_tokens == 2
     assert pack_row([sequence], torch.device("cpu")).behaviour_N is None

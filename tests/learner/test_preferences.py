@@ -150,7 +150,7 @@ def test_orpo() -> None:
     mean_chosen_P, mean_rejected_P = f64([math.log(chosen)]), f64([math.log(rejected)])
     mean_chosen_P.requires_grad_()
     mean_rejected_P.requires_grad_()
-    loss = orpo_loss(mean_chosen_P, mean_rejected_P, num_pairs=2, beta=BETA)
+    loss = orpo_loss(mean_chosen_P, mean_rejected_P, f64([0.5]), beta=BETA)
     grads = torch.autograd.grad(loss, (mean_chosen_P, mean_rejected_P))
     # σ(log 4) = 4/5; ∂ log odds/∂ log p = 1/(1-p).
     assert loss.item() == pytest.approx(-BETA * math.log(0.8) / 2)
@@ -161,7 +161,7 @@ def test_orpo() -> None:
 @pytest.mark.parametrize("log_p", [0.0, -1e-9, -1e-3, -0.6931, -0.694, -50.0, -1000.0])
 def test_orpo_stays_finite_at_both_ends(log_p: float) -> None:
     mean_P = torch.tensor([log_p], requires_grad=True)
-    loss = orpo_loss(mean_P, torch.tensor([-1.0]), num_pairs=1, beta=BETA)
+    loss = orpo_loss(mean_P, torch.tensor([-1.0]), torch.ones(1), beta=BETA)
     (grad_P,) = torch.autograd.grad(loss, mean_P)
     assert loss.isfinite()
     assert grad_P.isfinite()
@@ -170,7 +170,7 @@ def test_orpo_stays_finite_at_both_ends(log_p: float) -> None:
 def test_reward_model() -> None:
     chosen_P, rejected_P = f64([2.0, -1.0]).requires_grad_(), f64([0.5, 900.0]).requires_grad_()
     margins_P = f64([0.5, 1.0])
-    loss = reward_model_loss(chosen_P, rejected_P, 4, margins_P=margins_P, centring=0.01)
+    loss = reward_model_loss(chosen_P, rejected_P, f64([0.25, 0.25]), margins_P=margins_P, centring=0.01)
     chosen_grad, rejected_grad = torch.autograd.grad(loss, (chosen_P, rejected_P))
     values = [-log_sigmoid(1.0) + 0.01 * 2.5**2, 902.0 + 0.01 * 899.0**2]
     assert loss.item() == pytest.approx(sum(values) / 4)
@@ -183,5 +183,5 @@ def test_reward_model() -> None:
 
 
 def test_a_reward_model_without_margin_or_centring_is_bradley_terry() -> None:
-    loss = reward_model_loss(f64([math.log(3)]), f64([0.0]), 1, centring=0.0)
+    loss = reward_model_loss(f64([math.log(3)]), f64([0.0]), f64([1.0]), centring=0.0)
     assert loss.item() == pytest.approx(-math.log(0.75))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_policy import CASES, CPU, VOCABULARY, make_batch, make_spec, run_case, save_tiny_policy
+from tiny_policy import CASES, CPU, VOCABULARY, batch_of, make_batch, make_spec, run_case, save_tiny_policy
 from transformers import Qwen3ForCausalLM
 
 from learner.batch import TrainSequence
@@ -24,12 +24,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_any_split_into_micro_batches_gives_the_same_step(name: str, model: Path) -> None:
-    batch = make_batch(supervised=name == "sft")
+    batch = batch_of(name)
     metrics, tensors = run_case(model, CASES[name], batch, budget=1000)
     for budget in (1, 12, 25):
         split_metrics, split_tensors = run_case(model, CASES[name], batch[::-1], budget)
         assert split_metrics["micro_batches"] > metrics["micro_batches"]
-        for key in ("loss", "grad_norm", "entropy", "logprob", "tokens"):
+        for key in {
+            "loss",
+            "grad_norm",
+            "entropy",
+            "logprob",
+            "tokens",
+            "accuracy",
+            "margin",
+        } & metrics.keys():
             assert split_metrics[key] == pytest.approx(metrics[key], rel=1e-5, abs=1e-5), key
         for key, tensor in tensors.items():
             if key.startswith("grad."):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_policy import CASES, make_batch, run_case, save_tiny_policy
+from tiny_policy import CASES, batch_of, run_case, save_tiny_policy
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 ROOT = WORKER.parents[2]
@@ -48,7 +48,7 @@ def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one(name: str, model: Path, two_ranks: Path) -> None:
-    metrics, tensors = run_case(model, CASES[name], make_batch(supervised=name == "sft"), budget=1000)
+    metrics, tensors = run_case(model, CASES[name], batch_of(name), budget=1000)
     got = [json.loads((two_ranks / f"{name}.{rank}.json").read_text()) for rank in range(2)]
     assert got[0] == got[1]
     same_by_split = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.batch import TrainSequence
+from learner.batch import TrainSequence, Verdict
 from learner.trainer import Trainer
 from paceline.spec import RunSpec
 
@@ -41,6 +41,7 @@ def make_spec(
     algorithm: str = "grpo",
     loss_fn: dict[str, Any] | None = None,
     grpo: dict[str, Any] | None = None,
+    sections: dict[str, dict[str, Any]] | None = None,
     **policy: Any,
 ) -> RunSpec:
     optimizer = {"lr": 1e-2, "weight_decay": 0.1}
@@ -60,6 +61,7 @@ def make_spec(
             "rewards": [{"function": "length"}],
             "loss_fn": loss_fn or {},
             "grpo": grpo or {},
+            **(sections or {}),
         }
     )
 
@@ -102,7 +104,56 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"loss_fn": {"preset": "reinforce_pp", "reference_policy_kl_penalty": 0.5}},
     "checkpointing": {"activation_checkpointing": True},
     "sft": {"algorithm": "sft"},
+    "dpo": {"algorithm": "dpo"},
+    "dpo_ipo_sft": {
+        "algorithm": "dpo",
+        "sections": {
+            "dpo": {"preference_loss": "ipo", "sft_loss_weight": 0.3, "sft_average_log_probs": True}
+        },
+    },
+    "dpo_updates": {"algorithm": "dpo", "num_updates_per_step": 2},
+    "orpo": {"algorithm": "orpo", "sections": {"orpo": {"odds_ratio_weight": 0.5}}},
+    "kto": {"algorithm": "kto", "sections": {"kto": {"undesirable_weight": 1.5}}},
+    "rm": {"algorithm": "rm"},
 }
+
+
+def make_judged_batch(kind: str) -> list[TrainSequence]:
+    """Four prompts: three with a rejected completion, one with two. `kto` has each completion by itself, and another
+    one's after its prompt to measure the KL on; `rm` has whole texts."""
+    rng = np.random.default_rng(7)
+    batch = []
+    for group_id, lengths in ((100, (6, 3, 5)), (101, (4, 4)), (102, (1, 8)), (103, (7, 2))):
+        prompt_ids = rng.integers(0, VOCABULARY, group_id % 4 + 2).astype(np.int32)
+        for place, length in enumerate(lengths):
+            ids = rng.integers(0, VOCABULARY, length).astype(np.int32)
+            verdict = Verdict(place == 0, margin=0.5 if place == 0 else 0.0)
+            if kind == "rm":
+                text = np.concatenate((prompt_ids, ids))
+                batch.append(TrainSequence(group_id, text, np.zeros(1, np.int32), verdict=verdict))
+                continue
+            batch.append(TrainSequence(group_id, prompt_ids, ids, verdict=verdict))
+            if kind == "kto":
+                foreign = rng.integers(0, VOCABULARY, 4).astype(np.int32)
+                mismatched = verdict._replace(mismatched=True)
+                batch.append(TrainSequence(group_id, prompt_ids, foreign, verdict=mismatched))
+    return batch
+
+
+def batch_of(name: str) -> list[TrainSequence]:
+    """The batch that a case trains."""
+    algorithm = CASES[name].get("algorithm", "grpo")
+    if algorithm in ("dpo", "orpo", "kto", "rm"):
+        return make_judged_batch(algorithm)
+    return make_batch(supervised=algorithm == "sft")
+
+
+def rank_part(batch: list[TrainSequence], rank: int) -> list[TrainSequence]:
+    """What each of two ranks trains. Rank 1 has a single sequence, and group 103 is on both ranks; or, of examples that
+    may not be separated, the last prompt."""
+    judged = batch[0].verdict is not None
+    cut = next(i for i, s in enumerate(batch) if s.group_id == 103) if judged else 7
+    return batch[:cut] if rank == 0 else batch[cut:]
 
 
 def run_case(
@@ -112,6 +163,7 @@ def run_case(
 
     Two, so that a mistake in what is left over after a step shows.
     """
+    torch.manual_seed(11)  # for heads that are new
     trainer = Trainer(make_spec(model, train_mb_tokens=budget, **case), CPU)
     tensors: dict[str, Tensor] = {}
 

@@ -1,0 +1,201 @@
+"""Rows of supervised and preference data sets: what a row means, and what is wrong with one that means nothing.
+
+Forms that are read, by algorithm:
+
+    sft              prompt, completion; or whole conversations (data.messages_key)
+    dpo, orpo, rm    prompt, chosen, rejected (one, or a list of several), and for rm an optional margin;
+                     chosen and rejected as whole conversations, without a prompt: their common beginning is the prompt;
+                     context, completions: [{rank, completion}, …], as NeMo RL has it: the lowest rank is chosen
+    kto              prompt, completion, label
+
+A completion is text, or the messages that follow the prompt. Promise: whatever `read_*` accepts can be tokenised, short
+of a chat template that refuses it; everything else is a DataError that says what to change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from paceline.data import check_columns, check_prompt
+from paceline.errors import DataError
+from paceline.prompts import with_system_prompt
+from paceline.spec import DataSection, RunSpec
+
+
+class Demonstration(NamedTuple):
+    """What `sft` imitates."""
+
+    prompt: Any
+    """Text or messages; of a whole conversation all but the last message."""
+    completion: Any
+    """Text, or the messages that follow."""
+
+
+class Preference(NamedTuple):
+    """One prompt with a better completion and at least one worse."""
+
+    prompt: Any
+    chosen: Any
+    rejected: tuple[Any, ...]
+    margin: float
+    """How much better, in units of the reward; 0 when nothing is said."""
+
+
+class Verdict(NamedTuple):
+    """One completion, good or bad."""
+
+    prompt: Any
+    completion: Any
+    desirable: bool
+
+
+def check_example(spec: RunSpec) -> Callable[[dict[str, Any]], None]:
+    """A check of one row for the spec's algorithm; it raises DataError."""
+    match spec.algorithm:
+        case "sft":
+            return lambda row: _ignore(read_demonstration(row, spec.data))
+        case "dpo" | "orpo" | "rm":
+            return lambda row: _ignore(read_preference(row, spec.data))
+        case "kto":
+            return lambda row: _ignore(read_verdict(row, spec.data))
+        case _:
+            raise ValueError(f"algorithm {spec.algorithm!r} reads no examples")
+
+
+def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
+    """Raises DataError."""
+    if data.messages_key is not None:
+        messages: Any = row.get(data.messages_key)
+        if not _are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise DataError(
+                f"column {data.messages_key!r} has to be at least two chat messages, the last by the assistant, not "
+                f"{messages!r:.80}"
+            )
+        if data.system_prompt is not None and messages[0]["role"] == "system":
+            raise DataError(
+                "data.system_prompt is set, but the conversation has a system message; keep one of them"
+            )
+        return Demonstration(with_system_prompt(messages[:-1], data), messages[-1:])
+    check_prompt(row, data.prompt_key)
+    check_columns(row, (data.completion_key,))
+    completion = _completion(row[data.completion_key], data.completion_key)
+    return Demonstration(_prompt(row[data.prompt_key], (completion,), data), completion)
+
+
+def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
+    """Raises DataError."""
+    if "completions" in row and data.chosen_key not in row:
+        return _ranked(row, data)
+    check_columns(row, (data.chosen_key, data.rejected_key))
+    chosen, rejected = row[data.chosen_key], row[data.rejected_key]
+    several = rejected if isinstance(rejected, list) and not _are_messages(rejected) else [rejected]
+    if not several:
+        raise DataError(
+            f"column {data.rejected_key!r} is an empty list; a pair needs at least one completion"
+        )
+    margin = row.get(data.margin_key, 0.0)
+    margin = 0.0 if margin is None else margin
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"column {data.margin_key!r} has to be a finite number, not {margin!r:.80}")
+    if data.prompt_key not in row:
+        prompt, chosen, several = _split_conversations(chosen, several, data)
+    else:
+        check_prompt(row, data.prompt_key)
+        prompt = row[data.prompt_key]
+    return _preference(prompt, chosen, several, float(margin), data, (data.chosen_key, data.rejected_key))
+
+
+def read_verdict(row: dict[str, Any], data: DataSection) -> Verdict:
+    """Raises DataError."""
+    check_prompt(row, data.prompt_key)
+    check_columns(row, (data.completion_key,))
+    label = row.get(data.label_key)
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise DataError(
+            f"column {data.label_key!r} has to be true or false, not {label!r:.80}; name the column in data.label_key"
+        )
+    completion = _completion(row[data.completion_key], data.completion_key)
+    return Verdict(_prompt(row[data.prompt_key], (completion,), data), completion, bool(label))
+
+
+def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
+    """`context` and `completions` with ranks, 0 the best."""
+    ranked = row["completions"]
+    fits = isinstance(ranked, list) and all(
+        isinstance(item, dict) and isinstance(item.get("rank"), int) and item.get("completion")
+        for item in ranked
+    )
+    if not fits or len(ranked) < 2:
+        raise DataError(
+            f"column 'completions' has to be at least two objects with rank and completion, not {ranked!r:.80}"
+        )
+    ordered = sorted(ranked, key=lambda item: int(item["rank"]))
+    best = [item for item in ordered if item["rank"] == ordered[0]["rank"]]
+    if len(best) > 1:
+        raise DataError(
+            f"{len(best)} completions have the best rank {best[0]['rank']}; exactly one can be the chosen one"
+        )
+    key = "context" if "context" in row else data.prompt_key
+    check_prompt(row, key)
+    rejected = [item["completion"] for item in ordered[1:]]
+    return _preference(row[key], best[0]["completion"], rejected, 0.0, data, ("completions", "completions"))
+
+
+def _preference(
+    prompt: Any, chosen: Any, rejected: list[Any], margin: float, data: DataSection, keys: tuple[str, str]
+) -> Preference:
+    chosen = _completion(chosen, keys[0])
+    worse = tuple(_completion(completion, keys[1]) for completion in rejected)
+    if chosen in worse:
+        raise DataError(
+            f"the chosen completion is also rejected ({chosen!r:.60}); a pair without a difference teaches nothing, "
+            "remove it"
+        )
+    return Preference(_prompt(prompt, (chosen, *worse), data), chosen, worse, margin)
+
+
+def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) -> tuple[Any, Any, list[Any]]:
+    """Prompt and completions of whole conversations: their common beginning is the prompt."""
+    conversations = [chosen, *rejected]
+    if not all(_are_messages(conversation) for conversation in conversations):
+        raise DataError(
+            f"there is no column {data.prompt_key!r}, so {data.chosen_key!r} and {data.rejected_key!r} have to be whole "
+            "conversations (lists of messages); name the prompt in data.prompt_key"
+        )
+    common = 0
+    for turn in zip(*conversations, strict=False):
+        if any(message != turn[0] for message in turn):
+            break
+        common += 1
+    if common == 0 or any(len(conversation) == common for conversation in conversations):
+        raise DataError(
+            f"{data.chosen_key!r} and {data.rejected_key!r} have to begin with the same messages and then to differ"
+        )
+    return chosen[:common], chosen[common:], [conversation[common:] for conversation in rejected]
+
+
+def _prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
+    """The prompt with the system prompt; as messages where any completion is messages."""
+    if isinstance(prompt, str) and any(not isinstance(completion, str) for completion in completions):
+        prompt = [{"role": "user", "content": prompt}]
+    return with_system_prompt(prompt, data)
+
+
+def _completion(value: Any, key: str) -> Any:
+    if (isinstance(value, str) and value) or _are_messages(value):
+        return value
+    raise DataError(f"column {key!r} has to be text or chat messages, and not empty: {value!r:.80}")
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
+    )
+
+
+def _ignore(_: object) -> None:
+    return None

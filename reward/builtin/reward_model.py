@@ -1,0 +1,70 @@
+"""A trained reward model as a reward function: what `algorithm: rm` exports, or any sequence classification with one
+output. It runs in the reward worker's processes, on the CPU, so it has to be small, or its time limit generous.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidInput
+
+
+def reward_model(
+    prompts: list[Any],
+    completions: list[Any],
+    *,
+    path: str,
+    scale: float = 1.0,
+    offset: float = 0.0,
+    **columns: Any,
+) -> list[float | None]:
+    """[C] scale · (score - offset) of each prompt with its completion, by the reward model in folder `path`.
+
+    The text is tokenised as in the model's training, with the model's own tokenizer and chat template. torch and the
+    model are loaded at the first call: allow for that in timeout_s and memory_mb. Raises InvalidInput: no such folder,
+    or no sequence classification with one output in it.
+    """
+    import torch
+
+    from paceline.prompts import encode_for_scoring, padding_token_id
+
+    tokenizer, model = _load(path)
+    texts = [
+        encode_for_scoring(tokenizer, prompt, completion, "auto")
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    longest = max(len(ids) for ids in texts)
+    ids_CT = torch.full((len(texts), longest), padding_token_id(tokenizer))
+    mask_CT = torch.zeros(len(texts), longest, dtype=torch.int64)
+    for place, ids in enumerate(texts):
+        ids_CT[place, : len(ids)] = torch.from_numpy(ids.astype("int64"))
+        mask_CT[place, : len(ids)] = 1
+    with torch.inference_mode():
+        scores_C = model(input_ids=ids_CT, attention_mask=mask_CT).logits[:, 0].float()
+    return [scale * (score - offset) for score in scores_C.tolist()]
+
+
+@functools.lru_cache(maxsize=2)
+def _load(path: str) -> tuple[Any, Any]:
+    """Tokenizer and model, once a process."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    from paceline.prompts import padding_token_id
+
+    if not (Path(path) / "config.json").is_file():
+        raise InvalidInput(
+            f"reward_model: path {path!r} has no config.json; name an exported reward model's folder"
+        )
+    config = AutoConfig.from_pretrained(path)
+    kinds = config.architectures or []
+    if config.num_labels != 1 or not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise InvalidInput(
+            f"reward_model: path {path!r} holds {', '.join(kinds) or 'no architecture'} with {config.num_labels} outputs; "
+            "a reward model is a sequence classification with one output, as `paceline rm` exports it"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    model.config.pad_token_id = padding_token_id(tokenizer)
+    return tokenizer, model

@@ -1,0 +1,135 @@
+"""Preference data through real services and two learner ranks: pairs in, a better policy or a reward model out."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from paceline.client import Client
+from paceline.demo.task import answer, problem, teach
+from paceline.spec import ClusterSection, RunSpec
+from paceline.up import LocalCluster
+from reward.builtin.reward_model import reward_model
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import verify
+
+RUN_TIMEOUT_S = 240.0
+MakeSpec = Callable[..., RunSpec]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """One rollout and one reward worker, and a learner of two ranks."""
+    sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=2)
+    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.jsonl and validation.jsonl: right answers against wrong ones, for dpo, orpo, rm and kto."""
+    folder, dice = tmp_path_factory.mktemp("pairs"), random.Random(0)
+    rows = []
+    for a in range(0, 100, 2):
+        for b in range(0, 100, 5):
+            right = answer(a, b)
+            wrong = next(text for text in iter(lambda r=right: teach(r, dice), None) if text != right)
+            good = dice.random() < 0.5
+            rows.append(
+                {
+                    "prompt": problem(a, b),
+                    "chosen": right,
+                    "rejected": [wrong, wrong[::-1] + "1"],
+                    "completion": right if good else wrong,
+                    "label": good,
+                }
+            )
+    dice.shuffle(rows)
+    for name, part in (("train", rows[64:]), ("validation", rows[:64])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return folder
+
+
+def spec_for(make_spec: MakeSpec, pairs: Path, algorithm: str, steps: int, **section: Any) -> RunSpec:
+    data = {"train": str(pairs / "train.jsonl"), "validation": str(pairs / "validation.jsonl")}
+    sizes = {"max_num_steps": steps, "num_examples_per_step": 16, "val_at_start": True, "val_at_end": True}
+    return make_spec(algorithm=algorithm, data=data, **{algorithm: {**sizes, **section}})
+
+
+def finish(client: Client, cluster: LocalCluster, run_id: str) -> dict[str, Any]:
+    """Waits for a run's good end; its summary, after all records were compared."""
+    run = client.wait(run_id, timeout_s=RUN_TIMEOUT_S)
+    cluster.check()
+    summary: dict[str, Any] = json.loads((Path(run.directory) / "summary.json").read_text())
+    assert summary["state"] == "succeeded", summary["message"]
+    ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
+    report = verify(ledger, run_id)
+    ledger.close()
+    assert report.problems == []
+    return summary
+
+
+def test_dpo_prefers_held_out_answers_and_a_killed_learner_reaches_the_same_weights(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
+) -> None:
+    spec = spec_for(make_spec, pairs, "dpo", 24, reference_policy_kl_penalty=0.3)
+    plain = finish(client, cluster, client.submit(spec).run_id)
+    before, after = plain["evaluations"]
+    assert (before["step"], after["step"], after["sequences"]) == (0, 24, 64 * 3)
+    assert before["margin"] == pytest.approx(0.0, abs=1e-4)
+    assert after["margin"] > 0.1
+    assert after["accuracy"] > 0.6
+
+    run = client.submit(spec)
+    deadline_s, pause = time.monotonic() + RUN_TIMEOUT_S, threading.Event()
+    while client.get(run.run_id).step < 6:
+        cluster.check()
+        assert time.monotonic() < deadline_s
+        pause.wait(0.05)
+    assert cluster.kill("learner")
+    killed = finish(client, cluster, run.run_id)
+    assert killed["learner_sessions"] == 2
+    one, other = (load_file(Path(s["export_path"]) / "model.safetensors") for s in (plain, killed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_reward_model_ranks_held_out_answers_and_then_rewards_rollouts(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
+) -> None:
+    summary = finish(client, cluster, client.submit(spec_for(make_spec, pairs, "rm", 40)).run_id)
+    folder = summary["export_path"]
+    before, after = summary["evaluations"]
+    assert after["accuracy"] > max(before["accuracy"], 0.6)
+
+    model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert model.config.num_labels == 1
+    rows = [json.loads(line) for line in (pairs / "validation.jsonl").read_text().splitlines()]
+    scores = [
+        reward_model([row["prompt"]] * 3, [row["chosen"], *row["rejected"]], path=folder) for row in rows
+    ]
+    won = sum((chosen > one) / 2 for chosen, *rejected in scores for one in rejected)  # type: ignore[operator]
+    assert won / len(rows) == pytest.approx(after["accuracy"], abs=1e-6)
+
+    reward = {"function": "reward_model", "kwargs": {"path": folder}, "timeout_s": 120, "memory_mb": 16384}
+    spec = make_spec(rewards=[reward], grpo={"max_num_steps": 2})
+    assert finish(client, cluster, client.submit(spec).run_id)["steps"] == 2
+
+
+@pytest.mark.parametrize("algorithm", ["orpo", "kto"])
+def test_other_preferences_take_the_same_way(
+    algorithm: str, client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
+) -> None:
+    summary = finish(client, cluster, client.submit(spec_for(make_spec, pairs, algorithm, 24)).run_id)
+    before, after = summary["evaluations"]
+    assert after["margin"] > before["margin"]

@@ -1,0 +1,94 @@
+"""From prompts, completions and conversations to tokens: where a completion begins, and which tokens are whose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from paceline.errors import InvalidInput
+from paceline.prompts import encode_conversation, encode_exchange, encode_for_scoring
+
+PLAIN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}<|{{ m.role }}|>{{ m.content }}<|end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Leaves earlier answers out once later messages follow, as templates of reasoning models do."""
+
+TURNS = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "and 3+3?"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+def tokenizer_with(template: str | None, pad: str = "<|pad|>") -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token=pad)
+    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    if template:
+        fast.chat_template = template
+    return fast
+
+
+def test_a_text_completion_ends_with_the_end_of_sequence() -> None:
+    tokenizer = tokenizer_with(None)
+    prompt, completion = encode_exchange(tokenizer, "2+2=", "4", "auto")
+    assert tokenizer.decode(prompt) == "2+2="
+    assert tokenizer.decode(completion) == "4<|end|>"
+
+
+def test_a_message_is_what_the_template_adds_up_to_the_end_of_sequence() -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    prompt, completion = encode_exchange(tokenizer, TURNS[:3], TURNS[3:], "auto")
+    assert tokenizer.decode(prompt).endswith("and 3+3?<|end|>\n<|assistant|>")
+    assert tokenizer.decode(completion) == "6<|end|>"
+    as_text = encode_exchange(tokenizer, TURNS[:3], "6", "auto")
+    assert as_text[1].tolist() == completion.tolist()
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["prefixes", "marks"])
+def test_every_answer_of_a_conversation_is_the_assistants(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    ids, mask = encode_conversation(tokenizer, TURNS)
+    assert tokenizer.decode(ids[mask]) == "4<|end|>6<|end|>"
+    assert mask[-1]
+    whole = tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=False)
+    assert ids.tolist() == whole[: len(ids)]
+
+
+def test_a_template_that_rewrites_the_past_is_refused() -> None:
+    tokenizer = tokenizer_with(FORGETFUL)
+    with pytest.raises(InvalidInput, match=r"in another way once later ones follow.*loss_mask=completion"):
+        encode_conversation(tokenizer, TURNS)
+    _, completion = encode_exchange(tokenizer, TURNS[:3], TURNS[3:], "auto")
+    assert tokenizer.decode(completion) == "6<|end|>"
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="no chat template"):
+        encode_conversation(tokenizer_with(None), TURNS)
+
+
+@pytest.mark.parametrize(("pad", "read"), [("<|pad|>", "2+2=4<|end|>"), ("<|end|>", "2+2=4")])
+def test_a_score_is_read_at_the_last_token_that_is_no_padding(pad: str, read: str) -> None:
+    tokenizer = tokenizer_with(None, pad)
+    ids = encode_for_scoring(tokenizer, "2+2=", "4", "auto")
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == read
