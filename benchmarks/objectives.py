@@ -1,6 +1,6 @@
 """Every objective on the demo's task, before and after: one command, one table.
 
-    python benchmarks/objectives.py [--families policy] [--only gspo,cispo] [--steps 40] [--lag 2] [--updates 2] [--json]
+    python benchmarks/objectives.py [--families policy,examples] [--only gspo,cispo] [--steps 40] [--lag 2] [--updates 2] [--json]
 
 The demo's model first imitates a teacher who errs in half of its answers; every objective then trains from there. A family
 is a module in objective_runs/ with `NAMES` and `run(name, files, taught, options)`, which returns one row: `measure` (what
@@ -24,7 +24,7 @@ from objective_runs.policy import imitate_teacher
 
 from paceline.demo.run import make_files
 
-FAMILIES = ("policy",)
+FAMILIES = ("policy", "examples")
 
 
 def main() -> None:

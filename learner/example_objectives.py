@@ -12,7 +12,7 @@ Suffixes: N trained tokens, S sequences, P pairs of a chosen and a rejected comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ def objective_of(spec: RunSpec) -> Objective:
     match spec.algorithm:
         case "grpo":
             return lambda tokens, row, counts: policy_loss(tokens, counts, spec.loss_fn)
+        case "distillation":
+            return lambda tokens, row, counts: _distillation(tokens, counts, spec)
         case "sft":
             return lambda tokens, row, counts: sft_loss(tokens, counts, LossSection())
         case "dpo":
@@ -68,10 +70,51 @@ def needs_reference(spec: RunSpec) -> bool:
             return spec.loss_fn.reference_policy_kl_penalty > 0
         case "dpo":
             return not spec.dpo.precompute
-        case "kto":
+        case "kto" | "distillation":
             return True
         case _:
             return False
+
+
+def distillation_advantages(
+    current_N: Tensor, teacher_N: Tensor, kind: str, mixed_weight: float, max_ratio: float
+) -> Tensor:
+    """[N] what a sampled token is worth, detached, so that -A·∇log π estimates the gradient of a KL at its place.
+
+    With Δ = log π_T - log π: `reverse` A = Δ, the gradient of KL(π‖π_T); `forward` A = min(exp(Δ), max_ratio) - 1, that of
+    KL(π_T‖π) (E[∇log π] is 0, so the 1 is a baseline that changes nothing in the mean); `mixed` is
+    mixed_weight · forward + (1 - mixed_weight) · reverse. Each is exact for the next token after the sampled ones, and
+    leaves out that a token also decides what comes after it (Agarwal et al. 2024, arXiv 2306.13649; Lu 2025).
+    """
+    delta_N = (teacher_N - current_N).detach()
+    forward_N = delta_N.exp().clamp(max=max_ratio) - 1
+    match kind:
+        case "reverse":
+            return delta_N
+        case "forward":
+            return forward_N
+        case "mixed":
+            return mixed_weight * forward_N + (1 - mixed_weight) * delta_N
+        case _:
+            raise ValueError(f"unknown KL {kind!r}")
+
+
+def _distillation(tokens: TokenArrays, counts: Denominators, spec: RunSpec) -> LossResult:
+    """The policy loss with the teacher's advantages: the same corrections for the sampler's age."""
+    if tokens.reference_N is None:
+        raise ValueError("the teacher was not asked for this batch")
+    section = spec.distillation
+    advantages_N = distillation_advantages(
+        tokens.current_N,
+        tokens.reference_N,
+        section.kl_type,
+        section.mixed_kl_weight,
+        section.max_forward_ratio,
+    )
+    judged = replace(tokens, advantages_N=advantages_N, reference_N=None)
+    result = policy_loss(judged, counts, spec.loss_fn)
+    kl = (tokens.current_N.detach() - tokens.reference_N).sum(dtype=torch.float64)
+    return replace(result, sums={**result.sums, "kl_teacher": kl})
 
 
 def pairs_of(row: PackedRow, num_prompts: int) -> Pairs:
@@ -204,12 +247,15 @@ def example_metrics(sums: dict[str, float], num_updates: int = 1) -> dict[str, f
 
     `accuracy` of pairs whose chosen completion has the higher reward (`kto`: of completions on the right side of z; half
     counts where both are equal), `margin` mean difference of rewards, `chosen_reward`, `rejected_reward` their means.
+    `kl_teacher` mean log π/π_T of the sampled tokens (`distillation`).
     The reward is the score (`rm`), β·(log π - log π_ref) (`dpo`, `kto`) or β·mean log π (`orpo`).
     """
     metrics: dict[str, float] = {
         name: sums[name] / num_updates for name in ("preference_loss", "sft_loss") if name in sums
     }
     metrics |= {"batch_kl": sums["batch_kl"]} if "batch_kl" in sums else {}
+    if "kl_teacher" in sums and sums["tokens"]:
+        metrics["kl_teacher"] = sums["kl_teacher"] / sums["tokens"]
     if sums.get("pairs"):
         metrics |= {
             "accuracy": sums["pairs_won"] / sums["pairs"],

@@ -37,6 +37,8 @@ class ExampleSource:
         self._rows = open_rows(name, split, field, check_example(spec))
         shuffled = spec.data.shuffle and not validation
         self._order = PromptSource(self._rows, spec.data, spec.seed, shuffle=shuffled)
+        self._validation = validation
+        self._reference: dict[int, list[float]] | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -51,6 +53,24 @@ class ExampleSource:
         """This rank's share of the examples that one measurement uses. Raises InvalidInput as `part`."""
         count = min(len(self), self._section.max_val_samples)
         return self._sequences(list(range(rank, count, world_size)), 0, count)
+
+    def rows_used(self) -> list[int]:
+        """Rows that the run (or a measurement) will see, ascending."""
+        if self._validation:
+            return list(range(min(len(self), self._section.max_val_samples)))
+        drawn = self._section.max_num_steps * self._section.num_examples_per_step
+        return sorted({self._order.index(cursor) for cursor in range(min(drawn, len(self)))})
+
+    def of_row(self, row: int) -> list[TrainSequence]:
+        """The pairs of a row, with its number as their id. Raises InvalidInput as `part`."""
+        try:
+            return self._pairs_of(row, row)
+        except InvalidInput as error:
+            raise InvalidInput(f"row {row} of {self._name}: {error}") from None
+
+    def know_reference(self, logprobs: dict[int, list[float]]) -> None:
+        """Σ_t log π_ref of each row's completions, in the order of `of_row`; sequences carry them from now on."""
+        self._reference = logprobs
 
     def _sequences(self, cursors: list[int], first: int, count: int) -> list[TrainSequence]:
         """The sequences of some examples of the batch [first, first + count)."""
@@ -80,9 +100,16 @@ class ExampleSource:
         return self._sequence(cursor, example.prompt, example.completion, None)
 
     def _pairs(self, cursor: int) -> list[TrainSequence]:
-        prompt, chosen, rejected, margin = read_preference(self._row(cursor), self._spec.data)
+        return self._pairs_of(self._order.index(cursor), cursor)
+
+    def _pairs_of(self, row: int, number: int) -> list[TrainSequence]:
+        prompt, chosen, rejected, margin = read_preference(self._rows[row], self._spec.data)
         verdicts = [(chosen, Verdict(True, margin)), *((worse, Verdict(False)) for worse in rejected)]
-        return [self._sequence(cursor, prompt, completion, verdict) for completion, verdict in verdicts]
+        known = self._reference[row] if self._reference is not None else [None] * len(verdicts)
+        return [
+            self._sequence(number, prompt, completion, verdict._replace(reference_logprob=logprob))
+            for (completion, verdict), logprob in zip(verdicts, known, strict=True)
+        ]
 
     def _judged(self, cursor: int, other: int) -> list[TrainSequence]:
         """A good or bad completion, and another example's after the same prompt, to measure the KL on."""

@@ -34,7 +34,8 @@ from learner.collectives import world_size
 from learner.cpu_linear import use_onednn_linear
 from learner.logprobs import chunked_logprobs
 from paceline.errors import InvalidInput
-from paceline.spec import PolicySection
+from paceline.prompts import load_tokenizer
+from paceline.spec import PolicySection, RunSpec
 
 
 def load_policy(policy: PolicySection, device: torch.device) -> PreTrainedModel:
@@ -75,6 +76,23 @@ def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedMod
     model: Any = _load(policy.model_name, compute_dtype(policy, device))
     model.requires_grad_(False).eval()
     return _placed(model, policy, device, resharded=True)
+
+
+def load_teacher(spec: RunSpec, device: torch.device) -> PreTrainedModel:
+    """The teacher of `distillation`, frozen, in the compute type. Raises InvalidInput; also for another tokenizer."""
+    name = spec.distillation.teacher_model_name
+    assert name is not None, "the spec refuses distillation without a teacher"
+    teacher = spec.policy.model_copy(update={"model_name": name, "tokenizer_name": None})
+    own, theirs = load_tokenizer(spec.policy).get_vocab(), load_tokenizer(teacher).get_vocab()
+    if own != theirs:
+        differing = sorted(
+            token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)
+        )
+        raise InvalidInput(
+            f"distillation.teacher_model_name {name!r} has another tokenizer than the student (first differing token "
+            f"{differing[0]!r}); its probabilities would be of other tokens. Take a teacher of the same family"
+        )
+    return load_reference(teacher, device)
 
 
 def row_logprobs(

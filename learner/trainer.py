@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from learner.batch import PackedRow, TrainSequence, Verdict, pack_row
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from learner.example_objectives import example_metrics, needs_reference, objective_of
-from learner.model import load_policy, load_reference, load_reward_model, row_logprobs
+from learner.model import load_policy, load_reference, load_reward_model, load_teacher, row_logprobs
 from learner.objectives import Denominators, LossResult, TokenArrays, metrics_from_sums
 from learner.optimizer import lr_factor, make_optimizer, set_learning_rate
 from learner.packing import pack, pack_whole
@@ -51,7 +51,9 @@ class Trainer:
         load = load_reward_model if spec.algorithm == "rm" else load_policy
         self.model: PreTrainedModel = load(spec.policy, device)
         self.reference: PreTrainedModel | None = None
-        if needs_reference(spec):
+        if spec.algorithm == "distillation":
+            self.reference = load_teacher(spec, device)
+        elif needs_reference(spec):
             self.reference = load_reference(spec.policy, device)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
         self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
@@ -233,7 +235,7 @@ class Trainer:
                 self.model.set_reshard_after_backward(is_last)
 
     def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
-        with_bonus = self.spec.algorithm == "grpo" and self.spec.loss_fn.entropy_bonus > 0
+        with_bonus = self.spec.examples is None and self.spec.loss_fn.entropy_bonus > 0
         logprobs_N, entropy_N = self._logprobs(self.model, micro.row, entropy_gradient=with_bonus)
         tokens = TokenArrays(
             current_N=logprobs_N,

@@ -20,6 +20,7 @@ from paceline.spec import RunSpec
 PATH_FIELDS = (
     ("policy", "model_name"),
     ("policy", "tokenizer_name"),
+    ("distillation", "teacher_model_name"),
     ("data", "train"),
     ("data", "validation"),
     ("checkpointing", "checkpoint_dir"),

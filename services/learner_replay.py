@@ -21,6 +21,7 @@ from learner import checkpoint as checkpoints
 from learner.batch import TrainSequence, sequences_from_groups
 from learner.collectives import end_process
 from learner.examples import ExampleSource
+from learner.precomputed import precompute_reference
 from learner.trainer import Trainer
 from paceline.errors import PacelineError
 from paceline.prompts import load_tokenizer
@@ -54,6 +55,8 @@ def replay(
             optimizer=trainer.optimizer,
         )
     examples = ExampleSource(spec, load_tokenizer(spec.policy)) if spec.examples is not None else None
+    if examples is not None and spec.algorithm == "dpo" and spec.dpo.precompute:
+        precompute_reference(examples, spec, device, rank)
 
     def part(step: int) -> list[TrainSequence]:
         if examples is not None:

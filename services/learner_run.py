@@ -26,6 +26,7 @@ from learner.collectives import broadcast_bytes, max_over_ranks
 from learner.examples import ExampleSource
 from learner.export import export_pretrained
 from learner.gather import gather_weights
+from learner.precomputed import precompute_reference
 from learner.publisher import Publisher, PublishResult
 from learner.trainer import Trainer
 from paceline.errors import Conflict, PacelineError, Unavailable
@@ -168,6 +169,10 @@ class LearnerRun:
             self._examples = ExampleSource(spec, self._tokenizer)
             if spec.examples.validates:
                 self._held_out = ExampleSource(spec, self._tokenizer, validation=True)
+            if spec.algorithm == "dpo" and spec.dpo.precompute:
+                for source in (self._examples, self._held_out):
+                    if source is not None:
+                        precompute_reference(source, spec, self._rank.device, self._rank.rank)
         elif self._rank.rank == 0:
             self._publisher = self._make_publisher()
 

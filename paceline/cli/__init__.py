@@ -26,6 +26,7 @@ COMMANDS = {
             "kto": "from good and bad completions",
             "orpo": "imitate and prefer at once, without a reference",
             "rm": "a reward model from pairs",
+            "distillation": "from rollouts and a teacher",
         }.items()
     },
     "submit": ("paceline.cli.runs:submit", "Queue a run from a spec."),

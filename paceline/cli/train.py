@@ -1,6 +1,6 @@
-"""`paceline grpo|sft|dpo|kto|orpo|rm SPEC`: train a spec of that algorithm, with services of its own or at a coordinator.
+"""`paceline grpo|sft|dpo|kto|orpo|rm|distillation SPEC`: train a spec of that algorithm, with services of its own or at a coordinator.
 
-They are one command under six names: what differs between the algorithms is the batch's source and the loss, and both
+They are one command under seven names: what differs between the algorithms is the batch's source and the loss, and both
 are the spec's. The name says what the user means, so a spec that says otherwise is refused.
 """
 
@@ -69,4 +69,4 @@ def _train(
         follow(client, client.submit(wanted).run_id, as_json=as_json)
 
 
-grpo, sft, dpo, kto, orpo, rm = (_command(algorithm) for algorithm in get_args(Algorithm))
+grpo, sft, dpo, kto, orpo, rm, distillation = (_command(algorithm) for algorithm in get_args(Algorithm))

@@ -6,6 +6,7 @@ nowhere else. `paceline.spec_io` reads the YAML and the dotted overrides.
 """
 
 from paceline.spec.data import DataSection, RewardFunctionSection
+from paceline.spec.distillation import DistillationSection
 from paceline.spec.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
 from paceline.spec.loss import LossSection
 from paceline.spec.policy import GenerationSection, OptimizerSection, PolicySection, SchedulerSection
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointingSection",
     "ClusterSection",
     "DataSection",
+    "DistillationSection",
     "DpoSection",
     "ExamplesSection",
     "GenerationSection",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.spec.data import DataSection, RewardFunctionSection
+from paceline.spec.distillation import DistillationSection
 from paceline.spec.grpo import AsyncGrpoSection, GrpoSection
 from paceline.spec.loss import LossSection, preset_of
 from paceline.spec.policy import PolicySection
@@ -21,7 +22,7 @@ from paceline.spec.supervised import (
 )
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 
-Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm"]
+Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation"]
 
 
 class RunSpec(Section):
@@ -31,7 +32,7 @@ class RunSpec(Section):
     """A word for people; the run's id and its folder are made from it: letters, digits, dot, dash, underscore."""
     algorithm: Algorithm = "grpo"
     """What is trained from what: `grpo` from rollouts; from a data set's examples `sft` (completions), `dpo` and `orpo`
-    (preference pairs), `kto` (good and bad completions), `rm` (a reward model from pairs)."""
+    (preference pairs), `kto` (good and bad completions), `rm` (a reward model from pairs); `distillation` from rollouts that a teacher judges token by token."""
     policy: PolicySection
     data: DataSection
     grpo: GrpoSection = GrpoSection()
@@ -42,6 +43,7 @@ class RunSpec(Section):
     kto: KtoSection = KtoSection()
     orpo: OrpoSection = OrpoSection()
     rm: RmSection = RmSection()
+    distillation: DistillationSection = DistillationSection()
     rewards: tuple[RewardFunctionSection, ...] = ()
     weights: WeightsSection = WeightsSection()
     checkpointing: CheckpointingSection = CheckpointingSection()
@@ -78,6 +80,8 @@ class RunSpec(Section):
         self._check_best_metric()
         if self.examples is None:
             self._check_grpo()
+            if self.algorithm == "distillation":
+                self._check_distillation()
         else:
             self._check_examples(self.examples)
         return self
@@ -104,6 +108,20 @@ class RunSpec(Section):
                 f"checkpointing.metric_name {metric!r} with checkpointing.save_period {save.save_period} and "
                 f"{self.algorithm}.val_period {period}: a checkpoint needs an evaluation at its step; make save_period a "
                 "multiple of val_period"
+            )
+
+    def _check_distillation(self) -> None:
+        if self.distillation.teacher_model_name is None:
+            raise ValueError("distillation.teacher_model_name is not set; name the teacher")
+        if self.loss_fn.reference_policy_kl_penalty > 0:
+            raise ValueError(
+                f"loss_fn.reference_policy_kl_penalty {self.loss_fn.reference_policy_kl_penalty} with algorithm "
+                "'distillation': the teacher takes the reference's place; set it to 0"
+            )
+        if self.grpo.advantage != "trl" or self.grpo.use_dynamic_sampling:
+            raise ValueError(
+                f"grpo.advantage {self.grpo.advantage!r} and use_dynamic_sampling {self.grpo.use_dynamic_sampling} with "
+                "algorithm 'distillation': the teacher gives the advantages, rewards are only shown; leave both out"
             )
 
     def _check_examples(self, section: ExamplesSection) -> None:

@@ -133,3 +133,20 @@ def test_other_preferences_take_the_same_way(
     summary = finish(client, cluster, client.submit(spec_for(make_spec, pairs, algorithm, 24)).run_id)
     before, after = summary["evaluations"]
     assert after["margin"] > before["margin"]
+
+
+def test_a_student_comes_closer_to_its_teacher_on_its_own_samples(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
+) -> None:
+    taught = finish(client, cluster, client.submit(spec_for(make_spec, pairs, "orpo", 24)).run_id)
+    spec = make_spec(
+        algorithm="distillation",
+        distillation={"teacher_model_name": taught["export_path"]},
+        grpo={"max_num_steps": 24},
+    )
+    summary = finish(client, cluster, client.submit(spec).run_id)
+    path = cluster.directory / summary["run_id"] / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kl = [line["kl_teacher"] for line in lines if line["kind"] == "train"]
+    assert len(kl) == 24
+    assert sum(kl[-4:]) < 0.8 * sum(kl[:4])
