@@ -158,7 +158,7 @@ def test_every_preference_recipe_loads_under_its_own_command() -> None:
     text = "\n".join(code_blocks(folder / "README.md", "bash"))
     commands = [shlex.split(line, comments=True) for line in text.splitlines()]
     loaded = {load_for(w[1], str(folder / w[2]), tuple(w[3:])).algorithm for w in commands if w}
-    assert loaded == {"sft", "dpo", "orpo", "kto", "rm"}
+    assert loaded == {"sft", "dpo", "orpo", "kto", "rm", "distillation"}
     with pytest.raises(SpecError, match="use `paceline rm`"):
         load_for("dpo", str(folder / "rm.yaml"), ())
 
