@@ -28,8 +28,8 @@ def main(model: Path, out: Path) -> None:
         metrics, tensors = run_case(model, case, own, budget=12)
         (out / f"{name}.{rank}.json").write_text(json.dumps(metrics))
         save_file(tensors, out / f"{name}.{rank}.safetensors")
-    for name in ("dapo", "ppo"):
-        (out / f"non_finite_{name}.{rank}.json").write_text(json.dumps(non_finite(model, rank, CASES[name])))
+    for name, case in (("dapo", CASES["dapo"]), ("ppo", CASES["ppo"] | {"num_updates_per_step": 1})):
+        (out / f"non_finite_{name}.{rank}.json").write_text(json.dumps(non_finite(model, rank, case)))
     end_process()
 
 
