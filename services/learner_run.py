@@ -199,8 +199,10 @@ class LearnerRun:
         if self._spec.weights.backend != "auto":
             return self._spec.weights.backend
         cluster = self._spec.cluster
-        apart = cluster.rollout_gpus and not set(cluster.rollout_gpus) & set(cluster.learner_gpus)
-        return "nccl" if apart and self._rank.device.type == "cuda" else "gloo"
+        if not cluster.rollout_gpus or self._rank.device.type != "cuda":
+            return "gloo"
+        # NCCL refuses two ranks on one GPU.
+        return "shared" if set(cluster.rollout_gpus) & set(cluster.learner_gpus) else "nccl"
 
     # One step
 

@@ -14,8 +14,9 @@ class WeightsSection(Section):
 
     channel: Literal["collective"] = "collective"
     """`collective`: NCCL between GPUs, gloo between CPUs."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl when learner and rollout have GPUs of their own (cluster.*_gpus), else gloo by host memory."""
+    backend: Literal["auto", "gloo", "nccl", "shared"] = "auto"
+    """auto: nccl when learner and rollout have GPUs of their own (cluster.*_gpus), shared (memory of the host, which both
+    map) when they have one in common, else gloo by TCP."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: PositiveFloat = 30.0
