@@ -20,7 +20,6 @@ from typing import Literal
 
 from learner.staged import StagedWeights
 from paceline.groups import Version
-from paceline.shared_link import SharedLink
 from paceline.tracing import span, version_traceparent
 from paceline.weight_link import SENDER, WeightLink, first_line, form_link
 from paceline.weights import WeightOffer
@@ -80,7 +79,7 @@ class _Transfer:
 
     staged: StagedWeights
     attempt: int
-    link: WeightLink | SharedLink | None
+    link: WeightLink | None
     phase: str = "pack"
     deadline: float = math.inf
     phase_started: float = 0.0
@@ -111,13 +110,12 @@ class MemberLink:
         self.attempt = attempts_before
         self.failures = failures_before
         """Attempts in a row that failed."""
-        self._backend = settings.backend
         self.held: Version | None = None
         self._changed = threading.Condition()
         self._newest: StagedWeights | None = None
         self._transfer: _Transfer | None = None
         self._answer: tuple[bool, str] | None = None
-        self._link: WeightLink | SharedLink | None = None
+        self._link: WeightLink | None = None
         self._left = False
         self._thread = threading.Thread(target=self._run, name=f"weights-{member_id}", daemon=True)
         self._transfer_threads: list[threading.Thread] = []
@@ -174,8 +172,6 @@ class MemberLink:
             if result is None:
                 break
             self.failures = 0 if result.ok else self.failures + 1
-            if not result.ok and self._backend == "shared":
-                self._backend, self._link = "gloo", None  # it may be on another host, which TCP reaches
             self._report(result)
             self._back_off()
         self._link = None
@@ -304,7 +300,7 @@ class MemberLink:
             epoch=self.epoch,
             member_id=self.member_id,
             attempt=transfer.attempt,
-            backend=self._backend,
+            backend=settings.backend,
             store_host=settings.host,
             store_port=settings.store_port,
             prefix=f"{settings.prefix}/{self.member_id}/{transfer.attempt}",
@@ -313,7 +309,7 @@ class MemberLink:
             manifest=manifest_bytes,
         )
 
-    def _form(self, offer: WeightOffer) -> WeightLink | SharedLink:
+    def _form(self, offer: WeightOffer) -> WeightLink:
         return form_link(
             backend=offer.backend,
             store_host=self._settings.store_host,

@@ -79,10 +79,12 @@ class Publisher:
         self._staged: StagedWeights | None = None
         self._closed = False
 
-    def set_members(self, epoch: int, member_ids: Iterable[str]) -> None:
+    def set_members(
+        self, epoch: int, member_ids: Iterable[str], held: Mapping[str, Version] | None = None
+    ) -> None:
         """Makes exactly these members the set of `epoch`: leavers' links end, joiners get what is staged.
 
-        A member that stays keeps its link. Returns at once.
+        A member that stays keeps its link. `held` is what joiners have got already in another way. Returns at once.
         """
         wanted = set(member_ids)
         with self._lock:
@@ -91,6 +93,7 @@ class Publisher:
                 self._drop(member_id)
             for member_id in wanted - self._links.keys():
                 link = MemberLink(self._settings, member_id, epoch, *self._before.get(member_id, (0, 0)))
+                link.held = held.get(member_id) if held else None
                 self._links[member_id] = link
                 if self._staged is not None:
                     link.publish(self._staged)

@@ -35,7 +35,7 @@ class RankBoard(Protocol):
 def make_board(host: str, reachable: str) -> RankBoard:
     """The board of all ranks: a collective call. Rank 0 listens on `host`, the others find it at `reachable`."""
     if world_size() == 1:
-        return _LocalBoard()
+        return LocalBoard()
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
@@ -49,7 +49,9 @@ def make_board(host: str, reachable: str) -> RankBoard:
     return _TcpBoard(store)
 
 
-class _LocalBoard:
+class LocalBoard:
+    """Of one rank alone, in its memory."""
+
     def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}
 

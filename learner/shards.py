@@ -7,6 +7,7 @@ sharded. Together the slices of all ranks are every tensor, once. Names are thos
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from learner.gather import is_first_rank, named_weights
 from paceline.errors import InvalidInput
+from paceline.flat_weights import plan
 from paceline.weights import DTYPE_BYTES, TensorPlan
 
 
@@ -73,6 +75,20 @@ def local_slices(model: nn.Module, dtype: torch.dtype | None) -> list[LocalSlice
             LocalSlice(name, str(wire).removeprefix("torch."), tuple(copy.shape), start, _bits(copy))
         )
     return slices
+
+
+def whole_slices(tensors: Mapping[str, torch.Tensor]) -> tuple[list[LocalSlice], tuple[TensorPlan, ...]]:
+    """Gathered tensors, which must not change any more, as slices of one rank that has everything."""
+    slices, plans = [], []
+    owners: dict[int, str] = {}
+    for entry in plan(tensors, bucket_bytes=1 << 28).entries:
+        owner = owners.setdefault(entry.offset, entry.name) if entry.num_bytes else entry.name
+        same_as = None if owner == entry.name else owner
+        plans.append(TensorPlan(entry.name, entry.dtype, entry.shape, same_as))
+        if same_as is None and entry.num_bytes:
+            bits = _bits(tensors[entry.name].detach().cpu().contiguous())
+            slices.append(LocalSlice(entry.name, entry.dtype, entry.shape, 0, bits))
+    return slices, tuple(plans)
 
 
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:

@@ -1,6 +1,6 @@
 """Writing versions to the weight store, each rank its own slices, in a thread beside training.
 
-The promise: `put` copies this rank's slices and returns; comparing, coding and writing happen in the background, in the
+The promise: `put` takes a copy of this rank's slices and returns; comparing, coding and writing happen in the background, in the
 same order on all ranks. A version exists once rank 0 has written its manifest, after every rank's part. The first
 version of a session is an anchor; later ones are deltas against the one before, and now and then an anchor as well:
 every `anchor_interval` versions, when the deltas since the last one outweigh it, and when somebody asks (`put_anchor`).
@@ -23,12 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-from torch import nn
-
-from learner.collectives import max_over_ranks
 from learner.rank_board import RankBoard
-from learner.shards import LocalSlice, local_slices, plan_tensors
+from learner.shards import LocalSlice
 from paceline.delta_codec import changed_positions, encode
 from paceline.errors import PacelineError
 from paceline.groups import Version
@@ -100,6 +96,7 @@ class _Kept:
 class StoreWriter:
     """One rank's side. `on_stored` is called on rank 0, from the thread, for every version and for every anchor.
 
+    `any_rank` says whether a fact is true on any rank, which makes `put` and `put_anchor` collective calls there.
     `oldest_held` says what the slowest member holds, for pruning (None: nobody needs an old version).
     """
 
@@ -113,8 +110,7 @@ class StoreWriter:
         world_size: int,
         algorithm: Algorithm,
         anchor_interval: int,
-        dtype: torch.dtype | None,
-        device: torch.device,
+        any_rank: Callable[[bool], bool],
         on_stored: Callable[[Stored], None],
         oldest_held: Callable[[], Version | None],
     ) -> None:
@@ -124,8 +120,7 @@ class StoreWriter:
         self._rank = rank
         self._world_size = world_size
         self._algorithm: Algorithm = algorithm
-        self._dtype = dtype
-        self._device = device
+        self._any_rank = any_rank
         self._on_stored = on_stored
         self._tensors: tuple[TensorPlan, ...] = ()
         self._jobs: deque[_Job] = deque()
@@ -138,11 +133,10 @@ class StoreWriter:
         self._thread = threading.Thread(target=self._run, name="weight-store", daemon=True)
         self._thread.start()
 
-    def put(self, version: Version, model: nn.Module) -> None:
-        """Copies this rank's slices of the model as `version`, to be written soon. A collective call."""
-        if not self._tensors:
-            self._tensors = plan_tensors(model, self._dtype)
-        self._enqueue(version, local_slices(model, self._dtype), wants_anchor=False)
+    def put(self, version: Version, slices: list[LocalSlice], tensors: tuple[TensorPlan, ...]) -> None:
+        """Stores this rank's slices of `tensors` as `version`, soon; they must not change any more. A collective call."""
+        self._tensors = tensors
+        self._enqueue(version, slices, wants_anchor=False)
 
     def put_anchor(self) -> None:
         """Asks for an anchor of the newest version. A collective call."""
@@ -167,8 +161,7 @@ class StoreWriter:
             last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
             if last is not None:
                 last.held = True
-        begun = torch.tensor([int(last is None)], device=self._device)
-        overtakes = not bool(max_over_ranks(begun).item())
+        overtakes = not self._any_rank(last is None)
         with self._changed:
             if overtakes and last is not None:
                 last.version, last.slices = (

@@ -46,8 +46,10 @@ def encode(base_N: Bits, new_N: Bits, changed_K: Positions) -> bytes:
     """The new bits at `changed_K`, which are all positions where the two differ, at least one."""
     coding, places = _encode_positions(changed_K, len(new_N))
     width = new_N.dtype.itemsize
-    planes = _zigzag(new_N[changed_K] - base_N[changed_K]).view(np.uint8).reshape(-1, width)
-    parts = [_pack(places), *(_pack(np.ascontiguousarray(planes[:, plane]).data) for plane in range(width))]
+    signs_K, sizes_K = _split(new_N[changed_K] - base_N[changed_K])
+    planes = sizes_K.view(np.uint8).reshape(-1, width)
+    parts = [_pack(places), _pack(np.packbits(signs_K).data)]
+    parts += [_pack(np.ascontiguousarray(planes[:, plane]).data) for plane in range(width)]
     return _HEAD.pack(coding, len(changed_K)) + b"".join(parts)
 
 
@@ -70,13 +72,15 @@ def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
     # No coding of K gaps in N elements is longer than this.
     places, rest = _unpack(rest, 2 * (count + size // 255 + 1) + size // 8 + 1)
     changed_K = _decode_positions(coding, places, count, size)
+    signs, rest = _unpack(rest, -(-count // 8))
+    signs_K = np.unpackbits(np.frombuffer(signs, np.uint8), count=count)
     planes = np.empty((count, width), np.uint8)
     for plane in range(width):
         part, rest = _unpack(rest, count)
         planes[:, plane] = np.frombuffer(part, np.uint8)
     if len(rest):
         raise ValueError(f"{len(rest)} bytes too many")
-    return changed_K, base_N[changed_K] + _unzigzag(planes.reshape(-1).view(base_N.dtype))
+    return changed_K, base_N[changed_K] + _joined(signs_K, planes.reshape(-1).view(base_N.dtype))
 
 
 def _encode_positions(changed_K: Positions, size: int) -> tuple[int, bytes]:
@@ -121,16 +125,15 @@ def _decode_positions(coding: int, places: bytes, count: int, size: int) -> Posi
     return changed_K
 
 
-def _zigzag(difference_K: Bits) -> Bits:
-    """Small differences of either sign as small numbers: 0, -1, 1, -2, … become 0, 1, 2, 3, …"""
-    signed_K = difference_K.view(difference_K.dtype.str.replace("u", "i"))
-    sign_K = (signed_K >> (8 * signed_K.itemsize - 1)).view(difference_K.dtype)
-    coded_K: Bits = (difference_K << 1) ^ sign_K
-    return coded_K
+def _split(difference_K: Bits) -> tuple[Bits, Bits]:
+    """(whether it goes down, how many units beyond the first) of differences that are not 0, wrapping around."""
+    downs_K = difference_K.view(difference_K.dtype.str.replace("u", "i")) < 0
+    sizes_K: Bits = np.where(downs_K, ~difference_K, difference_K - 1).astype(difference_K.dtype)
+    return downs_K, sizes_K
 
 
-def _unzigzag(coded_K: Bits) -> Bits:
-    difference_K: Bits = (coded_K >> 1) ^ (-(coded_K & 1).astype(coded_K.dtype)).astype(coded_K.dtype)
+def _joined(downs_K: Bits, sizes_K: Bits) -> Bits:
+    difference_K: Bits = np.where(downs_K, ~sizes_K, sizes_K + 1).astype(sizes_K.dtype)
     return difference_K
 
 

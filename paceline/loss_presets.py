@@ -25,7 +25,6 @@ PresetName = Literal[
     "decoupled_ppo",
     "icepop",
     "m2po",
-    "ppo",
 ]
 
 
@@ -124,5 +123,4 @@ PRESETS: dict[PresetName, Preset] = {
         },
         _GROUP_STD,
     ),
-    "ppo": Preset({"reduction": "dapo"}, {"advantage": "gae"}),
 }

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from paceline.errors import WireError
 from paceline.groups import Version
 from paceline.weight_store import Buffer
-from paceline.weights import DTYPE_BYTES, Algorithm, TensorPlan, checksum
+from paceline.weights import DTYPE_BYTES, Algorithm, TensorPlan, algorithm_named, checksum
 
 FORMAT = 1
 METADATA_KEY = "paceline"
@@ -115,8 +115,7 @@ class StoredVersion:
                 raise ValueError("another format")
             if document["kind"] not in ("anchor", "delta"):
                 raise ValueError(f"kind {document['kind']!r}")
-            if document["algorithm"] not in ("xxh3_64", "sha256"):
-                raise ValueError(f"algorithm {document['algorithm']!r}")
+            algorithm_named(document["algorithm"])
             base, base_version = document.pop("base"), document.pop("base_version")
             manifest = cls(
                 version=Version(*map(int, document.pop("version"))),
@@ -136,6 +135,26 @@ class StoredVersion:
         if len(manifest.parts) != len(manifest.contents) or (manifest.kind == "delta") != (base is not None):
             raise WireError("manifest of stored weights contradicts itself: parts, contents or base")
         return manifest
+
+
+@dataclass(frozen=True)
+class StoreOffer:
+    """ "Version (session, step) is in the store": told to one member over the control plane, which vouches for it."""
+
+    run_id: str
+    epoch: int
+    member_id: str
+    version: Version
+    url: str
+    algorithm: Algorithm
+    manifest: StoredObject
+    """Of the version; its digest vouches for everything else."""
+    anchor_version: Version
+    """The newest anchor before or at the version."""
+    anchor: StoredObject
+    """Its manifest."""
+    anchor_bytes: int
+    """Size of its parts."""
 
 
 def folder(version: Version) -> str:

@@ -155,7 +155,7 @@ class WeightManifest:
                 tuple(_entry(raw) for raw in document["tensors"]),
                 _count(document["total_bytes"]),
                 _count(document["bucket_bytes"]),
-                _algorithm(document["algorithm"]),
+                algorithm_named(document["algorithm"]),
             )
             layout_hash = document["layout_hash"]
         except (ValueError, KeyError, TypeError) as error:
@@ -195,7 +195,7 @@ class WeightOffer:
     member_id: str
     attempt: int
     backend: str
-    """`gloo`, `nccl` or `shared`."""
+    """`gloo` or `nccl`."""
     store_host: str
     store_port: int
     prefix: str
@@ -208,6 +208,13 @@ class WeightOffer:
     def version(self) -> Version:
         """The policy version that is offered."""
         return Version(self.session, self.step)
+
+
+def algorithm_named(value: Any) -> Algorithm:
+    """The checksum algorithm of that name. Raises WireError for another one."""
+    if value not in ("xxh3_64", "sha256"):
+        raise WireError(f"checksum algorithm {value!r}; this side knows xxh3_64 and sha256")
+    return cast(Algorithm, value)
 
 
 def checksum(data: Any, algorithm: Algorithm) -> str:
@@ -237,9 +244,3 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} where a count belongs")
     return value
-
-
-def _algorithm(value: Any) -> Algorithm:
-    if value not in ("xxh3_64", "sha256"):
-        raise ValueError(f"checksum algorithm {value!r}")
-    return cast(Algorithm, value)

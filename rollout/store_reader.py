@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from paceline.stored_weights import (
     Slice,
     StoredObject,
     StoredVersion,
+    StoreOffer,
     content_hash,
     element_bytes,
     num_elements,
@@ -39,24 +39,6 @@ from paceline.weights import Algorithm, TensorPlan, WeightManifest, checksum
 log = logging.getLogger(__name__)
 
 LONGEST_CHAIN = 4096
-
-
-@dataclass(frozen=True)
-class StoreOffer:
-    """A version in a store, as it was told over the control plane."""
-
-    run_id: str
-    version: Version
-    url: str
-    algorithm: Algorithm
-    manifest: StoredObject
-    """Of the version; its digest vouches for everything else."""
-    anchor_version: Version
-    """The newest anchor before or at the version."""
-    anchor: StoredObject
-    """Its manifest."""
-    anchor_bytes: int
-    """Size of its parts."""
 
 
 class Damaged(WireError):

@@ -21,13 +21,13 @@ import torch
 
 from learner import checkpoint as checkpoints
 from learner.batch import TrainSequence, sequences_from_groups
+from learner.channel import WeightChannel
 from learner.checkpoint_writer import CheckpointWriter
 from learner.collectives import broadcast_bytes, max_over_ranks
 from learner.examples import ExampleSource
 from learner.export import export_pretrained
 from learner.gather import gather_weights
 from learner.precomputed import precompute_reference
-from learner.publisher import Publisher, PublishResult
 from learner.trainer import Trainer
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.groups import Version
@@ -35,10 +35,10 @@ from paceline.prompts import load_tokenizer
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_yaml
 from paceline.tracing import span, step_traceparent
-from paceline.weights import WeightOffer
 from paceline.wire import decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
+from services.learner_weights import make_channel
 
 if TYPE_CHECKING:
     from services.learner_rank import LearnerRank
@@ -46,14 +46,6 @@ if TYPE_CHECKING:
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = 3600.0
 """The coordinator may be gone for long; the request waits for it. The learner has nothing else to do."""
-
-FAILURES = {
-    "": worker_pb2.PUBLISH_FAILURE_UNSPECIFIED,
-    "link": worker_pb2.PUBLISH_FAILURE_LINK,
-    "silent": worker_pb2.PUBLISH_FAILURE_SILENT,
-    "refused": worker_pb2.PUBLISH_FAILURE_REFUSED,
-    "interrupted": worker_pb2.PUBLISH_FAILURE_INTERRUPTED,
-}
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +63,8 @@ class LearnerRun:
         self._spec: RunSpec = spec_from_yaml(assignment.spec_yaml)
         self._chain = assignment.chain
         self._superseded = threading.Event()
-        self._publisher: Publisher | None = None
+        self._channel: WeightChannel | None = None
+        self._receivers = threading.Lock()
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None
         self._newest = (assignment.checkpoint_path, assignment.start_step)
@@ -112,8 +105,8 @@ class LearnerRun:
         with contextlib.suppress(PacelineError):
             self._writer.finish()  # nobody asks for it any more; but its thread must not run into the next run
         self._deleting.shutdown()
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._channel is not None:
+            self._channel.close()
 
     # From the control plane's thread
 
@@ -124,16 +117,17 @@ class LearnerRun:
     def set_members(self, epoch: worker_pb2.Epoch) -> None:
         """Who receives weights from now on."""
         if epoch.run_id == self.run_id:
-            self._epoch = epoch
-            if self._publisher is not None:
-                with contextlib.suppress(Conflict):  # the run ends at this very moment
-                    self._publisher.set_members(epoch.number, epoch.member_ids)
+            with self._receivers:
+                self._epoch = epoch
+                if self._channel is not None:
+                    with contextlib.suppress(Conflict):  # the run ends at this very moment
+                        self._channel.set_members(epoch.number, epoch.member_ids)
 
     def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
         """A member's answer to an offer."""
-        if self._publisher is not None and ack.run_id == self.run_id:
+        if self._channel is not None and ack.run_id == self.run_id:
             version = Version(ack.version.session, ack.version.step)
-            self._publisher.acknowledge(ack.member_id, version, ack.ok, ack.message)
+            self._channel.acknowledge(ack.member_id, version, ack.ok, ack.message, ack.damaged)
 
     def keep_checkpoints(self, order: worker_pb2.KeepCheckpoints) -> None:
         """The ledger has forgotten all older checkpoints but these: they are deleted while training goes on."""
@@ -145,8 +139,8 @@ class LearnerRun:
         """The coordinator was away: what it must know may have been lost with the stream."""
         for report in self._reports:
             self._rank.report(report)
-        if self._publisher is not None:
-            self._publisher.interrupt("the coordinator was away")
+        if self._channel is not None:
+            self._channel.interrupt("the coordinator was away")
 
     _epoch: worker_pb2.Epoch | None = None
 
@@ -163,7 +157,6 @@ class LearnerRun:
                 expected_sha256=self._assignment.checkpoint_sha256,
                 model=self._trainer.model,
                 optimizer=self._trainer.optimizer,
-                critic=self._trainer.critic,
             )
             log.info("session %d goes on from step %d", self.session, start)
         if spec.examples is not None:
@@ -174,35 +167,16 @@ class LearnerRun:
                 for source in (self._examples, self._held_out):
                     if source is not None:
                         precompute_reference(source, spec, self._rank.device, self._rank.rank)
-        elif self._rank.rank == 0:
-            self._publisher = self._make_publisher()
+        else:
+            self._set_up_channel()
 
-    def _make_publisher(self) -> Publisher:
-        backend = self._backend()
-        publisher = Publisher(
-            run_id=self.run_id,
-            send_offer=self._send_offer,
-            on_result=self._on_publish_result,
-            bucket_bytes=self._spec.weights.bucket_mb << 20,
-            max_wait_s=self._spec.weights.max_wait_s,
-            bind_host=self._rank.host,
-            advertise_host=self._rank.reachable,
-            backend=backend,
-            device=str(self._rank.device) if backend == "nccl" else "cpu",
-        )
-        epoch = self._epoch or self._rank.early_epoch
-        if epoch is not None and epoch.run_id == self.run_id:
-            publisher.set_members(epoch.number, epoch.member_ids)
-        return publisher
-
-    def _backend(self) -> str:
-        if self._spec.weights.backend != "auto":
-            return self._spec.weights.backend
-        cluster = self._spec.cluster
-        if not cluster.rollout_gpus or self._rank.device.type != "cuda":
-            return "gloo"
-        # NCCL refuses two ranks on one GPU.
-        return "shared" if set(cluster.rollout_gpus) & set(cluster.learner_gpus) else "nccl"
+    def _set_up_channel(self) -> None:
+        channel = make_channel(self._assignment, spec=self._spec, rank=self._rank)
+        with self._receivers:
+            epoch = self._epoch or self._rank.early_epoch
+            if epoch is not None and epoch.run_id == self.run_id:
+                channel.set_members(epoch.number, epoch.member_ids)
+            self._channel = channel
 
     # One step
 
@@ -216,14 +190,17 @@ class LearnerRun:
                 with span("wait", step_traceparent(self.run_id, self.step), step=self.step):
                     part, payloads = self._ask_for_part()
             orders = self._rank.orders
-            missing, ended, stopping, checkpoint, export, unwritten = self._agree(
+            missing, ended, stopping, checkpoint, export, unwritten, anchor = self._agree(
                 part is None,
                 part is not None and part.state == pb.BATCH_STATE_END,
                 self._rank.stopping.is_set(),
                 bool(orders.checkpoint),
                 bool(orders.export),
                 self._writer.in_progress and not self._writer.ready,
+                self._channel is not None and self._channel.wants_anchor,
             )
+            if anchor and self._channel is not None:
+                self._channel.write_anchor()
             if not unwritten:
                 self._finish_save()
             if checkpoint:
@@ -332,27 +309,10 @@ class LearnerRun:
     # What a step leaves behind
 
     def _publish(self, last: bool) -> None:
-        """All ranks gather; rank 0 stages the copy and goes on. Replayed steps are not published."""
-        if self._examples is not None or (self.step < self._assignment.publish_from_step and not last):
+        """All ranks copy what they have to; the rest happens while the next step trains. Replayed steps are not published."""
+        if self._channel is None or (self.step < self._assignment.publish_from_step and not last):
             return
-        dtype = torch.bfloat16 if self._wire_type() == "bfloat16" else torch.float32
-        started_s = time.perf_counter()
-        tensors = gather_weights(self._trainer.model, dtype)
-        gather_s = time.perf_counter() - started_s
-        if self._publisher is None:
-            return
-        staged = worker_pb2.StagedReport(
-            run_id=self.run_id, gather_s=gather_s, wait_s=time.perf_counter() - started_s
-        )
-        staged.version.session, staged.version.step = self.session, self.step
-        self._rank.report(worker_pb2.ConnectRequest(staged=staged))  # before any member can have it
-        self._publisher.stage(Version(self.session, self.step), tensors)
-
-    def _wire_type(self) -> str:
-        wanted = self._spec.policy.generation_precision
-        if wanted != "auto":
-            return wanted
-        return "bfloat16" if self._rank.device.type == "cuda" else "float32"
+        self._channel.publish(Version(self.session, self.step), self._trainer.model)
 
     def _begin_save(self) -> None:
         """Starts a checkpoint after the current step; its files are written while the next steps train."""
@@ -362,8 +322,7 @@ class LearnerRun:
             return
         self._finish_save()
         phase, self.phase = self.phase, "saving"
-        trainer = self._trainer
-        self._writer.begin(self.step, trainer.model, trainer.optimizer, self._chain, trainer.critic)
+        self._writer.begin(self.step, self._trainer.model, self._trainer.optimizer, self._chain)
         self.phase = phase
 
     def _finish_save(self) -> None:
@@ -446,36 +405,3 @@ class LearnerRun:
             kind = report.WhichOneof("report")
             self._reports = [r for r in self._reports if r.WhichOneof("report") != kind] + [report]
             self._rank.report(report)
-
-    def _send_offer(self, offer: WeightOffer) -> None:
-        message = worker_pb2.WeightOffer(
-            run_id=offer.run_id,
-            epoch=offer.epoch,
-            member_id=offer.member_id,
-            attempt=offer.attempt,
-            backend=offer.backend,
-            store_host=offer.store_host,
-            store_port=offer.store_port,
-            prefix=offer.prefix,
-            manifest=offer.manifest,
-            max_wait_s=self._spec.weights.max_wait_s,
-        )
-        message.version.session, message.version.step = offer.session, offer.step
-        self._rank.report(worker_pb2.ConnectRequest(weight_offer=message))
-
-    def _on_publish_result(self, result: PublishResult) -> None:
-        report = worker_pb2.PublishReport(
-            run_id=self.run_id,
-            member_id=result.member_id,
-            epoch=result.epoch,
-            ok=result.ok,
-            error=result.error,
-            size_bytes=result.size_bytes,
-            publish_s=result.form_s + result.transfer_s + result.ack_s,
-            transfer_s=result.transfer_s,
-            form_s=result.form_s,
-            ack_s=result.ack_s,
-            failure=FAILURES[result.failure],
-        )
-        report.version.session, report.version.step = result.version
-        self._rank.report(worker_pb2.ConnectRequest(publish=report))

@@ -11,23 +11,26 @@ import asyncio
 import hashlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.errors import Conflict, InvalidInput, PacelineError, Unavailable
 from paceline.groups import Completion, Group, IntArray, Version
 from paceline.prompts import encode_prompt, load_tokenizer
 from paceline.spec import RunSpec
+from paceline.stored_weights import StoredObject, StoreOffer
 from paceline.tracing import span
-from paceline.weights import WeightOffer
+from paceline.weights import WeightOffer, algorithm_named
 from paceline.wire import decode_completions, encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
 from rollout.receiver import WeightReceiver
+from rollout.store_receiver import StoreReceiver
 from services.member import Membership
 
 LEASE_WAIT_S = 10.0
@@ -77,6 +80,8 @@ class RolloutRun:
             on_ack=self._on_ack,
             host=host,
         )
+        self.store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
+        self._swapping = threading.Lock()
 
     @classmethod
     async def start(
@@ -104,6 +109,7 @@ class RolloutRun:
     async def close(self) -> None:
         """Ends receiver and engine."""
         self.receiver.close()
+        self.store_receiver.close()
         await self.engine.close()
 
     async def generate_forever(self) -> None:
@@ -172,7 +178,10 @@ class RolloutRun:
                 self._no_guests.set()
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """The learner offers a version."""
+        """The learner offers a version, over a link or from a store."""
+        if offer.HasField("stored"):
+            self.store_receiver.offer(_store_offer(offer))
+            return
         self.receiver.offer(
             WeightOffer(
                 run_id=offer.run_id,
@@ -327,12 +336,23 @@ class RolloutRun:
     # Weights, on the receiver's threads
 
     def _on_weights(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
-        started_s = time.monotonic()
-        swap = asyncio.run_coroutine_threadsafe(self.engine.update_weights(version, tensors), self._loop)
-        self._pause_s = swap.result()  # the engine answers or raises; the learner has a deadline of its own
-        self._swap_s = time.monotonic() - started_s
+        # A link and a store may bring weights at one time; the engine's version only ever grows.
+        with self._swapping:
+            serving = self.engine.version
+            if serving is not None and version <= serving:
+                if version == serving:
+                    return
+                raise Conflict(
+                    f"{tuple(version)} came after {tuple(serving)}, which this worker serves already"
+                )
+            started_s = time.monotonic()
+            swap = asyncio.run_coroutine_threadsafe(self.engine.update_weights(version, tensors), self._loop)
+            self._pause_s = (
+                swap.result()
+            )  # the engine answers or raises; the learner has a deadline of its own
+            self._swap_s = time.monotonic() - started_s
 
-    def _on_ack(self, version: Version, ok: bool, message: str) -> None:
+    def _on_ack(self, version: Version, ok: bool, message: str, damaged: bool = False) -> None:
         ack = worker_pb2.WeightAck(
             run_id=self.run_id,
             member_id=self._member_id,
@@ -340,6 +360,7 @@ class RolloutRun:
             message=message,
             pause_s=self._pause_s,
             swap_s=self._swap_s,
+            damaged=damaged,
         )
         ack.version.session, ack.version.step = version
         report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
@@ -362,3 +383,23 @@ def _lease_params(lease: pb.Lease) -> SamplingParams:
         top_k=params.top_k,
         stop_token_ids=tuple(params.stop_token_ids),
     )
+
+
+def _store_offer(offer: worker_pb2.WeightOffer) -> StoreOffer:
+    stored = offer.stored
+    return StoreOffer(
+        run_id=offer.run_id,
+        epoch=offer.epoch,
+        member_id=offer.member_id,
+        version=Version(offer.version.session, offer.version.step),
+        url=stored.url,
+        algorithm=algorithm_named(stored.algorithm),
+        manifest=_stored_object(stored.manifest),
+        anchor_version=Version(stored.anchor_version.session, stored.anchor_version.step),
+        anchor=_stored_object(stored.anchor),
+        anchor_bytes=stored.anchor_bytes,
+    )
+
+
+def _stored_object(stored: worker_pb2.StoredObject) -> StoredObject:
+    return StoredObject(stored.name, stored.size_bytes, stored.digest)

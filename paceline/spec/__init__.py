@@ -21,7 +21,6 @@ from paceline.spec.supervised import (
     SftSection,
 )
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
-from paceline.spec.value import ValueSection
 
 __all__ = [
     "AdvantageName",
@@ -46,6 +45,5 @@ __all__ = [
     "SchedulerSection",
     "Section",
     "SftSection",
-    "ValueSection",
     "WeightsSection",
 ]

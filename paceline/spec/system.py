@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.spec.section import PositiveFloat, PositiveInt, Section
 
@@ -12,17 +12,33 @@ from paceline.spec.section import PositiveFloat, PositiveInt, Section
 class WeightsSection(Section):
     """How new weights reach the rollout workers."""
 
-    channel: Literal["collective"] = "collective"
-    """`collective`: NCCL between GPUs, gloo between CPUs."""
-    backend: Literal["auto", "gloo", "nccl", "shared"] = "auto"
-    """auto: nccl when learner and rollout have GPUs of their own (cluster.*_gpus), shared (memory of the host, which both
-    map) when they have one in common, else gloo by TCP."""
+    channel: Literal["collective", "delta"] = "collective"
+    """`collective`: NCCL between GPUs, gloo between CPUs. `delta`: changed elements through a store."""
+    store: str | None = None
+    """Where stored weights go: an absolute path or any fsspec URL; default `weights/` in the run's directory."""
+    anchor_interval: PositiveInt = 50
+    """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl when learner and rollout have GPUs of their own (cluster.*_gpus), else gloo by host memory."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: PositiveFloat = 30.0
     """Time limit of every operation with one member; a member that needs longer is left out."""
     bucket_mb: PositiveInt = 64
     """Size of one packed bucket."""
+
+    @model_validator(mode="after")
+    def _check(self) -> WeightsSection:
+        if self.channel == "delta" and self.backend != "auto":
+            raise ValueError(
+                f"backend {self.backend!r} with channel 'delta': only the collective channel has a backend; remove it"
+            )
+        if self.store is not None and not ("://" in self.store or self.store.startswith("/")):
+            raise ValueError(
+                f"store {self.store!r} is relative, and learner and workers may run in different directories; give an "
+                "absolute path or a URL"
+            )
+        return self
 
 
 class CheckpointingSection(Section):

@@ -14,11 +14,13 @@ from safetensors import safe_open
 from torch import nn
 
 from learner.rank_board import make_board
+from learner.shards import local_slices, plan_tensors
 from learner.store_writer import Stored, StoreWriter
 from paceline.errors import InvalidInput, NotFound
 from paceline.groups import Version
+from paceline.stored_weights import StoreOffer
 from paceline.weight_store import WeightStore
-from rollout.store_reader import Damaged, StoreOffer, StoreReader
+from rollout.store_reader import Damaged, StoreReader
 
 DEADLINE_S = 60.0
 BF16 = torch.bfloat16
@@ -56,8 +58,7 @@ class Pair:
             world_size=1,
             algorithm="xxh3_64",
             anchor_interval=anchor_interval,
-            dtype=BF16,
-            device=torch.device("cpu"),
+            any_rank=lambda fact: fact,
             on_stored=self.stored.put,
             oldest_held=lambda: self.held,
         )
@@ -70,8 +71,11 @@ class Pair:
         if change:
             with torch.no_grad():
                 self.model.embedding[step % 50, step % 8] += 1.0
-        self.writer.put(Version(self.session, step), self.model)
+        self.put(Version(self.session, step))
         return self.told(lambda stored: stored.version.step == step)
+
+    def put(self, version: Version) -> None:
+        self.writer.put(version, local_slices(self.model, BF16), plan_tensors(self.model, BF16))
 
     def told(self, wanted: Callable[[Stored], bool]) -> Stored:
         """The next thing the writer says that is wanted; an anchor is told after its version's delta."""
@@ -94,6 +98,8 @@ class Pair:
 def offer(pair: Pair, stored: Stored) -> StoreOffer:
     return StoreOffer(
         "run",
+        1,
+        "member",
         stored.version,
         pair.store.url,
         "xxh3_64",
@@ -335,12 +341,12 @@ def test_versions_that_no_rank_has_begun_are_overtaken(make_pair: Callable[..., 
         write(name, chunks)
 
     pair.store.write = slow  # type: ignore[method-assign]
-    pair.writer.put(Version(1, 1), pair.model)
+    pair.put(Version(1, 1))
     assert "00000001" in entered.get(timeout=DEADLINE_S)
     for step in range(2, 6):
         with torch.no_grad():
             pair.model.norm += 1.0
-        pair.writer.put(Version(1, step), pair.model)
+        pair.put(Version(1, step))
     for _ in range(4):
         go_on.put(None)
     assert pair.stored.get(timeout=DEADLINE_S).version == Version(1, 1)
@@ -356,7 +362,7 @@ def test_a_store_that_fails_is_tried_again(
     folder = Path(pair.store.url)
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where the store should be")
-    pair.writer.put(Version(1, 0), pair.model)
+    pair.put(Version(1, 0))
     while "cannot be stored" not in caplog.text:
         assert pair.stored.empty()
     folder.unlink()

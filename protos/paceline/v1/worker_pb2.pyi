@@ -528,6 +528,7 @@ class WeightOffer(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     MAX_WAIT_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that the weights belong to."""
     epoch: _builtins.int
@@ -537,7 +538,7 @@ class WeightOffer(_message.Message):
     attempt: _builtins.int
     """Attempt at a link with this member; every attempt has a prefix of its own."""
     backend: _builtins.str
-    """`gloo`, `nccl` or `shared`."""
+    """`gloo` or `nccl`."""
     store_host: _builtins.str
     """Host of the store by which the link is formed."""
     store_port: _builtins.int
@@ -554,6 +555,10 @@ class WeightOffer(_message.Message):
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
 
+    @_builtins.property
+    def stored(self) -> Global___StoredWeights:
+        """Set when the version is read from a store: then there is no link, and fields 5 to 8 and 10 are empty."""
+
     def __init__(
         self,
         *,
@@ -569,14 +574,93 @@ class WeightOffer(_message.Message):
         manifest: _builtins.bytes = ...,
         max_wait_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
+        stored: Global___StoredWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "backend", b"backend", "epoch", b"epoch", "manifest", b"manifest", "max_wait_s", b"max_wait_s", "member_id", b"member_id", "prefix", b"prefix", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "backend", b"backend", "epoch", b"epoch", "manifest", b"manifest", "max_wait_s", b"max_wait_s", "member_id", b"member_id", "prefix", b"prefix", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port", "stored", b"stored", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightOffer: _TypeAlias = WeightOffer  # noqa: Y015
+
+@_typing.final
+class StoredWeights(_message.Message):
+    """Where a version is in the store of the delta channel, and the digests that vouch for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    ANCHOR_VERSION_FIELD_NUMBER: _builtins.int
+    ANCHOR_FIELD_NUMBER: _builtins.int
+    ANCHOR_BYTES_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    """Root of the store: a directory or any fsspec URL."""
+    algorithm: _builtins.str
+    """`xxh3_64` or `sha256`: what every digest and checksum in the store is."""
+    anchor_bytes: _builtins.int
+    """Size of that anchor's parts."""
+    @_builtins.property
+    def manifest(self) -> Global___StoredObject:
+        """Manifest of the version."""
+
+    @_builtins.property
+    def anchor_version(self) -> _common_pb2.PolicyVersion:
+        """The newest anchor before or at the version."""
+
+    @_builtins.property
+    def anchor(self) -> Global___StoredObject:
+        """Manifest of that anchor."""
+
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        algorithm: _builtins.str = ...,
+        manifest: Global___StoredObject | None = ...,
+        anchor_version: _common_pb2.PolicyVersion | None = ...,
+        anchor: Global___StoredObject | None = ...,
+        anchor_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "anchor_version", b"anchor_version", "manifest", b"manifest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "anchor", b"anchor", "anchor_bytes", b"anchor_bytes", "anchor_version", b"anchor_version", "manifest", b"manifest", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredWeights: _TypeAlias = StoredWeights  # noqa: Y015
+
+@_typing.final
+class StoredObject(_message.Message):
+    """One object of a store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name below the root."""
+    size_bytes: _builtins.int
+    """Size in bytes."""
+    digest: _builtins.str
+    """Hex digest of its bytes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredObject: _TypeAlias = StoredObject  # noqa: Y015
 
 @_typing.final
 class WeightAck(_message.Message):
@@ -591,6 +675,7 @@ class WeightAck(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     PAUSE_S_FIELD_NUMBER: _builtins.int
     SWAP_S_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that the weights belong to."""
     member_id: _builtins.str
@@ -603,6 +688,8 @@ class WeightAck(_message.Message):
     """Seconds for which the sampler stood still."""
     swap_s: _builtins.float
     """Seconds from verified bytes to a sampler that uses them, the pause included."""
+    damaged: _builtins.bool
+    """The store can be read, but what is there is damaged or incomplete: the learner is to write an anchor."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
@@ -617,10 +704,11 @@ class WeightAck(_message.Message):
         message: _builtins.str = ...,
         pause_s: _builtins.float = ...,
         swap_s: _builtins.float = ...,
+        damaged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "message", b"message", "ok", b"ok", "pause_s", b"pause_s", "run_id", b"run_id", "swap_s", b"swap_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "member_id", b"member_id", "message", b"message", "ok", b"ok", "pause_s", b"pause_s", "run_id", b"run_id", "swap_s", b"swap_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

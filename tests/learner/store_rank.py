@@ -1,0 +1,72 @@
+"""One rank of a learner that stores versions: trains, writes its slices, and leaves what the weights are in full.
+
+Arguments: model, store, out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from tiny_policy import CPU, make_batch, make_spec
+
+from learner.collectives import end_process, max_over_ranks
+from learner.gather import gather_weights
+from learner.rank_board import make_board
+from learner.shards import local_slices, plan_tensors
+from learner.store_writer import Stored, StoreWriter
+from learner.trainer import Trainer
+from paceline.groups import Version
+from paceline.weight_store import WeightStore
+
+STEPS = 5
+
+
+def main(model: Path, store: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank = dist.get_rank()
+    trainer = Trainer(make_spec(model, train_mb_tokens=12), CPU)
+    told = threading.Semaphore(0)
+
+    def on_stored(stored: Stored) -> None:
+        (out / f"{stored.version.step}.json").write_text(json.dumps(asdict(stored)))
+        told.release()
+
+    writer = StoreWriter(
+        store=WeightStore(str(store)),
+        board=make_board("127.0.0.1", "127.0.0.1"),
+        run_id="run",
+        rank=rank,
+        world_size=dist.get_world_size(),
+        algorithm="xxh3_64",
+        anchor_interval=3,
+        any_rank=lambda fact: bool(max_over_ranks(torch.tensor([int(fact)])).item()),
+        on_stored=on_stored,
+        oldest_held=lambda: Version(1, 0),  # so that nothing is pruned
+    )
+    tensors = plan_tensors(trainer.model, torch.bfloat16)
+    for step in range(STEPS):
+        if step:
+            trainer.train_step(make_batch()[rank::3], step)
+        writer.put(Version(1, step), local_slices(trainer.model, torch.bfloat16), tensors)
+        whole = gather_weights(trainer.model, torch.bfloat16)
+        if rank == 0:
+            save_file({name: t.clone() for name, t in whole.items()}, out / f"{step}.safetensors")
+            while not (out / f"{step}.json").exists():
+                assert told.acquire(timeout=60)
+        dist.barrier()
+    writer.check()
+    writer.close()
+    end_process()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Three real ranks write their own slices; a reader makes the whole model of them, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_policy import save_tiny_policy
+
+from paceline.groups import Version
+from paceline.stored_weights import StoredObject, StoreOffer
+from paceline.weight_store import WeightStore
+from rollout.store_reader import StoreReader
+
+WORKER = Path(__file__).with_name("store_rank.py")
+ROOT = WORKER.parents[2]
+STEPS = 5
+
+
+def offer(out: Path, store: Path, step: int) -> StoreOffer:
+    stored = json.loads((out / f"{step}.json").read_text())
+    return StoreOffer(
+        "run",
+        1,
+        "member",
+        Version(*stored["version"]),
+        str(store),
+        "xxh3_64",
+        StoredObject(*stored["manifest"]),
+        Version(*stored["anchor_version"]),
+        StoredObject(*stored["anchor"]),
+        stored["anchor_bytes"],
+    )
+
+
+# 23 rows over 3 ranks are shards of unequal length, norms of 8 leave the last rank 2 rows.
+@pytest.mark.parametrize("tied", [True, False])
+def test_three_ranks_store_what_they_would_gather(tmp_path: Path, tied: bool) -> None:
+    model = save_tiny_policy(tmp_path / "model", tied=tied)
+    store, out = tmp_path / "store", tmp_path / "out"
+    out.mkdir()
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", WORKER, model, store, out]
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    reader = StoreReader(WeightStore(str(store)), "run")
+    for step in range(STEPS):
+        tensors = reader.fetch(offer(out, store, step))
+        assert reader.held == Version(1, step)
+        expected = load_file(out / f"{step}.safetensors")
+        assert tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert tensors[name].dtype == torch.bfloat16
+            torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)
+    late = StoreReader(WeightStore(str(store)), "run").fetch(offer(out, store, STEPS - 1))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(late[name], tensor, rtol=0, atol=0)
+    assert len(list(store.glob("*/delta.2.safetensors"))) == STEPS - 1
