@@ -35,6 +35,8 @@ from paceline.spec import RunSpec
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 1024
+MAX_CHARACTERS = 800
+"""Solutions are cut there: a few models went on for thousands."""
 END, PAD = "<|end|>", "<|pad|>"
 
 
@@ -44,8 +46,10 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text().splitlines():
         row = json.loads(line)
         solutions = [value for value in row.values() if isinstance(value, dict)]
-        right = sorted({s["solution"] for s in solutions if s["is_correct"]})
-        wrong = sorted({s["solution"] for s in solutions if not s["is_correct"]} - set(right))
+        right = sorted({s["solution"][:MAX_CHARACTERS] for s in solutions if s["is_correct"]})
+        wrong = sorted(
+            {s["solution"][:MAX_CHARACTERS] for s in solutions if not s["is_correct"]} - set(right)
+        )
         if right and wrong:
             questions.append({"prompt": row["question"] + "\n", "right": right, "wrong": wrong})
     return questions

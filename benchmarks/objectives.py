@@ -24,7 +24,7 @@ from objective_runs.policy import imitate_teacher
 
 from paceline.demo.run import make_files
 
-FAMILIES = ("policy", "examples")
+FAMILIES = ("policy", "examples", "distillation")
 
 
 def main() -> None:

@@ -76,10 +76,10 @@ def run(name: str, files: Path, taught: Path, options: argparse.Namespace) -> di
         metrics = trainer.train_step(source.part(step, 0, 1), step)
     return {
         "measure": "ranking" if algorithm == "rm" else "probability",
-        "before": before,
-        "after": measure(),
-        "seconds": time.monotonic() - started_s,
-        **{key: metrics[key] for key in ("loss", "accuracy", "margin") if key in metrics},
+        "before": round(before, 4),
+        "after": round(measure(), 4),
+        "seconds": round(time.monotonic() - started_s, 1),
+        **{key: round(metrics[key], 4) for key in ("loss", "accuracy", "margin") if key in metrics},
     }
 
 

@@ -16,6 +16,8 @@ KTO: dict[str, dict[str, float]] = {
     "trl": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.3},
 }
 
+ORPO = {"beta": 0.1}
+
 REWARD_CASES: dict[str, dict[str, Any]] = {
     "reward model": {"margin": False, "centring": None},
     "reward model, margin and centring": {"margin": True, "centring": 0.01},

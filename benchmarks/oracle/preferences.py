@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 from end_to_end import trl_environment
-from oracle.preference_cases import DPO_CASES, KTO, REWARD_CASES
+from oracle.preference_cases import DPO_CASES, KTO, ORPO, REWARD_CASES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.preferences import PairLogRatios, kto_loss, preference_loss, reward_model_loss
+from learner.preferences import PairLogRatios, kto_loss, orpo_loss, preference_loss, reward_model_loss
 
 LENGTHS = (12, 3, 7, 1, 5, 9, 4, 12)
 """Tokens of four chosen, then of their rejected completions."""
@@ -55,6 +55,11 @@ def our_losses(data: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         log_ratios, data["desirable"].bool(), data["kl_logps"].mean().item(), len(LENGTHS), **KTO["trl"]
     )
     results["kto"] = (loss.detach(), torch.autograd.grad(loss, logps)[0].flatten())
+    logps = data["logps"].clone().requires_grad_()
+    means = (logps * data["mask"]).sum(1) / lengths
+    weights = torch.full((PAIRS,), 1 / PAIRS, dtype=torch.float64)
+    loss = orpo_loss(means[:PAIRS], means[PAIRS:], weights, **ORPO)
+    results["orpo, odds ratio"] = (loss.detach(), torch.autograd.grad(loss, logps)[0].flatten())
     for name, case in REWARD_CASES.items():
         scores = data["scores"].clone().requires_grad_()
         loss = reward_model_loss(

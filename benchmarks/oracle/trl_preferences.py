@@ -2,7 +2,7 @@
 
     python trl_preferences.py <folder with pairs.safetensors>
 
-Calls `_compute_loss` of `DPOTrainer` and `KTOTrainer` and `compute_loss` of `RewardTrainer` unchanged, on objects that have
+Calls `_compute_loss` of `DPOTrainer` and `KTOTrainer`, `compute_loss` of `RewardTrainer` and `odds_ratio_loss` of `ORPOTrainer` unchanged, on objects that have
 the settings a trainer would have and models that answer with the given log-probabilities or scores. Writes losses
 and gradients to trl.safetensors.
 """
@@ -16,10 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from preference_cases import DPO_CASES, KTO, REWARD_CASES
+from preference_cases import DPO_CASES, KTO, ORPO, REWARD_CASES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
+from trl.experimental.orpo import ORPOTrainer
 
 
 def trainer_with(**settings: Any) -> Any:
@@ -95,6 +96,11 @@ def main(folder: Path) -> None:
         "ref_KL_logps": torch.zeros_like(data["kl_logps"]),
     }
     record("kto", KTOTrainer._compute_loss(trainer, model_with(logps * mask), inputs, False), logps)
+
+    logps = data["logps"].clone().requires_grad_()
+    means = (logps * mask).sum(1) / mask.sum(1)
+    odds, *_ = ORPOTrainer.odds_ratio_loss(trainer_with(**ORPO), means[:pairs], means[pairs:])
+    record("orpo, odds ratio", -odds.mean(), logps)
 
     for name, case in REWARD_CASES.items():
         scores = data["scores"].clone().requires_grad_()
