@@ -11,7 +11,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test chaos lint lint-python lint-protos lint-deploy protos clean
+.PHONY: help demo test chaos soak churn lint lint-python lint-protos lint-deploy protos clean
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -24,6 +24,12 @@ test: $(STAMP) ## Run the tests (TESTS="tests/reward -k math" for some of them)
 
 chaos: $(STAMP) ## Kill, stop and cut off every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)
+
+soak: $(STAMP) ## Kill and stop receivers and learner ranks in the middle of publishing (SOAK="--rounds 20 --phase transfer")
+	$(BIN)/python tests/weights/weight_soak.py $(SOAK)
+
+churn: $(STAMP) ## Let rollout workers join and leave every few seconds of a run (CHURN="--steps 60 --every 3")
+	$(BIN)/python tests/weights/weight_churn.py $(CHURN)
 
 lint: lint-python lint-protos lint-deploy ## Check style, types, the wire contract and the containers
 

@@ -3,8 +3,8 @@
     python benchmarks/age_study.py --out age.jsonl [--seeds 0,1,2,3,4] [--arms age-0,age-4] [--services] [--plot age.svg] [--json]
 
 Every arm is the demo's GRPO stage as it is (paceline/demo/grpo.yaml: 120 steps of 64 prompts × 8, one update a step, lr
-7e-4); only the age and the correction differ. The age is exact: one process samples with the weights of exactly k steps
-ago (objective_runs/policy.py). `--services` instead submits to real services with max_trajectory_age_steps = k, where
+7e-4), from a model that imitated the teacher until 45 % of its answers were right. Only the age and the correction differ.
+The age is exact: one process samples with the weights of exactly k steps ago (objective_runs/policy.py). `--services` instead submits to real services with max_trajectory_age_steps = k, where
 ages vary up to k and the wall time means something. One line of JSON is added for each run that ended, and what is
 there already is not run again: the study can be interrupted, and processes with seeds of their own can share it.
 Recorded results: docs/objectives.md.
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from objective_runs.policy import imitate_teacher, train
+from objective_runs.policy import imitate_until, train
 
 from paceline.client import Client
 from paceline.demo.run import make_files
 from paceline.spec_io import load_spec
 from paceline.up import LocalCluster
 
-TEACHER_STEPS = 600
+STARTS_AT = 0.45
 HELD_OUT = 1000
 SERVICES_TIMEOUT_S = 1800.0
 
@@ -82,9 +82,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     work = options.work or options.out.with_suffix(".files")
-    done = {(r["arm"], r["seed"], r["services"]) for r in read_results(options.out)}
-    for seed in map(int, options.seeds.split(",")):
-        for name in options.arms.split(","):
+    for name in options.arms.split(","):
+        for seed in map(int, options.seeds.split(",")):
+            done = {(r["arm"], r["seed"], r["services"]) for r in read_results(options.out)}
             if (name, seed, options.services) in done:
                 continue
             run = run_services if options.services else run_lagged
@@ -107,7 +107,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 def run_lagged(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
     """One run of exactly this age, in this process."""
     files = make_files(work, seed)
-    model = imitate_teacher(files, TEACHER_STEPS, seed)
+    model = imitate_until(files, STARTS_AT, seed)
     settings = (f"policy.model_name={model}", f"grpo.seed={seed}", *arm.settings)
     return train(load_spec(files / "grpo.yaml", settings), files, arm.age, HELD_OUT)
 
@@ -115,7 +115,7 @@ def run_lagged(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
 def run_services(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
     """One run with every service, η the arm's age; `age` is the mean of trained tokens over the run's second half."""
     files = make_files(work, seed)
-    model = imitate_teacher(files, TEACHER_STEPS, seed)
+    model = imitate_until(files, STARTS_AT, seed)
     settings = (
         f"policy.model_name={model}",
         f"grpo.seed={seed}",

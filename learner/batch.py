@@ -58,6 +58,8 @@ class TrainSequence:
     """[T] bool: which completion tokens train; None is all. The others are read, and nothing more."""
     verdict: Verdict | None = None
     """What the data set says of the completion; None where it says nothing (`grpo`, `sft`)."""
+    truncated: bool = False
+    """Cut off at its token limit: the value of its last state stands for what was still to come (`gae`)."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
@@ -117,6 +119,7 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainS
                     float(advantage),
                     completion.versions()[trained],
                     rewards_F,
+                    truncated=completion.finish_reason == "length",
                 )
             )
     return sequences

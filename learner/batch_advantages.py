@@ -45,7 +45,7 @@ class ScoredBatch:
 def needs_whole_batch(spec: RunSpec) -> bool:
     """Whether advantages can only be had once the whole batch, or the reference, was asked."""
     return spec.examples is None and (
-        spec.grpo.advantage in ("trl_batch", "gdpo", *TOKEN_WHITENED) or spec.loss_fn.use_kl_in_reward
+        spec.grpo.advantage in ("trl_batch", "gdpo", "gae", *TOKEN_WHITENED) or spec.loss_fn.use_kl_in_reward
     )
 
 
@@ -91,8 +91,6 @@ def whitened_token_advantages(
 ) -> list[Tensor]:
     """REINFORCE++: A_t = base - Σ_{i≥t} penalty_i, whitened over all tokens of the global batch.
 
-    (A - mean) / √max(variance, 1e-8), both over tokens, the variance divided by their number (OpenRLHF).
-
     Args:
         bases: one [N] per micro-batch of this rank; NaN for tokens of sequences without a reward, which get 0.
         penalties: [N] β·KL of each token, or None.
@@ -102,7 +100,17 @@ def whitened_token_advantages(
         base_N if penalty_N is None else base_N - _sums_to_the_end(penalty_N, sequence_N)
         for base_N, penalty_N, sequence_N in zip(bases, penalties, sequences, strict=True)
     ]
-    scored = [~base_N.isnan() for base_N in bases]
+    return whitened(raw, [~base_N.isnan() for base_N in bases], device)
+
+
+def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> list[Tensor]:
+    """(A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, the variance divided by their
+    number (OpenRLHF); 0 for the others.
+
+    Args:
+        raw: one [N] per micro-batch of this rank.
+        scored: [N] False where there is no reward.
+    """
     values = [raw_N.double()[scored_N] for raw_N, scored_N in zip(raw, scored, strict=True)]
     count, total = sum_over_ranks(
         torch.stack([_moments(values, device, 0.0, power=0), _moments(values, device, 0.0, power=1)])

@@ -43,6 +43,7 @@ from learner.checkpoint_manifest import (
     write_manifest,
 )
 from learner.collectives import max_over_ranks, world_size
+from learner.critic import Critic
 from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
 from paceline.storage import Folder
 
@@ -68,6 +69,7 @@ def save(
     step: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    critic: Critic | None = None,
     chain_hash: str = "",
     extra: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
@@ -80,7 +82,12 @@ def save(
     """
     folder = prepare(directory, session, step)
     return write(
-        whole_state(model, optimizer), folder, session=session, step=step, chain_hash=chain_hash, extra=extra
+        whole_state(model, optimizer, critic),
+        folder,
+        session=session,
+        step=step,
+        chain_hash=chain_hash,
+        extra=extra,
     )
 
 
@@ -95,9 +102,11 @@ def prepare(directory: Location, session: int, step: int) -> Folder:
     return folder
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def whole_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, critic: Critic | None = None
+) -> dict[str, Any]:
     """All that a checkpoint holds of this rank; the tensors are those that training goes on with."""
-    return _state(model, optimizer) | {"rng": {str(_rank()): _generators(model)}}
+    return _state(model, optimizer) | _value_state(critic) | {"rng": {str(_rank()): _generators(model)}}
 
 
 def write(
@@ -133,9 +142,14 @@ def write(
 
 
 def load(
-    path: Location, *, expected_sha256: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: Location,
+    *,
+    expected_sha256: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    critic: Critic | None = None,
 ) -> CheckpointManifest:
-    """Puts a checkpoint into `model` and `optimizer` and returns its manifest. A collective call of all ranks.
+    """Puts a checkpoint into `model`, `optimizer` and `critic` and returns its manifest. A collective call of all ranks.
 
     Works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
     it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
@@ -143,13 +157,16 @@ def load(
     """
     rank, ranks = _rank(), world_size()
     manifest = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
-    state = _state(model, optimizer)
+    state = _state(model, optimizer) | _value_state(critic)
     if ranks == manifest.world_size:
         state["rng"] = {str(rank): _generators(model)}
     read_state(path, state)
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if critic is not None:
+        set_model_state_dict(critic.model, state["value_model"])
+        set_optimizer_state_dict(critic.model, critic.optimizer, state["value_optimizer"])
     if ranks == manifest.world_size:
         _restore_generators(model, state["rng"][str(rank)])
     return manifest
@@ -235,6 +252,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
                 moments["step"].zero_()
             state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
+
+
+def _value_state(critic: Critic | None) -> dict[str, Any]:
+    if critic is None:
+        return {}
+    return {f"value_{name}": part for name, part in _state(critic.model, critic.optimizer).items()}
 
 
 def read_state(path: Location, state: dict[str, Any]) -> None:

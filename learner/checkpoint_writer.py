@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from learner import checkpoint as checkpoints
 from learner.checkpoint import Checkpoint, Location
+from learner.critic import Critic
 from paceline.storage import Folder
 
 
@@ -40,7 +41,12 @@ class CheckpointWriter:
         """From `begin` to the manifest, of the one that was finished last."""
 
     def begin(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, chain_hash: str = ""
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        chain_hash: str = "",
+        critic: Critic | None = None,
     ) -> None:
         """Copies the state after `step` steps and starts to write it. A collective call, after `finish`.
 
@@ -50,7 +56,7 @@ class CheckpointWriter:
             raise RuntimeError("a checkpoint is still being written; finish it first")
         self._started_s = time.perf_counter()
         folder = checkpoints.prepare(self._directory, self._session, step)
-        staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer))
+        staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer, critic))
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
         self.step = step

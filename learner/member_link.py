@@ -20,6 +20,7 @@ from typing import Literal
 
 from learner.staged import StagedWeights
 from paceline.groups import Version
+from paceline.shared_link import SharedLink
 from paceline.tracing import span, version_traceparent
 from paceline.weight_link import SENDER, WeightLink, first_line, form_link
 from paceline.weights import WeightOffer
@@ -79,7 +80,7 @@ class _Transfer:
 
     staged: StagedWeights
     attempt: int
-    link: WeightLink | None
+    link: WeightLink | SharedLink | None
     phase: str = "pack"
     deadline: float = math.inf
     phase_started: float = 0.0
@@ -110,12 +111,13 @@ class MemberLink:
         self.attempt = attempts_before
         self.failures = failures_before
         """Attempts in a row that failed."""
+        self._backend = settings.backend
         self.held: Version | None = None
         self._changed = threading.Condition()
         self._newest: StagedWeights | None = None
         self._transfer: _Transfer | None = None
         self._answer: tuple[bool, str] | None = None
-        self._link: WeightLink | None = None
+        self._link: WeightLink | SharedLink | None = None
         self._left = False
         self._thread = threading.Thread(target=self._run, name=f"weights-{member_id}", daemon=True)
         self._transfer_threads: list[threading.Thread] = []
@@ -172,6 +174,8 @@ class MemberLink:
             if result is None:
                 break
             self.failures = 0 if result.ok else self.failures + 1
+            if not result.ok and self._backend == "shared":
+                self._backend, self._link = "gloo", None  # it may be on another host, which TCP reaches
             self._report(result)
             self._back_off()
         self._link = None
@@ -300,7 +304,7 @@ class MemberLink:
             epoch=self.epoch,
             member_id=self.member_id,
             attempt=transfer.attempt,
-            backend=settings.backend,
+            backend=self._backend,
             store_host=settings.host,
             store_port=settings.store_port,
             prefix=f"{settings.prefix}/{self.member_id}/{transfer.attempt}",
@@ -309,7 +313,7 @@ class MemberLink:
             manifest=manifest_bytes,
         )
 
-    def _form(self, offer: WeightOffer) -> WeightLink:
+    def _form(self, offer: WeightOffer) -> WeightLink | SharedLink:
         return form_link(
             backend=offer.backend,
             store_host=self._settings.store_host,

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from learner.batch import PackedRow, TrainSequence, Verdict, pack_row
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
+from learner.critic import Critic
 from learner.example_objectives import example_metrics, needs_reference, objective_of
+from learner.gradients import clip_gradients, gradient_norm, set_gradient_sync
 from learner.model import load_policy, load_reference, load_reward_model, load_teacher, row_logprobs
 from learner.objectives import Denominators, LossResult, TokenArrays, metrics_from_sums
 from learner.optimizer import lr_factor, make_optimizer, set_learning_rate
@@ -40,8 +40,8 @@ from paceline.spec import RunSpec
 class Trainer:
     """Model, optimizer and the step. One per rank, after the process group was made (if there is more than one rank).
 
-    `model` (a transformers model, its parameters DTensors when sharded) and `optimizer` are public: checkpoints, export and
-    publishing read them between steps.
+    `model` (a transformers model, its parameters DTensors when sharded), `optimizer` and PPO's `critic` are public:
+    checkpoints, export and publishing read them between steps.
     """
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
@@ -56,6 +56,7 @@ class Trainer:
         elif needs_reference(spec):
             self.reference = load_reference(spec.policy, device)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
+        self.critic = Critic(spec, device) if spec.uses_value_model else None
         self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
         self._objective = objective_of(spec)
 
@@ -68,9 +69,8 @@ class Trainer:
         """
         started_s = time.perf_counter()
         watch = Stopwatch(self.device)
-        lr = self.spec.policy.optimizer.lr * lr_factor(
-            step, self.spec.max_num_steps, self.spec.policy.scheduler
-        )
+        factor = lr_factor(step, self.spec.max_num_steps, self.spec.policy.scheduler)
+        lr = self.spec.policy.optimizer.lr * factor
         set_learning_rate(self.optimizer, lr)
         measured = [s for s in batch if s.verdict is not None and s.verdict.mismatched]
         batch = [s for s in batch if s.verdict is None or not s.verdict.mismatched]
@@ -79,6 +79,9 @@ class Trainer:
             self._ask_frozen_policies(updates)
             settle(batch, updates, self.spec, self.device)
             self._measure_batch_kl(measured, updates)
+            if self.critic is not None:
+                self.critic.look(batch, updates)
+                self.critic.settle(batch, updates)
         sums: dict[str, float] = {}
         grad_norms = []
         for update in updates:
@@ -86,7 +89,10 @@ class Trainer:
             update_sums = self._sum_metrics(update)
             grad_norms.append(self._clip_gradients(update, update_sums["loss"]))
             with watch.measure("optimizer_s"):
-                self.optimizer.step()
+                if self.critic is not None:
+                    self.critic.step(factor)
+                if step >= self._policy_starts:
+                    self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
             for name, value in update_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -96,6 +102,7 @@ class Trainer:
             "lr": lr,
             **metrics_from_sums(sums),
             **example_metrics({**sums, **self._batch_kl(updates)}, len(updates)),
+            **({} if self.critic is None else self.critic.metrics(len(updates))),
             **self._workload(batch, updates, step),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
@@ -119,6 +126,10 @@ class Trainer:
                 module.reshard()  # without a backward pass nothing else does, and checkpoints read shards
         metrics = {"loss": sums["loss"], "sequences": float(update.denominators.sequences)}
         return {**metrics, **metrics_from_sums(sums), **example_metrics({**sums, **self._batch_kl(updates)})}
+
+    @property
+    def _policy_starts(self) -> int:
+        return 0 if self.critic is None else self.spec.value.policy_training_start_step
 
     def _plan(
         self, batch: Sequence[TrainSequence], step: int, parts: Sequence[Sequence[int]]
@@ -217,22 +228,17 @@ class Trainer:
     def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> None:
         """Forward and backward of every micro-batch; afterwards the gradients are those of the global batch."""
         for i, micro in enumerate(update.micro_batches):
-            self._set_gradient_sync(is_last=i == len(update.micro_batches) - 1)
+            is_last = i == len(update.micro_batches) - 1
+            set_gradient_sync(self.model, self.device, is_last)
             with watch.measure("forward_s"):
                 result = self._loss(micro, update)
             with watch.measure("backward_s"):
                 # FSDP averages gradients over ranks, the loss is a sum over them.
                 (result.loss * self.world_size).backward()  # type: ignore[no-untyped-call]
             update.results.append(replace(result, loss=result.loss.detach()))
-
-    def _set_gradient_sync(self, is_last: bool) -> None:
-        """On CPUs, gradients are reduced and parameters freed once per update, since each collective costs more than
-        the memory it saves; on GPUs every backward reduces, so that no rank holds a full gradient."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_is_last_backward(is_last)
-            if self.device.type == "cpu":
-                self.model.set_requires_gradient_sync(is_last)
-                self.model.set_reshard_after_backward(is_last)
+            if self.critic is not None:
+                with watch.measure("value_s"):
+                    self.critic.accumulate(update, micro, self.world_size, is_last=is_last)
 
     def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
         with_bonus = self.spec.examples is None and self.spec.loss_fn.entropy_bonus > 0
@@ -280,31 +286,31 @@ class Trainer:
         return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
 
     def _clip_gradients(self, update: Update, loss: float) -> float:
-        """Clips to the global norm and returns it as it was. Loss and norm are the same numbers on every rank, so
+        """Clips to the global norm and returns it as it was. Loss and norms are the same numbers on every rank, so
         every rank takes the same branch."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+        norm = gradient_norm(self.model)
+        value_norm = 0.0 if self.critic is None else self.critic.gradient_norm()
+        if not all(map(math.isfinite, (loss, norm, value_norm))):
             self.optimizer.zero_grad(set_to_none=True)
-            raise self._non_finite(update, loss, norm.item())
-        clip_grads_with_norm_(parameters, self.spec.policy.max_grad_norm, norm)
-        return norm.item()
+            if self.critic is not None:
+                self.critic.discard()
+            raise self._non_finite(update, loss, norm, value_norm)
+        clip_gradients(self.model, self.spec.policy.max_grad_norm, norm)
+        return norm
 
-    def _non_finite(self, update: Update, loss: float, norm: float) -> NonFiniteLoss:
+    def _non_finite(self, update: Update, loss: float, norm: float, value_norm: float) -> NonFiniteLoss:
         suspects: set[int] = set()
         for micro, result in zip(update.micro_batches, update.results, strict=True):
             bad_N = ~result.token_losses_N.isfinite()
             suspects.update(micro.row.group_ids_S[i] for i in micro.row.sequence_N[bad_N].tolist())
         group_ids = union_over_ranks([g for g in suspects if g >= 0], self.device)
+        norms = f"gradient norm {norm}" + ("" if self.critic is None else f", the value model's {value_norm}")
         if group_ids:
-            return NonFiniteLoss(
-                f"loss {loss} (gradient norm {norm}) from groups {group_ids}", tuple(group_ids)
-            )
+            return NonFiniteLoss(f"loss {loss} ({norms}) from groups {group_ids}", tuple(group_ids))
         everyone = [g for micro in update.micro_batches if not micro.is_dummy for g in micro.row.group_ids_S]
         group_ids = union_over_ranks(everyone, self.device)
         return NonFiniteLoss(
-            f"loss {loss}, gradient norm {norm}; every token's loss is finite, the update had groups {group_ids}",
+            f"loss {loss}, {norms}; every token's loss is finite, the update had groups {group_ids}",
             tuple(group_ids),
         )
 

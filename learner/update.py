@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.advantages import Float64Array
 from learner.batch import PackedRow, TrainSequence
 from learner.batch_advantages import (
     TOKEN_WHITENED,
@@ -63,9 +64,12 @@ def needs_proximal(spec: RunSpec) -> bool:
 def settle(
     batch: Sequence[TrainSequence], updates: Sequence[Update], spec: RunSpec, device: torch.device
 ) -> None:
-    """Sets the advantages and limits that take the global batch. All ranks call it, after the frozen policies were asked."""
+    """Sets the advantages and limits that take the global batch. All ranks call it, after the frozen policies were asked.
+
+    The advantages of `gae` are `learner.critic.Critic.settle`'s.
+    """
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]
-    if needs_whole_batch(spec):
+    if needs_whole_batch(spec) and spec.grpo.advantage != "gae":
         _settle_advantages(batch, micro_batches, spec, device)
     if spec.examples is None and spec.loss_fn.m2_threshold is not None:
         moments = [second_moments(_given(m.proximal_N) - _given(m.row.behaviour_N)) for m in micro_batches]
@@ -109,7 +113,7 @@ def m2_limit_of(values_N: Tensor, threshold: float, total: Callable[[Tensor], Te
 def _settle_advantages(
     batch: Sequence[TrainSequence], micro_batches: Sequence[MicroBatch], spec: RunSpec, device: torch.device
 ) -> None:
-    penalties = [_kl_penalties(micro, spec) for micro in micro_batches]
+    penalties = [kl_penalties(micro, spec) for micro in micro_batches]
     rows, first = rows_of_all_ranks(_scores(batch, micro_batches, penalties, spec).to(device))
     table = rows.double().cpu().numpy()
     scored = ScoredBatch(table[:, 0].astype(np.int64), table[:, 2:], table[:, 1])
@@ -140,13 +144,8 @@ def _scores(
     """[S, 2 + F] group id, β·ΣKL and rewards of this rank's sequences, float64."""
     scores = torch.zeros(len(batch), 2 + len(spec.rewards), dtype=torch.float64)
     for i, sequence in enumerate(batch):
-        if sequence.rewards_F is None or len(sequence.rewards_F) != len(spec.rewards):
-            raise InvalidInput(
-                f"group {sequence.group_id} has no rewards for the {len(spec.rewards)} functions; "
-                f"grpo.advantage {spec.grpo.advantage!r} is computed from them"
-            )
         scores[i, 0] = sequence.group_id
-        scores[i, 2:] = torch.from_numpy(sequence.rewards_F.astype(np.float64))
+        scores[i, 2:] = torch.from_numpy(require_rewards(sequence, spec))
     for micro, penalty_N in zip(micro_batches, penalties, strict=True):
         if penalty_N is not None:
             sums_S = per_sequence(penalty_N.double(), micro.row.sequence_N, len(micro.places))
@@ -154,7 +153,17 @@ def _scores(
     return scores
 
 
-def _kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
+def require_rewards(sequence: TrainSequence, spec: RunSpec) -> Float64Array:
+    """[F] the sequence's rewards. Raises InvalidInput when they are not there."""
+    if sequence.rewards_F is None or len(sequence.rewards_F) != len(spec.rewards):
+        raise InvalidInput(
+            f"group {sequence.group_id} has no rewards for the {len(spec.rewards)} functions; "
+            f"grpo.advantage {spec.grpo.advantage!r} is computed from them"
+        )
+    return sequence.rewards_F.astype(np.float64)
+
+
+def kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
     """[N] β·KL of π_prox to the reference, where it belongs to the reward."""
     if not spec.loss_fn.use_kl_in_reward:
         return None

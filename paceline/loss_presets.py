@@ -25,6 +25,7 @@ PresetName = Literal[
     "decoupled_ppo",
     "icepop",
     "m2po",
+    "ppo",
 ]
 
 
@@ -123,4 +124,5 @@ PRESETS: dict[PresetName, Preset] = {
         },
         _GROUP_STD,
     ),
+    "ppo": Preset({"reduction": "dapo"}, {"advantage": "gae"}),
 }

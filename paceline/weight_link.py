@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Unavailable
+from paceline.shared_link import SharedLink
 from paceline.weights import WeightManifest
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def form_link(
     max_wait_s: float,
     host: str = "127.0.0.1",
     device: str = "cpu",
-) -> WeightLink:
+) -> WeightLink | SharedLink:
     """Meets the other rank under `prefix` and forms the group of two. Blocks up to about max_wait_s.
 
     `host` is this side's address as the peer reaches it (gloo). `device` is the GPU of an NCCL link. A prefix serves
@@ -175,9 +176,11 @@ def form_link(
             return WeightLink(_gloo(store, rank, timeout, host), rank, max_wait_s, torch.device("cpu"))
         if backend == "nccl":
             return WeightLink(_nccl(store, rank, device), rank, max_wait_s, torch.device(device))
+        if backend == "shared":
+            return SharedLink(store, max_wait_s)
     except RuntimeError as error:
         raise Unavailable(f"no link {prefix!r}: {first_line(error)}") from error
-    raise ValueError(f"weight backend {backend!r} is neither 'gloo' nor 'nccl'")
+    raise ValueError(f"weight backend {backend!r} is none of 'gloo', 'nccl' and 'shared'")
 
 
 def _gloo(store: Any, rank: int, timeout: timedelta, host: str) -> Any:

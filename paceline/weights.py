@@ -195,7 +195,7 @@ class WeightOffer:
     member_id: str
     attempt: int
     backend: str
-    """`gloo` or `nccl`."""
+    """`gloo`, `nccl` or `shared`."""
     store_host: str
     store_port: int
     prefix: str

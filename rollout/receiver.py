@@ -20,6 +20,7 @@ import torch
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.flat_weights import Check, empty_flat
 from paceline.groups import Version
+from paceline.shared_link import SharedLink
 from paceline.tracing import span, version_traceparent
 from paceline.weight_link import MEMBER, WeightLink, first_line, form_link
 from paceline.weights import WeightManifest, WeightOffer
@@ -203,7 +204,7 @@ class _Link:
         self._changed = threading.Condition()
         self._waiting: tuple[WeightOffer, WeightManifest] | None = None
         self._left = False
-        self._link: WeightLink | None = None
+        self._link: WeightLink | SharedLink | None = None
         self._offer = first
         threading.Thread(target=self._run, name=f"weights-{first.attempt}", daemon=True).start()
 
@@ -225,7 +226,7 @@ class _Link:
             self._left = True
             self._changed.notify_all()
 
-    def connected(self, max_wait_s: float, host: str, device: str) -> WeightLink:
+    def connected(self, max_wait_s: float, host: str, device: str) -> WeightLink | SharedLink:
         """The link of this prefix, formed at the first call."""
         if self._link is None:
             self._link = form_link(

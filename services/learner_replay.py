@@ -53,6 +53,7 @@ def replay(
             expected_sha256=plan.checkpoint["sha256"],
             model=trainer.model,
             optimizer=trainer.optimizer,
+            critic=trainer.critic,
         )
     examples = ExampleSource(spec, load_tokenizer(spec.policy)) if spec.examples is not None else None
     if examples is not None and spec.algorithm == "dpo" and spec.dpo.precompute:
@@ -68,7 +69,12 @@ def replay(
         if rank == 0:
             print(json.dumps({"step": step, **metrics}), flush=True)
     saved = checkpoints.save(
-        output / "checkpoints", session=0, step=end, model=trainer.model, optimizer=trainer.optimizer
+        output / "checkpoints",
+        session=0,
+        step=end,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        critic=trainer.critic,
     )
     if saved is not None:
         print(json.dumps({"checkpoint": str(saved.path), "sha256": saved.manifest_sha256}), flush=True)

@@ -157,6 +157,7 @@ class LearnerRun:
                 expected_sha256=self._assignment.checkpoint_sha256,
                 model=self._trainer.model,
                 optimizer=self._trainer.optimizer,
+                critic=self._trainer.critic,
             )
             log.info("session %d goes on from step %d", self.session, start)
         if spec.examples is not None:
@@ -322,7 +323,8 @@ class LearnerRun:
             return
         self._finish_save()
         phase, self.phase = self.phase, "saving"
-        self._writer.begin(self.step, self._trainer.model, self._trainer.optimizer, self._chain)
+        trainer = self._trainer
+        self._writer.begin(self.step, trainer.model, trainer.optimizer, self._chain, trainer.critic)
         self.phase = phase
 
     def _finish_save(self) -> None:

@@ -126,10 +126,11 @@ class _Wiring:
     def _backend(self) -> str:
         if self._weights.backend != "auto":
             return self._weights.backend
-        apart = self._cluster.rollout_gpus and not set(self._cluster.rollout_gpus) & set(
-            self._cluster.learner_gpus
-        )
-        return "nccl" if apart and self._rank.device.type == "cuda" else "gloo"
+        cluster = self._cluster
+        if not cluster.rollout_gpus or self._rank.device.type != "cuda":
+            return "gloo"
+        # NCCL refuses two ranks on one GPU.
+        return "shared" if set(cluster.rollout_gpus) & set(cluster.learner_gpus) else "nccl"
 
     # To the control plane
 

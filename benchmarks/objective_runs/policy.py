@@ -35,6 +35,7 @@ from rollout.native import NativeEngine
 CPU = torch.device("cpu")
 SAMPLE_TIMEOUT_S = 300.0
 EVALUATION_SEED = 9_000_001
+MAX_TEACHER_STEPS = 2000
 METRICS = ("effective_sample_size", "clip_fraction", "drop_fraction", "truncation_fraction", "entropy", "age")
 SHOWN = ("effective_sample_size", "clip_fraction", "drop_fraction")
 NAMES = get_args(PresetName)
@@ -79,14 +80,37 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def imitate_teacher(files: Path, steps: int, seed: int = 42) -> Path:
     """The demo's first stage, in this process; returns the exported model, made once."""
     taught = files / f"taught-{steps}"
+    return taught if taught.is_dir() else asyncio.run(_imitate(files, taught, steps, seed))
+
+
+def imitate_until(files: Path, share: float, seed: int) -> Path:
+    """The same, until the share of right answers (512 sampled, to training problems, every 25 steps) is at least this."""
+    taught = files / f"taught-to-{share}"
     if taught.is_dir():
         return taught
+    return asyncio.run(_imitate(files, taught, MAX_TEACHER_STEPS, seed, share))
+
+
+async def _imitate(files: Path, taught: Path, steps: int, seed: int, share: float | None = None) -> Path:
     spec = load_spec(files / "sft.yaml", (f"sft.max_num_steps={steps}", f"sft.seed={seed}"))
     trainer = Trainer(spec, CPU)
     source = ExampleSource(spec, TOKENIZER)
     for step in range(steps):
         trainer.train_step(source.part(step, 0, 1), step)
+        if share is not None and step % 25 == 24 and await _right_answers(trainer, files) >= share:
+            break
     return export_pretrained(taught, gather_weights(trainer.model, None), model_name=spec.policy.model_name)
+
+
+async def _right_answers(trainer: Trainer, files: Path) -> float:
+    spec = load_spec(files / "grpo.yaml", (f"policy.model_name={files / 'model'}",))
+    engine = NativeEngine(spec)
+    try:
+        await engine.update_weights(Version(1, 0), gather_weights(trainer.model, None))
+        rows = read_rows(files / "data" / "train.jsonl")[:512]
+        return mean_reward(await sample(engine, spec, rows, 1, EVALUATION_SEED))
+    finally:
+        await engine.close()
 
 
 def train(spec: RunSpec, files: Path, lag: int, held_out: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from paceline.spec.supervised import (
     SftSection,
 )
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+from paceline.spec.value import ValueSection
 
 __all__ = [
     "AdvantageName",
@@ -45,5 +46,6 @@ __all__ = [
     "SchedulerSection",
     "Section",
     "SftSection",
+    "ValueSection",
     "WeightsSection",
 ]

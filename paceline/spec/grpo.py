@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 AdvantageName = Literal[
-    "trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline"
+    "trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline", "gae"
 ]
+
+WITHOUT_GROUP = ("gae", "reinforce_pp")
+"""Advantages that do not compare the completions of a group."""
 
 
 class GrpoSection(Section):
@@ -18,13 +21,14 @@ class GrpoSection(Section):
 
     num_prompts_per_step: PositiveInt = 32
     """Groups in the batch of one step."""
-    num_generations_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """Completions of each prompt; the advantage is relative to this group."""
+    num_generations_per_prompt: PositiveInt = 8
+    """Completions of each prompt; the advantage is relative to this group (`gae` and `reinforce_pp`: need no group)."""
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
     advantage: AdvantageName = "trl"
     """Advantage preset: `trl` group mean and sample std, `nemo` leave-one-out, `dr_grpo` no std, `rloo`; `trl_batch`
-    std of the batch, `gdpo` each reward normalised by itself, `reinforce_pp` and `reinforce_pp_baseline`."""
+    std of the batch, `gdpo` each reward normalised by itself, `reinforce_pp` and `reinforce_pp_baseline`; `gae` from a
+    value model (`value`)."""
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it."""
     advantage_clip_high: float | None = None
@@ -51,6 +55,11 @@ class GrpoSection(Section):
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and low >= high:
             raise ValueError(f"advantage_clip_low {low} is not below advantage_clip_high {high}")
+        if self.num_generations_per_prompt == 1 and self.advantage not in WITHOUT_GROUP:
+            raise ValueError(
+                f"num_generations_per_prompt 1 with advantage {self.advantage!r}: a completion alone has nothing to be "
+                f"compared with; take 2 or more, or advantage {' or '.join(WITHOUT_GROUP)}"
+            )
         return self
 
 

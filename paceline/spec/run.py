@@ -21,6 +21,7 @@ from paceline.spec.supervised import (
     SftSection,
 )
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+from paceline.spec.value import ValueSection
 
 Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation"]
 
@@ -38,6 +39,7 @@ class RunSpec(Section):
     grpo: GrpoSection = GrpoSection()
     async_grpo: AsyncGrpoSection = AsyncGrpoSection()
     loss_fn: LossSection = LossSection()
+    value: ValueSection = ValueSection()
     sft: SftSection = SftSection()
     dpo: DpoSection = DpoSection()
     kto: KtoSection = KtoSection()
@@ -60,6 +62,11 @@ class RunSpec(Section):
     def max_num_steps(self) -> int:
         """Steps that the run trains."""
         return (self.examples or self.grpo).max_num_steps
+
+    @property
+    def uses_value_model(self) -> bool:
+        """Whether the learner trains a value model beside the policy (PPO)."""
+        return self.algorithm == "grpo" and self.grpo.advantage == "gae"
 
     @property
     def seed(self) -> int:
@@ -185,6 +192,16 @@ class RunSpec(Section):
             raise ValueError(
                 "loss_fn.proximal_policy 'log_linear' with policy.num_updates_per_step 1: with one update the "
                 "proximal policy is the current one, exactly and at no cost; set it to exact"
+            )
+        if not self.uses_value_model and self.value != ValueSection():
+            raise ValueError(
+                f"value is set with grpo.advantage {self.grpo.advantage!r}: only 'gae' has a value model; set it, or "
+                "remove value"
+            )
+        if self.value.policy_training_start_step >= self.grpo.max_num_steps:
+            raise ValueError(
+                f"value.policy_training_start_step {self.value.policy_training_start_step} leaves no step of "
+                f"grpo.max_num_steps {self.grpo.max_num_steps} to the policy"
             )
         if (
             self.grpo.val_period or self.grpo.val_at_start or self.grpo.val_at_end

@@ -18,8 +18,9 @@ class WeightsSection(Section):
     """Where stored weights go: an absolute path or any fsspec URL; default `weights/` in the run's directory."""
     anchor_interval: PositiveInt = 50
     """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl when learner and rollout have GPUs of their own (cluster.*_gpus), else gloo by host memory."""
+    backend: Literal["auto", "gloo", "nccl", "shared"] = "auto"
+    """auto: nccl when learner and rollout have GPUs of their own (cluster.*_gpus), shared (memory of the host, which both
+    map) when they have one in common, else gloo by TCP."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: PositiveFloat = 30.0

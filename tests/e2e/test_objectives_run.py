@@ -13,7 +13,7 @@ from paceline.spec import RunSpec
 from paceline.up import LocalCluster
 
 
-@pytest.mark.parametrize("preset", ["rloo", "reinforce_pp", "m2po"])
+@pytest.mark.parametrize("preset", ["rloo", "reinforce_pp", "m2po", "ppo"])
 def test_a_preset_runs_with_its_rewards_spread_over_ranks(
     preset: str, client: Client, cluster: LocalCluster, make_spec: Callable[..., RunSpec]
 ) -> None:

@@ -6,11 +6,13 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, run_case
+from torch.distributed.tensor import DTensor
 
 from learner.collectives import end_process
 from learner.trainer import Trainer
@@ -26,13 +28,17 @@ def main(model: Path, out: Path) -> None:
         metrics, tensors = run_case(model, case, own, budget=12)
         (out / f"{name}.{rank}.json").write_text(json.dumps(metrics))
         save_file(tensors, out / f"{name}.{rank}.safetensors")
-    (out / f"non_finite.{rank}.json").write_text(json.dumps(non_finite(model, rank)))
+    for name, case in (("dapo", CASES["dapo"]), ("ppo", CASES["ppo"] | {"num_updates_per_step": 1})):
+        (out / f"non_finite_{name}.{rank}.json").write_text(json.dumps(non_finite(model, rank, case)))
     end_process()
 
 
-def non_finite(model: Path, rank: int) -> dict[str, object]:
-    """Rank 1 alone has a NaN; both must say so, and both must be able to go on."""
-    trainer = Trainer(make_spec(model, train_mb_tokens=12), CPU)
+def non_finite(model: Path, rank: int, case: dict[str, Any]) -> dict[str, object]:
+    """Rank 1 alone has a NaN; both must say so before any weight moved, and both must be able to go on."""
+    torch.manual_seed(0)
+    trainer = Trainer(make_spec(model, train_mb_tokens=12, **case), CPU)
+    models = [trainer.model, *([] if trainer.critic is None else [trainer.critic.model])]
+    before = [local(p).clone() for m in models for p in m.parameters()]
     batch = make_batch()
     own = rank_part(batch, rank)
     broken = list(own)
@@ -44,9 +50,19 @@ def non_finite(model: Path, rank: int) -> dict[str, object]:
         group_ids = error.group_ids
     else:
         group_ids = ()
+    after = [local(p) for m in models for p in m.parameters()]
+    untouched = (
+        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and not trainer.optimizer.state
+    )
     if rank == 1:
         broken[0].behaviour_logprobs_T[0] = -3.0
-    return {"group_ids": group_ids, "loss_after": trainer.train_step(own, 0)["loss"]}
+    loss_after = trainer.train_step(own, 0)["loss"]
+    return {"group_ids": group_ids, "untouched": untouched, "loss_after": loss_after}
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    parameter = parameter.detach()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,7 +26,7 @@ V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)
 class Bench:
     """A publisher whose offers go where a test says, and its results in order."""
 
-    def __init__(self, max_wait_s: float) -> None:
+    def __init__(self, max_wait_s: float, backend: str = "gloo") -> None:
         self.results: queue.Queue[PublishResult] = queue.Queue()
         self.offers: queue.Queue[WeightOffer] = queue.Queue()
         self.deliver: Callable[[WeightOffer], None] = self.offers.put
@@ -34,6 +37,7 @@ class Bench:
             on_result=self.results.put,
             bucket_bytes=64,
             max_wait_s=max_wait_s,
+            backend=backend,
         )
 
     def result(self) -> PublishResult:
@@ -67,8 +71,14 @@ def hasty() -> Iterator[Bench]:
     yield from opened(max_wait_s=1.5)
 
 
-def opened(max_wait_s: float) -> Iterator[Bench]:
-    bench = Bench(max_wait_s)
+@pytest.fixture
+def shared() -> Iterator[Bench]:
+    """Through memory of the host."""
+    yield from opened(max_wait_s=10.0, backend="shared")
+
+
+def opened(max_wait_s: float, backend: str = "gloo") -> Iterator[Bench]:
+    bench = Bench(max_wait_s, backend)
     yield bench
     bench.publisher.close()
     for receiver in bench.receivers:
@@ -309,3 +319,44 @@ def test_interrupting_without_a_transfer_changes_nothing(bench: Bench) -> None:
 
     assert bench.result().ok
     assert [acks.get(timeout=DEADLINE_S)[0] for _ in range(2)] == [V1, V2]
+
+
+def test_shared_memory_carries_versions_and_leaves_nothing_open(shared: Bench) -> None:
+    def open_memory() -> int:
+        return sum("paceline-weights" in os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors())
+
+    served: list[float] = []
+    shared.receiver(lambda version, tensors: served.append(float(tensors["weight"].sum())))
+    shared.publisher.set_members(1, ["m"])
+    for version in (V1, V2, V3):
+        shared.publisher.stage(version, ones(float(version.step)))
+        result = shared.result()
+        assert (result.ok, result.attempt, result.error) == (True, 1, "")
+    assert served == [100.0, 200.0, 300.0]
+    assert open_memory() > 0
+    shared.publisher.close()
+    shared.receivers[0].close()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while open_memory() and time.monotonic() < deadline_s:
+        gc.collect()  # the links' threads end by themselves
+    assert open_memory() == 0
+
+
+def test_a_member_that_cannot_map_the_learners_memory_is_reached_by_tcp(
+    shared: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.shared_link.os.getpid", lambda: 2**22 + 1)  # as a process of another host
+    served: list[Version] = []
+    shared.receiver(lambda version, tensors: served.append(version))
+    shared.publisher.set_members(1, ["m"])
+    shared.publisher.stage(V1, ones(1.0))
+    refused, taken = shared.result(), shared.result()
+    assert (refused.ok, refused.failure) == (False, "refused")
+    assert "weights.backend=shared needs both processes on one host" in refused.error
+    assert (taken.ok, taken.attempt) == (True, 2)
+    assert served == [V1]
+
+
+def descriptors() -> list[str]:
+    """This process's open files; the one that lists them is closed again."""
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]

@@ -26,7 +26,7 @@ from paceline.weights import WeightOffer
 
 MEMBER = Path(__file__).with_name("weight_member.py")
 ROOT = MEMBER.parents[2]
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 MIB = 1 << 20
 MAX_WAIT_S = 3.0
 
@@ -77,7 +77,7 @@ class Member:
 class Fleet:
     """A publisher, its members, and the results it reported, by member."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
         self.members: dict[str, Member] = {}
         self.results: dict[str, queue.Queue[PublishResult]] = {}
         self.readers: list[threading.Thread] = []
@@ -87,6 +87,7 @@ class Fleet:
             on_result=lambda result: self.results[result.member_id].put(result),
             bucket_bytes=MIB,
             max_wait_s=MAX_WAIT_S,
+            backend=backend,
         )
 
     def add(self, *members: tuple[str, str, int]) -> list[Member]:
@@ -116,8 +117,8 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    fleet = Fleet(getattr(request, "param", "gloo"))
     yield fleet
     fleet.end()
 
@@ -144,6 +145,7 @@ def expected(tensors: dict[str, torch.Tensor]) -> dict[str, list[object]]:
     return {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
+@pytest.mark.parametrize("fleet", ["gloo", "shared"], indirect=True)
 def test_two_members_get_every_byte_and_keep_their_links(fleet: Fleet) -> None:
     members = fleet.add(("a", "none", 0), ("b", "none", 0))
     fleet.publisher.set_members(1, ["a", "b"])
@@ -216,7 +218,7 @@ from paceline.groups import Version
 import torch
 offered = threading.Event()
 publisher = Publisher(run_id="run", send_offer=lambda offer: offered.set(), on_result=print,
-                      bucket_bytes=1 << 20, max_wait_s=120.0)
+                      bucket_bytes=1 << 20, max_wait_s=1200.0)
 publisher.set_members(1, ["deaf"])
 publisher.stage(Version(0, 1), {"weight": torch.zeros(3)})
 assert offered.wait(30.0)
@@ -227,7 +229,7 @@ publisher.close()
 def test_a_process_ends_cleanly_although_a_member_never_came() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", STUCK],
-        timeout=DEADLINE_S,  # far below the 120 s that the link would wait
+        timeout=DEADLINE_S,  # far below the 1200 s that the link would wait
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

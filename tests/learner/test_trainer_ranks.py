@@ -66,8 +66,12 @@ def test_two_ranks_equal_one(name: str, model: Path, two_ranks: Path) -> None:
                 torch.testing.assert_close(sharded[key], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_every_rank_names_the_broken_group_and_goes_on(two_ranks: Path) -> None:
-    results = [json.loads((two_ranks / f"non_finite.{rank}.json").read_text()) for rank in range(2)]
+@pytest.mark.parametrize("name", ["dapo", "ppo"])
+def test_every_rank_stops_before_its_optimizer_names_the_broken_group_and_goes_on(
+    name: str, two_ranks: Path
+) -> None:
+    results = [json.loads((two_ranks / f"non_finite_{name}.{rank}.json").read_text()) for rank in range(2)]
     assert [result["group_ids"] for result in results] == [[103], [103]]
+    assert [result["untouched"] for result in results] == [True, True]
     assert math.isfinite(results[0]["loss_after"])
     assert results[0]["loss_after"] == results[1]["loss_after"]

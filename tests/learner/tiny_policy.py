@@ -84,10 +84,17 @@ def make_batch(*, supervised: bool = False) -> list[TrainSequence]:
                 advantage=float(rng.normal()),
                 versions_T=None if supervised else np.full(completion, i // 4, np.int32),
                 rewards_F=None if supervised else reward_rng.normal(size=1).astype(np.float32),
+                truncated=not supervised and i in (0, 4, 7),
             )
         )
     return batch
 
+
+KL_IN_REWARD = {
+    "reference_policy_kl_penalty": 0.5,
+    "reference_policy_kl_type": "k1",
+    "use_kl_in_reward": True,
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_fn": {"reduction": "grpo"}},
@@ -102,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gdpo": {"grpo": {"advantage": "gdpo"}},
     "rloo": {"loss_fn": {"preset": "rloo"}, "num_updates_per_step": 2},
     "reinforce_pp": {"loss_fn": {"preset": "reinforce_pp", "reference_policy_kl_penalty": 0.5}},
+    "ppo": {"loss_fn": {"preset": "ppo", **KL_IN_REWARD}, "num_updates_per_step": 2},
     "checkpointing": {"activation_checkpointing": True},
     "sft": {"algorithm": "sft"},
     "dpo": {"algorithm": "dpo"},
@@ -165,18 +173,23 @@ def run_case(
     """
     torch.manual_seed(11)  # for heads that are new
     trainer = Trainer(make_spec(model, train_mb_tokens=budget, **case), CPU)
+    trained = [("", trainer.model, trainer.optimizer)]
+    if trainer.critic is not None:
+        trained.append(("value.", trainer.critic.model, trainer.critic.optimizer))
     tensors: dict[str, Tensor] = {}
 
-    def keep_gradients(*_: Any) -> None:
-        for name, parameter in trainer.model.named_parameters():
+    def keep_gradients(prefix: str, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            tensors.setdefault(f"grad.{name}", whole(parameter.grad).clone())
+            tensors.setdefault(f"grad.{prefix}{name}", whole(parameter.grad).clone())
 
-    trainer.optimizer.register_step_pre_hook(keep_gradients)
+    for prefix, module, optimizer in trained:
+        optimizer.register_step_pre_hook(lambda *_, p=prefix, m=module: keep_gradients(p, m))
     trainer.train_step(batch, 0)
     metrics = trainer.train_step(batch, 1)
-    for name, parameter in trainer.model.named_parameters():
-        tensors[f"weight.{name}"] = whole(parameter.detach()).clone()
+    for prefix, module, _ in trained:
+        for name, parameter in module.named_parameters():
+            tensors[f"weight.{prefix}{name}"] = whole(parameter.detach()).clone()
     return metrics, tensors
 
 

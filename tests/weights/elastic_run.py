@@ -1,0 +1,277 @@
+"""A run whose rollout workers come and go: real services, and the questions that tests ask of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paceline.client import Client
+from paceline.demo.model import make_model
+from paceline.demo.task import answer, problem
+from paceline.groups import Version
+from paceline.spec import ClusterSection, RunSpec
+from paceline.spec_io import parse_spec
+from paceline.up import LocalCluster
+from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
+from protos.paceline.v1.common_pb2 import Role
+
+HERE = Path(__file__).parent
+DEADLINE_S = 300.0
+"""For anything that must happen; what takes longer is called a hang."""
+PROMPT = "07+45="
+LOGPROB_TOLERANCE = 2e-4
+"""In nats, between the native engine's batched float32 forward pass and transformers' own."""
+
+
+class Hang(AssertionError):
+    """Something that had to happen did not."""
+
+
+def until(what: str, found: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+    """Polls until `found` returns something true, and returns that. Raises Hang."""
+    pause, end_s = threading.Event(), time.monotonic() + deadline_s
+    while not (value := found()):
+        if time.monotonic() > end_s:
+            raise Hang(f"not within {deadline_s:.0f} s: {what}")
+        pause.wait(0.02)
+    return value
+
+
+class Worker:
+    """A rollout service, with or without a fault in it."""
+
+    def __init__(self, name: str, address: str, log: Path, fault: dict[str, str] | None = None):
+        self.name = name
+        self.report = log.with_suffix(".report")
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path[:1] + [p for p in sys.path[1:] if p]),
+            "PACELINE_STARTER": str(os.getpid()),
+        }
+        program = ["-m", "services.rollout"]
+        if fault is not None:
+            environment["PACELINE_FAULT"] = json.dumps(fault | {"report": str(self.report)})
+            program = [str(HERE / "faulty_rollout.py")]
+        self.started_s = time.time()
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *program, "--coordinator", address, "--port", "0", "--name", name],
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to the process."""
+        self.process.send_signal(number)
+
+    def struck_at_s(self) -> float:
+        """When the fault happened, by the wall clock; 0 before."""
+        if not self.report.exists() or not (lines := self.report.read_text().splitlines()):
+            return 0.0
+        return float(json.loads(lines[-1])["time"])
+
+    def end(self) -> None:
+        """Kills it, whatever it is doing."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+
+class ElasticRun:
+    """A coordinator, a reward worker, a learner of some ranks, and rollout workers that the test starts itself."""
+
+    def __init__(self, directory: Path, *, ranks: int, steps: int, max_wait_s: float = 10.0):
+        self.directory = directory
+        self.workers: dict[str, Worker] = {}
+        self.cluster = LocalCluster(
+            directory / "runs", ClusterSection(learner_ranks=ranks), say=lambda _: None
+        )
+        self._number = 0
+        self._spec = make_spec(directory, steps, max_wait_s)
+
+    def __enter__(self) -> ElasticRun:
+        try:
+            self.address = self.cluster.start_coordinator()
+            self.cluster.add("reward")
+            self.cluster.add("learner")
+            self.client = Client(self.address)
+            self.run_id = self.client.submit(self._spec).run_id
+        except BaseException:
+            self.cluster.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers.values():
+            worker.end()
+        self.client.close()
+        self.cluster.stop()
+
+    def start_worker(self, fault: dict[str, str] | None = None) -> Worker:
+        """One more rollout worker."""
+        name = f"elastic-{self._number}"
+        self._number += 1
+        log = self.directory / "runs" / "logs" / f"{name}.log"
+        self.workers[name] = Worker(name, self.address, log, fault)
+        return self.workers[name]
+
+    def end_worker(self, worker: Worker) -> None:
+        """Kills a worker and forgets it."""
+        worker.end()
+        self.workers.pop(worker.name, None)
+
+    # What others say
+
+    def step(self) -> int:
+        """Steps trained."""
+        return int(self.client.get(self.run_id).step)
+
+    def member(self, worker: Worker) -> Any:
+        """The coordinator's entry for a worker; None while there is none."""
+        found = [m for m in self.client.members() if m.member_id.startswith(f"{worker.name}-")]
+        return found[0] if found else None
+
+    def version(self, worker: Worker) -> Version | None:
+        """What a worker acknowledged last."""
+        member = self.member(worker)
+        if member is None or not member.HasField("version"):
+            return None
+        return Version(member.version.session, member.version.step)
+
+    def member_events(self, worker: Worker) -> list[str]:
+        """What became of a worker, by the run's events."""
+        from services.coordinator.ledger import Ledger
+
+        with contextlib.closing(Ledger(self.cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
+            events = [json.loads(e["json"]) for e in ledger.events(self.run_id, 0) if e["kind"] == "member"]
+        return [event["what"] for event in events if event["member_id"].startswith(f"{worker.name}-")]
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl."""
+        path = self.cluster.directory / self.run_id / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in lines if line["kind"] == kind]
+
+    def step_begun_after(self, time_s: float) -> float:
+        """Start of the first recorded step that began after the wall-clock instant `time_s`; 0 when there is none yet."""
+        for line in self.metrics("train")[-16:]:
+            begun_s = float(line["time"] - line["step_s"] - line.get("publish_wait_s", 0.0))
+            if begun_s > time_s:
+                return begun_s
+        return 0.0
+
+    def learner_ranks(self) -> list[int]:
+        """Process ids of the learner's ranks, in no order."""
+        service = self.cluster.pids("learner").get(0)
+        if service is None:
+            return []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(service).children(recursive=True)
+            return [c.pid for c in children if "services.learner_rank" in " ".join(c.cmdline())]
+        return []
+
+    # The right weights
+
+    def hold(self) -> Version:
+        """Pauses the run and returns the version at which the learner stands."""
+        self.client.pause(self.run_id)
+        seen: list[tuple[Version, float]] = []
+
+        def settled() -> Version | None:
+            status = self._learner("Status", learner_pb2.LearnerServiceStatusRequest())
+            if status is None or status.phase != "waiting":
+                return None
+            version = Version(status.version.session, status.version.step)
+            if not seen or seen[-1][0] != version:
+                seen.append((version, time.monotonic()))
+            # The batch of one more step may have been given out before the pause.
+            return version if time.monotonic() - seen[-1][1] > 1.0 else None
+
+        version: Version = until("the learner waits", settled)
+        return version
+
+    def export(self, name: str) -> Path:
+        """The learner's weights as a Hugging Face folder."""
+        return Path(
+            until("an export", lambda: self._learner("Export", learner_pb2.ExportRequest(name=name))).path
+        )
+
+    def wrong_weights(self, worker: Worker, folder: Path, version: Version) -> str:
+        """How a worker's greedy tokens and log-probabilities differ from those of the weights in `folder`; empty if not."""
+        member = self.member(worker)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        prompt = tokenizer(PROMPT, add_special_tokens=False).input_ids
+        for temperature in (1e-4, 1.0):
+            (said,) = self.client.generate(
+                PROMPT, temperature=temperature, max_new_tokens=12, seed=5, worker=member.address
+            )
+            versions = {(span.version.session, span.version.step) for span in said.spans}
+            if versions != {tuple(version)}:
+                return f"{worker.name} sampled under {versions}, the learner is at {tuple(version)}"
+            ids = torch.tensor([[*prompt, *said.token_ids]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt) - 1 : -1]
+            if temperature < 1 and logits.argmax(-1).tolist() != list(said.token_ids):
+                return f"{worker.name}: greedy tokens {list(said.token_ids)}, should be {logits.argmax(-1).tolist()}"
+            expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            if temperature == 1.0:
+                off = float((expected - torch.tensor(said.logprobs)).abs().max())
+                if off > LOGPROB_TOLERANCE:
+                    return f"{worker.name}: log-probabilities are off by {off:.2e}"
+        return ""
+
+    def _learner(self, method: str, request: Any) -> Any:
+        """The learner's answer; None when there is none now."""
+        for member in self.client.members():
+            if member.role == Role.Value("ROLE_LEARNER") and member.address:
+                with grpc.insecure_channel(member.address) as channel, contextlib.suppress(grpc.RpcError):
+                    return getattr(learner_pb2_grpc.LearnerServiceStub(channel), method)(
+                        request, timeout=60.0
+                    )
+        return None
+
+
+def make_spec(directory: Path, steps: int, max_wait_s: float) -> RunSpec:
+    """A model of some megabytes, so that a version is several buckets, on the task of the demo."""
+    directory.mkdir(parents=True, exist_ok=True)
+    make_model(directory / "model", seed=0, hidden=128, layers=4, heads=4)
+    rows = [{"prompt": problem(a, b), "answer": answer(a, b)} for a in range(40) for b in range(0, 40, 3)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = directory / "rewards.py"
+    reward.write_text(
+        "def digits(completions, **columns):\n    return [sum(map(str.isdigit, c)) for c in completions]\n"
+    )
+    return parse_spec(
+        {
+            "name": "elastic",
+            "policy": {
+                "model_name": str(directory / "model"),
+                "max_total_sequence_length": 40,
+                "optimizer": {"lr": 1e-3},
+                "generation": {"max_new_tokens": 12, "max_batch_size": 16},
+            },
+            "data": {"train": str(directory / "train.jsonl")},
+            "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": steps},
+            "async_grpo": {"max_trajectory_age_steps": 3, "late_wait_s": 5.0},
+            "rewards": [{"function": f"{reward}:digits"}],
+            "weights": {"max_wait_s": max_wait_s, "bucket_mb": 1},
+            "checkpointing": {"save_period": 10},
+            "logger": {"tensorboard": False},
+        }
+    )

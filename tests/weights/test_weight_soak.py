@@ -1,0 +1,32 @@
+"""Receivers and a learner rank that die or stop in the middle of a publish: a short form of `make soak`.
+
+Times are not judged here, only `make soak` does; what is: nothing hangs, the learner goes on, everybody ends at the
+learner's version with the right weights, and whoever was harmed was out of the epoch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from elastic_run import ElasticRun
+from weight_soak import MAX_WAIT_S, PHASES, Round, Soak
+
+
+def harmless(one: Round) -> bool:
+    """Whether a round found nothing but slowness, which is the machine's."""
+    return not [text for text in one.problems if " after " not in text]
+
+
+@pytest.mark.slow
+def test_three_rounds_of_each_fault_and_a_dead_learner_rank(tmp_path: Path) -> None:
+    with ElasticRun(tmp_path, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S) as run:
+        soak = Soak(run)
+        soak.begin()
+        for signal_name in ("SIGKILL", "SIGSTOP", "SIGKILL"):
+            one = soak.receivers(PHASES, signal_name)
+            assert harmless(one), one
+            assert any(what.startswith(("suspected", "expelled")) for what in one.told), one
+        dead = soak.learner(1)
+        assert harmless(dead), dead
+        assert run.cluster.deaths("learner") != []
