@@ -1,6 +1,6 @@
 """DPO and a reward model on recorded GSM8K solutions: do held-out right solutions win over wrong ones?
 
-    python benchmarks/gsm8k_preferences.py --data example_model_solutions.jsonl [--folds 5] [--steps 60] [--json]
+    python benchmarks/gsm8k_preferences.py --data example_model_solutions.jsonl [--folds 5] [--steps 150] [--json]
 
 `example_model_solutions.jsonl` is published with GSM8K (github.com/openai/grade-school-math): four models' solutions of
 1,319 questions, marked right or wrong; 731 questions have both. Everything is made on the spot and small: a byte-level
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--only-folds", type=int, help="stop after this many folds")
     parser.add_argument("--questions", type=int, help="use the first this many questions")
-    parser.add_argument("--steps", type=int, default=60, help="of dpo and of rm")
+    parser.add_argument("--steps", type=int, default=150, help="of dpo and of rm")
     parser.add_argument("--sft-steps", type=int, default=150)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=1024)
