@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from objective_runs.curves import Style, write_curves
 from objective_runs.policy import imitate_until, train
 
 from paceline.client import Client
@@ -66,6 +67,14 @@ ARMS = {
     "age-16": Arm(16),
 }
 
+PLOTTED = {
+    "age-0": Style("#444444"),
+    "age-4": Style("#1f77b4"),
+    "age-8": Style("#2ca02c"),
+    "age-4-uncorrected": Style("#1f77b4", dashed=True),
+    "age-8-uncorrected": Style("#2ca02c", dashed=True),
+}
+
 
 def main() -> None:
     """Runs what is missing, prints the table."""
@@ -77,7 +86,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"comma-separated, of {', '.join(ARMS)}")
     parser.add_argument("--services", action="store_true", help="real services, ages vary up to the arm's")
-    parser.add_argument("--plot", type=Path, help="write the curves here (.svg or .png)")
+    parser.add_argument("--plot", type=Path, help="write the curves here (.svg)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -93,10 +102,11 @@ def main() -> None:
                 file.write(json.dumps(result) + "\n")
             if not options.json:
                 print(f"{name}, seed {seed}: {result['after']:.1%} ({result['seconds']:.0f} s)", flush=True)
-    table = summarise([r for r in read_results(options.out) if r["services"] == options.services])
+    results = [r for r in read_results(options.out) if r["services"] == options.services]
+    table = summarise(results)
     print(json.dumps(table) if options.json else as_text(table))
     if options.plot:
-        plot(options.out, options.plot)
+        plot(results, options.plot)
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -147,11 +157,12 @@ def run_services(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """For each arm: over its seeds the mean, the standard error and the extremes of the final share of right answers
-    (from 0 to 1), the lowest batch reward of steps 20 to 60, mean seconds."""
+    (from 0 to 1), how far that is below the same seeds' at age 0, the batches' reward from step 50 to 60, and means of the
+    last step's age and effective sample size and of the seconds."""
     by_arm: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for result in results:
         by_arm[result["arm"]].append(result)
-    base = [r["after"] for r in by_arm.get("age-0", [])]
+    base = {r["seed"]: r["after"] for r in by_arm.get("age-0", [])}
     table = {}
     for name in sorted(by_arm, key=list(ARMS).index):
         after = [r["after"] for r in by_arm[name]]
@@ -162,7 +173,9 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             "standard_error": statistics.stdev(after) / len(after) ** 0.5 if len(after) > 1 else 0.0,
             "lowest": min(after),
             "highest": max(after),
-            "below_age_0": statistics.mean(base) - statistics.mean(after) if base else 0.0,
+            "below_age_0": statistics.mean(
+                [base[r["seed"]] - r["after"] for r in by_arm[name] if r["seed"] in base] or [0.0]
+            ),
             "reward_at_60": statistics.mean(statistics.mean(r["rewards"][50:60]) for r in by_arm[name]),
             "age": statistics.mean(r["age"] for r in by_arm[name]),
             "effective_sample_size": statistics.mean(r["effective_sample_size"] for r in by_arm[name]),
@@ -172,44 +185,28 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def as_text(table: dict[str, dict[str, float]]) -> str:
-    """The table for people."""
+    """The table for people, in Markdown."""
     lines = [
-        f"{'arm':<28}{'seeds':>6}{'before':>8}{'after':>8}{'± s.e.':>8}{'worst':>8}{'below 0':>9}"
-        f"{'step 60':>9}{'age':>6}{'ESS':>7}{'s':>6}"
+        "| | seeds | before | after | worst seed | points below age 0 | reward at step 60 | age | ESS | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in table.items():
         lines.append(
-            f"{name:<28}{row['seeds']:6.0f}{row['before']:8.1%}{row['after']:8.1%}{row['standard_error']:8.1%}"
-            f"{row['lowest']:8.1%}{100 * row['below_age_0']:9.1f}{row['reward_at_60']:9.1%}{row['age']:6.1f}"
-            f"{row['effective_sample_size']:7.3f}{row['seconds']:6.0f}"
+            f"| `{name}` | {row['seeds']:.0f} | {row['before']:.1%} | {row['after']:.1%} ± {100 * row['standard_error']:.1f} | "
+            f"{row['lowest']:.1%} | {100 * row['below_age_0']:.1f} | {row['reward_at_60']:.1%} | {row['age']:.1f} | "
+            f"{row['effective_sample_size']:.3f} | {row['seconds']:.0f} |"
         )
     return "\n".join(lines)
 
 
-def plot(results: Path, path: Path) -> None:
-    """Mean reward of the training batches over steps, with the range over seeds."""
-    import matplotlib
-
-    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    from matplotlib import pyplot
-
-    curves: dict[str, list[list[float]]] = defaultdict(list)
-    for result in read_results(results):
-        if not result["services"] and result["arm"] in list(ARMS)[:5]:
-            curves[result["arm"]].append(result["rewards"])
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for name in [name for name in ARMS if name in curves]:
-        of_arm = curves[name]
-        steps = range(min(map(len, of_arm)))
-        means = [statistics.mean(curve[s] for curve in of_arm) for s in steps]
-        style = "--" if ARMS[name].settings else "-"
-        colour = f"C{(0, 4, 8).index(ARMS[name].age)}"
-        axes.plot(steps, means, style, color=colour, label=name.replace("-", " "), linewidth=1.4)
-        low, high = ([end(curve[s] for curve in of_arm) for s in steps] for end in (min, max))
-        axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
-    axes.set(xlabel="step", ylabel="reward of the training batch", ylim=(0, 1))
-    axes.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Reward of the training batches over steps: the mean of an arm's seeds, and their range."""
+    curves: dict[str, list[list[float]]] = {}
+    for name in PLOTTED:
+        runs = [result["rewards"] for result in results if result["arm"] == name]
+        if runs:
+            curves[name] = runs
+    write_curves(path, curves, PLOTTED)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ def preset_spec(files: Path, preset: str, settings: tuple[str, ...]) -> RunSpec:
     whole = spec.model_dump(exclude_unset=True)
     whole["loss_fn"] = {"preset": preset}
     whole["grpo"].pop("advantage", None)
+    if preset == "ppo":
+        whole["value"] = {"optimizer": whole["policy"]["optimizer"]}
     for setting in settings:
         key, _, value = setting.partition("=")
         section, _, field = key.partition(".")
