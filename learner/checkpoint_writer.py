@@ -9,6 +9,7 @@ a torn folder, which nobody takes for a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -55,7 +56,10 @@ class CheckpointWriter:
         if self._thread is not None:
             raise RuntimeError("a checkpoint is still being written; finish it first")
         self._started_s = time.perf_counter()
-        folder = checkpoints.prepare(self._directory, self._session, step)
+        folder = Folder(self._directory) / f"{self._session}-{step}"
+        with contextlib.suppress(OSError):
+            # Raised here it would part the ranks; writing meets it again, on all of them.
+            checkpoints.prepare(self._directory, self._session, step)
         staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer, critic))
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")

@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paceline.address import checked_address
 from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable
 
 if TYPE_CHECKING:
@@ -68,10 +70,10 @@ class Client:
     """One coordinator, and through it the workers. Safe to use from several threads."""
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout_s: float = 30.0, reconnect_s: float = 60.0):
-        """`timeout_s` limits each call; `reconnect_s` is how long `watch` looks for a coordinator that went away."""
+        """Raises InvalidInput for an address that is none. `timeout_s` limits each call; `reconnect_s` is how long `watch` looks for a coordinator that went away."""
         from protos.paceline.v1 import run_pb2_grpc, worker_pb2_grpc
 
-        self.address = address
+        self.address = checked_address(address)
         self._timeout_s = timeout_s
         self._reconnect_s = reconnect_s
         self._closed = threading.Event()
@@ -92,9 +94,12 @@ class Client:
 
     # Runs
 
-    def submit(self, spec: RunSpec | str | Path, overrides: Sequence[str] = ()) -> Run:
+    def submit(
+        self, spec: RunSpec | str | Path, overrides: Sequence[str] = (), *, wait_s: float = 0.0
+    ) -> Run:
         """Queues a run from a spec or a YAML file with "section.key=value" overrides.
 
+        A coordinator that is away is looked for `wait_s` seconds; however often it is asked, it queues one run.
         Raises InvalidInput (SpecError for what can be told here): a misspelt or contradictory spec, bad data.
         """
         from paceline.spec_io import load_spec, spec_to_yaml
@@ -104,8 +109,15 @@ class Client:
             spec = load_spec(spec, tuple(overrides))
         elif overrides:
             raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
-        request = SubmitRequest(spec_yaml=spec_to_yaml(spec))
-        return self._call(lambda: self._runs.Submit(request, timeout=self._timeout_s)).run
+        request = SubmitRequest(spec_yaml=spec_to_yaml(spec), submission=uuid.uuid4().hex)
+        deadline_s, backoff_s = time.monotonic() + wait_s, 0.1
+        while True:
+            try:
+                return self._call(lambda: self._runs.Submit(request, timeout=self._timeout_s)).run
+            except Unavailable:
+                if time.monotonic() > deadline_s or self._closed.wait(backoff_s):
+                    raise
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def get(self, run_id: str) -> Run:
         """One run. Raises NotFound."""

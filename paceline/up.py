@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import NotFound, PacelineError, SpecError, Unavailable
@@ -26,8 +26,13 @@ from paceline.supervise import MAX_DEATHS, Service
 READY_S = 60.0
 """How long the coordinator may take to listen."""
 
-GRACE_S = {"rollout": 25.0, "reward": 25.0, "learner": 45.0, "coordinator": 15.0}
-"""Seconds from SIGTERM to SIGKILL by role, in the order in which the roles are stopped; longer than their own grace."""
+GRACE_S = 25.0
+"""Seconds that a service has, unless it is said otherwise, to end in good order after SIGTERM."""
+
+KILL_AFTER_S = 15.0
+"""Seconds after its grace until it is killed; they are for what is no part of it, as leaving and unloading."""
+
+ROLES = ("rollout", "reward", "learner", "coordinator")
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +47,12 @@ class LocalCluster:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        grace_s: float = GRACE_S,
+        coordinator_options: Sequence[str] = (),
         say: Callable[[str], None] = log.warning,
     ):
-        """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free one; `say` gets one line for
-        each death. Raises SpecError when the GPUs cannot be shared out.
+        """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free one; `grace_s` is every service's
+        `--grace`; `coordinator_options` are further ones of its command line; `say` gets one line for each death. Raises SpecError when the GPUs cannot be shared out.
         """
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -57,13 +64,15 @@ class LocalCluster:
         """Called once, from another thread, when a service is given up."""
         self._host = host
         self._port = port
+        self._grace_s = grace_s
+        self._coordinator_options = tuple(coordinator_options)
         self._say = say
         self._failed = threading.Event()
         self._gpus = {
             "rollout": share_gpus(cluster.rollout_gpus, cluster.rollout_workers),
             "learner": [_learner_gpus(cluster)],
         }
-        self._services: dict[str, list[Service]] = {role: [] for role in GRACE_S}
+        self._services: dict[str, list[Service]] = {role: [] for role in ROLES}
 
     def __enter__(self) -> LocalCluster:
         try:
@@ -85,7 +94,8 @@ class LocalCluster:
         logs.mkdir(parents=True, exist_ok=True)
         ready_file = logs / "coordinator.address"
         ready_file.unlink(missing_ok=True)
-        command = ["services.coordinator.main", "--directory", str(self.directory), "--host", self._host]
+        options = ["--directory", str(self.directory), "--host", self._host, "--grace", str(self._grace_s)]
+        command = ["services.coordinator.main", *options, *self._coordinator_options]
         ready = ["--ready-file", str(ready_file)]
         service = self._add("coordinator", [*command, "--port", str(self._port), *ready], max_deaths=1)
         deadline_s = time.monotonic() + READY_S
@@ -118,7 +128,7 @@ class LocalCluster:
         """
         name = f"{role}-{len(self._services[role])}"
         own = {"learner": ["--ranks", str(self.cluster.learner_ranks)], "rollout": ["--http-port", "0"]}
-        options = ["--port", "0", "--name", name, *own.get(role, [])]
+        options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *own.get(role, [])]
         command = [f"services.{role}", "--coordinator", self.address, *options]
         self._add(role, command)
         return name
@@ -152,13 +162,15 @@ class LocalCluster:
         return self._failed.wait(timeout_s)
 
     def stop(self) -> None:
-        """Ends all services: SIGTERM to the workers, then the learner, then the coordinator, each with its grace."""
-        for roles in (("rollout", "reward"), ("learner",), ("coordinator",)):
-            services = [(GRACE_S[role], service) for role in roles for service in self._services[role]]
-            for _, service in services:
+        """Ends all services in good order: SIGTERM to the workers and the learner, which hand back their leases and write
+        a checkpoint, then to the coordinator, which takes both. One that needs longer than its grace is killed.
+        """
+        for roles in (("rollout", "reward", "learner"), ("coordinator",)):
+            services = [service for role in roles for service in self._services[role]]
+            for service in services:
                 service.terminate()
-            deadline_s = time.monotonic() + max((grace_s for grace_s, _ in services), default=0.0)
-            for _, service in services:
+            deadline_s = time.monotonic() + self._grace_s + KILL_AFTER_S
+            for service in services:
                 service.wait_ended(max(0.1, deadline_s - time.monotonic()))
 
     def _add(self, role: str, command: list[str], max_deaths: int = MAX_DEATHS) -> Service:
@@ -190,7 +202,7 @@ class LocalCluster:
     def _service(self, role: str, index: int) -> Service:
         services = self._services.get(role, [])
         if not 0 <= index < len(services):
-            raise NotFound(f"there is no {role}-{index}; the roles are {', '.join(GRACE_S)}, counted from 0")
+            raise NotFound(f"there is no {role}-{index}; the roles are {', '.join(ROLES)}, counted from 0")
         return services[index]
 
     def _give_up(self, reason: PacelineError) -> None:

@@ -14,6 +14,9 @@ import click
 
 from services.lifeline import STARTER_VARIABLE, die_with_parent
 
+KILL_AFTER_S = 10
+"""Seconds after their grace that ranks still have before torchrun kills them."""
+
 
 @click.command(context_settings={"show_default": True})
 @click.option("--coordinator", default="127.0.0.1:7070", help="Address of the coordinator.")
@@ -23,7 +26,7 @@ from services.lifeline import STARTER_VARIABLE, die_with_parent
 @click.option("--name", default="learner", help="A word for people; the member id is made from it.")
 @click.option("--ranks", default=1, help="Ranks to start on this host.")
 @click.option("--device", default="auto", help="cpu, cuda, or auto.")
-@click.option("--grace", "grace_s", default=30.0, help="Seconds for the last checkpoint at SIGTERM.")
+@click.option("--grace", "grace_s", default=25.0, help="Seconds for the last checkpoint at SIGTERM.")
 @click.option("--ready-file", default="", help="Written with rank 0's address once it listens.")
 def main(
     coordinator: str,
@@ -50,9 +53,10 @@ def main(
     die_with_parent()
     # The ranks must die with torchrun, whose process this becomes.
     os.environ[STARTER_VARIABLE] = str(os.getpid())
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(grace_s) + KILL_AFTER_S)
     launcher = [
         "-m",
-        "torch.distributed.run",
+        "services.learner_ranks",
         "--standalone",
         f"--nproc-per-node={ranks}",
         "--max-restarts=0",

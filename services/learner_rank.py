@@ -11,6 +11,7 @@ import os
 import queue
 import signal
 import threading
+import time
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from learner.collectives import broadcast_bytes, end_process
+from paceline.address import checked_address
 from paceline.errors import PacelineError
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
@@ -30,7 +32,7 @@ from services.grpc_server import GrpcServer
 from services.learner_run import LearnerRun
 from services.learner_service import LearnerServicer, Orders
 from services.lifeline import die_with_parent
-from services.member import Membership
+from services.member import LEAVE_WAIT_S, Membership
 from services.ready import announce
 
 ASSIGNMENT_POLL_S = 2.0
@@ -54,6 +56,8 @@ class LearnerRank:
         """This machine's address for the others; `host` is what it listens on."""
         self.grace_s = grace_s
         """Seconds from SIGTERM in which the coordinator may still answer."""
+        self._told_s = 0.0
+        """When it was told to stop, by the monotonic clock."""
         self.address = ""
         self.orders = Orders()
         self.background = BackgroundLoop()
@@ -83,10 +87,21 @@ class LearnerRank:
             finally:
                 self._run = None
                 run.close()
+            if run.out_of_step:
+                raise PacelineError("the ranks may be at different points of the run now, so all of them end")
+
+    def stop(self) -> None:
+        """Ends after the current step, with a checkpoint. Called by signal handlers: takes no lock."""
+        if not self.stopping.is_set():
+            self._told_s = time.monotonic()
+        self.stopping.set()
+        self.membership.draining = True
 
     def close(self) -> None:
-        """Leaves in good order."""
-        self.background.wait(self.membership.leave(), 5.0)
+        """Leaves in good order: with the coordinator's word that it has the last checkpoint, if there is time."""
+        left_s = max(LEAVE_WAIT_S, self._told_s + self.grace_s - time.monotonic())
+        if not self.background.wait(self.membership.leave(left_s), left_s + 5.0):
+            log.warning("no coordinator took this rank's last reports within %.0f s", left_s)
         self.background.close()
 
     def report(self, report: worker_pb2.ConnectRequest) -> None:
@@ -132,7 +147,7 @@ class LearnerRank:
             case "checkpoint":
                 self.orders.ask_checkpoint()
             case "drain":
-                self.stopping.set()
+                self.stop()
 
     early_epoch: worker_pb2.Epoch | None = None
     """Named before the run was set up here."""
@@ -186,12 +201,12 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("learner")
     try:
-        reachable = advertised_host(host, advertise_host, coordinator)
+        reachable = advertised_host(host, advertise_host, checked_address(coordinator))
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
     rank = LearnerRank(coordinator, name, set_up_device(device), host, reachable, grace_s)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: rank.stopping.set())
+        signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:
         rank.server = rank.background.wait(_serve(rank, host, port), 30.0)
         announce(Path(ready_file) if ready_file else None, rank.address)

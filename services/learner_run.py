@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from services.learner_rank import LearnerRank
 
 BATCH_WAIT_S = 5.0
+LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
+"""Before each further try at the last checkpoint."""
+
 REQUEST_TIMEOUT_S = 3600.0
 """The coordinator may be gone for long; the request waits for it. The learner has nothing else to do."""
 
@@ -58,6 +61,8 @@ class LearnerRun:
         self.session = assignment.session
         self.step = assignment.start_step
         self.phase = "loading"
+        self.out_of_step = False
+        """Whether this rank failed where others may not have, so that their collectives would never meet again."""
         self._assignment = assignment
         self._rank = rank
         self._spec: RunSpec = spec_from_yaml(assignment.spec_yaml)
@@ -98,6 +103,7 @@ class LearnerRun:
             self._finish()
         except PacelineError as error:
             self._fail(str(error))
+            self.out_of_step = self._rank.world_size > 1
 
     def close(self) -> None:
         """Ends publishing; orders that came too late are refused."""
@@ -209,7 +215,7 @@ class LearnerRun:
             if export:
                 self._export_ordered()
             if stopping and not ended:
-                self._rank.stopping.set()
+                self._rank.stop()
                 self._begin_save()
                 self._finish_save()
             if ended or stopping:
@@ -327,15 +333,23 @@ class LearnerRun:
         self._writer.begin(self.step, trainer.model, trainer.optimizer, self._chain, trainer.critic)
         self.phase = phase
 
-    def _finish_save(self) -> None:
-        """Waits for the checkpoint in the making, if there is one, and registers it with the coordinator."""
+    def _finish_save(self) -> str:
+        """Waits for the checkpoint in the making, if there is one, and registers it with the coordinator.
+
+        Returns why it could not be written, on the ranks that know: the run goes on, and the next one is tried.
+        """
         if not self._writer.in_progress:
-            return
+            return ""
         phase, self.phase = self.phase, "saving"
-        saved = self._writer.finish()
-        self.phase = phase
+        try:
+            saved = self._writer.finish()
+        except (Unavailable, OSError) as error:
+            self._warn(f"no checkpoint of step {self._writer.step}: {error}; the run goes on without it")
+            return str(error)
+        finally:
+            self.phase = phase
         if saved is None:
-            return
+            return ""
         self._newest = (str(saved.path), saved.manifest.step)
         self._report(
             worker_pb2.ConnectRequest(
@@ -350,6 +364,26 @@ class LearnerRun:
                 )
             )
         )
+        return ""
+
+    def _save_last(self) -> None:
+        """The last step's checkpoint, for which no later one makes up: tried again while the disk may be full."""
+        for pause_s in LAST_SAVE_PAUSES_S:
+            if not self._agree(bool(self._finish_save()))[0]:
+                return
+            if pause_s:
+                self._superseded.wait(pause_s)
+                self._writer.step = -1
+                self._begin_save()
+        raise Unavailable(
+            f"the checkpoint of step {self.step}, the last one, could not be written; see the log"
+        )
+
+    def _warn(self, message: str) -> None:
+        log.warning("run %s: %s", self.run_id, message)
+        if self._rank.rank == 0:
+            warned = worker_pb2.RunReport(run_id=self.run_id, session=self.session, warning=message)
+            self._rank.report(worker_pb2.ConnectRequest(run_report=warned))
 
     def _delete_all_but(self, kept: list[str]) -> None:
         try:
@@ -359,9 +393,12 @@ class LearnerRun:
 
     def _save_ordered(self) -> None:
         self._begin_save()
-        self._finish_save()
+        failure = self._finish_save()
         for order in self._rank.orders.take_checkpoints():
-            order.set_result(self._newest)
+            if failure:
+                order.set_exception(Unavailable(failure))
+            else:
+                order.set_result(self._newest)
 
     def _export_ordered(self) -> None:
         """One export for all orders of this moment, under the first one's name."""
@@ -389,7 +426,7 @@ class LearnerRun:
     def _finish(self) -> None:
         """Every step is trained: export, say so, and serve members with the last version until the run ends."""
         path = self._export(Path(self._assignment.directory) / "export")
-        self._finish_save()
+        self._save_last()
         finished = worker_pb2.RunReport(
             run_id=self.run_id, session=self.session, finished=True, export_path=path
         )

@@ -23,7 +23,9 @@ from urllib.parse import urlsplit
 import grpc
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
+from paceline.address import checked_address
 from paceline.errors import Conflict, WireError
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_header
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -32,6 +34,8 @@ from services.grpc_server import OPTIONS
 
 MAX_BACKOFF_S = 5.0
 LEAVE_WAIT_S = 2.0
+"""How long a worker that leaves waits, unless it says otherwise, for the coordinator to have taken its last words."""
+
 RESEND_S = 60.0
 """A request without reply for this long is sent again; longer than any wait that a request may ask for."""
 
@@ -61,7 +65,7 @@ class Membership:
         on_directive: Directive,
         gauges: Callable[[], dict[str, float]] = dict,
     ):
-        self._coordinator = coordinator
+        self._coordinator = checked_address(coordinator)
         self._hello = hello
         self._on_directive = on_directive
         self._gauges = gauges
@@ -71,6 +75,8 @@ class Membership:
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
         self.term = 0
+        self.draining = False
+        """Set by a worker that was told to stop: the coordinator, told the same, stays until it has left."""
         self._welcomed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
@@ -82,18 +88,19 @@ class Membership:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._resend())
                 while True:
-                    started_s = time.monotonic()
+                    started_s, broken = time.monotonic(), True
                     try:
                         await self._stream()
+                        broken = False
                     except grpc.aio.AioRpcError as error:
                         if error.code() in FATAL:
                             raise Conflict(
                                 f"the coordinator refuses this worker: {error.details()}"
                             ) from None
                         log.warning("no coordinator at %s: %s", self._coordinator, error.details())
-                    if self._leaving.is_set():
+                    if self._leaving.is_set() and not broken:
                         self._left.set()
-                        await asyncio.sleep(LEAVE_WAIT_S)  # until whoever called leave() cancels this
+                        await asyncio.Event().wait()  # until whoever called leave() cancels this
                     if time.monotonic() - started_s > MAX_BACKOFF_S:
                         backoff_s = 0.1
                     await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
@@ -106,12 +113,13 @@ class Membership:
         """Queues a report; it goes out with this stream or the next."""
         await self._outbox.put(report)
 
-    async def leave(self) -> None:
-        """Tells the coordinator, and waits a moment for it to end the stream."""
+    async def leave(self, wait_s: float = LEAVE_WAIT_S) -> bool:
+        """Tells the coordinator; whether it ended the stream within `wait_s` seconds, having read all reports before."""
         self._leaving.set()
         await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave()))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._left.wait(), LEAVE_WAIT_S)
+            await asyncio.wait_for(self._left.wait(), wait_s)
+        return self._left.is_set()
 
     async def request(
         self, request: pb.ExchangeRequest, payloads: list[bytes] | None = None
@@ -139,6 +147,10 @@ class Membership:
                     if directive.WhichOneof("directive") == "welcome":
                         await self._on_welcome(directive.welcome)
                     await self._on_directive(directive)
+                    if self._leaving.is_set() and directive.WhichOneof("directive") == "welcome":
+                        await self.report(
+                            worker_pb2.ConnectRequest(leave=worker_pb2.Leave())
+                        )  # lost with a stream
             finally:
                 call.cancel()
 
@@ -151,7 +163,8 @@ class Membership:
                 yield await asyncio.wait_for(self._outbox.get(), max(0.01, beat_s + 1.0 - time.monotonic()))
             except TimeoutError:
                 beat_s = time.monotonic()
-                yield worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat(gauges=self._gauges()))
+                beat = worker_pb2.Heartbeat(gauges=self._gauges(), draining=self.draining)
+                yield worker_pb2.ConnectRequest(heartbeat=beat)
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         """(Re)connects the exchange; what was not answered is sent again under the new term."""
@@ -164,6 +177,9 @@ class Membership:
         self._socket = socket
         self._reader = asyncio.create_task(self._read(socket))
         self._reader.add_done_callback(self._fail_pending)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)
+        self._mender = asyncio.create_task(self._mend(self._monitor))
         self._welcomed.set()
         log.info("member of %s, term %d", self._coordinator, self.term)
         for pending in list(self._pending.values()):
@@ -202,8 +218,21 @@ class Membership:
             if error is not None and not pending.reply.done():
                 pending.reply.set_exception(error)
 
+    async def _mend(self, monitor: zmq.asyncio.Socket) -> None:
+        """ZeroMQ makes a broken connection anew by itself, but what was on its way is lost: everything is sent again."""
+        broken = False
+        while True:
+            event = (await recv_monitor_message(monitor))["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                broken = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and broken:
+                broken = False
+                log.warning("the connection to the exchange was mended")
+                for pending in list(self._pending.values()):
+                    await self._send(pending)
+
     async def _resend(self) -> None:
-        """A reply can be lost with a connection that ZeroMQ mends by itself: ask again after a while."""
+        """A reply can be lost without a connection that breaks: ask again after a while."""
         while True:
             await asyncio.sleep(RESEND_S / 4)
             for pending in list(self._pending.values()):
@@ -213,6 +242,9 @@ class Membership:
     def _close_socket(self) -> None:
         if self._socket is not None:
             self._reader.cancel()
+            self._mender.cancel()
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
             self._socket.close()
             self._socket = None
 

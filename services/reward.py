@@ -249,7 +249,7 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
 @click.option("--name", default="reward", help="A word for people; the member id is made from it.")
 @click.option("--processes", default=1, show_default=True, help="Groups scored at one time.")
 @click.option(
-    "--grace", "grace_s", default=20.0, show_default=True, help="Seconds to finish tasks at SIGTERM."
+    "--grace", "grace_s", default=25.0, show_default=True, help="Seconds to finish tasks at SIGTERM."
 )
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
@@ -280,6 +280,7 @@ def main(
             belonging = tasks.create_task(worker.membership.run())
             working = tasks.create_task(worker.work())
             await stop.wait()
+            worker.membership.draining = True
             worker.stop()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(working), grace_s)

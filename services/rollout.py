@@ -229,7 +229,7 @@ def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParam
 @click.option("--name", default="rollout", help="A word for people; the member id is made from it.")
 @click.option("--device", default="auto", help="cpu, cuda, or auto.")
 @click.option(
-    "--grace", "grace_s", default=20.0, show_default=True, help="Seconds to finish leases at SIGTERM."
+    "--grace", "grace_s", default=25.0, show_default=True, help="Seconds to finish leases at SIGTERM."
 )
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
@@ -269,6 +269,7 @@ def main(
             await asyncio.wait((stopped, drained), return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             drained.cancel()
+            worker.membership.draining = True
             await worker.drain(grace_s)
             await worker.endpoint.close()
             await worker.membership.leave()

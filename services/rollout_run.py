@@ -34,6 +34,9 @@ from rollout.store_receiver import StoreReceiver
 from services.member import Membership
 
 LEASE_WAIT_S = 10.0
+HAND_BACK_S = 5.0
+"""What a drain keeps of its grace for handing back what did not finish."""
+
 log = logging.getLogger(__name__)
 
 
@@ -147,20 +150,27 @@ class RolloutRun:
         await self._no_guests.wait()  # the engine ends with this call; `drain` has a deadline for them
 
     async def drain(self, grace_s: float) -> int:
-        """No further lease; running samples have `grace_s` to finish, then go back unfinished. Returns how many leases.
+        """No further lease; running samples may finish, then go back unfinished. Returns how many leases.
 
-        What visitors asked for has the same time, and then ends as it is.
+        What visitors asked for has the same time, and then ends as it is. Returns within `grace_s` seconds, also when no
+        coordinator takes anything back: it then finds out by the worker's silence.
         """
         self._draining = True
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_guests.wait())
+        hand_back_s = min(HAND_BACK_S, grace_s / 2)
         try:
-            await asyncio.wait_for(asyncio.shield(ended), grace_s)
+            await asyncio.wait_for(asyncio.shield(ended), grace_s - hand_back_s)
         except TimeoutError:
             left = self.num_leases
             for request_id in [*self._running, *self._guests]:
                 self.engine.abort(request_id)
-            await ended
+            try:
+                await asyncio.wait_for(ended, hand_back_s)
+            except TimeoutError:
+                log.warning(
+                    "%d leases could not be handed back: no answer from the exchange", self.num_leases
+                )
             return left
         return 0
 

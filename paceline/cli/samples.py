@@ -22,6 +22,7 @@ def samples_of_step(db: sqlite3.Connection, run_id: str, step: int) -> list[dict
 
     Raises NotFound: a step without batch, samples that the run did not keep.
     """
+    from paceline.spec_io import spec_from_yaml
     from protos.paceline.v1.exchange_pb2 import GroupResult
 
     rows = db.execute(
@@ -31,6 +32,14 @@ def samples_of_step(db: sqlite3.Connection, run_id: str, step: int) -> list[dict
     ).fetchall()
     if not rows:
         last = db.execute("SELECT MAX(step) FROM batches WHERE run_id = ?", (run_id,)).fetchone()[0]
+        spec = db.execute("SELECT spec_yaml FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+        algorithm = (
+            "" if spec is None or (parsed := spec_from_yaml(spec[0])).examples is None else parsed.algorithm
+        )
+        if algorithm:
+            raise NotFound(
+                f"run {run_id} has no samples: with algorithm {algorithm} it trains on its data set's rows"
+            )
         known = "it has none yet" if last is None else f"its batches are of steps 0 to {last}"
         raise NotFound(f"step {step} of run {run_id} has no batch; {known}")
     if any(row["header"] is None for row in rows):

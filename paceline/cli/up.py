@@ -16,7 +16,7 @@ from paceline.cli.watching import follow
 from paceline.client import ENDED_STATES, Client
 from paceline.errors import NotFound, PacelineError
 from paceline.spec import RunSpec
-from paceline.up import LocalCluster
+from paceline.up import GRACE_S, LocalCluster
 
 USUAL_PORT = 7070
 
@@ -34,6 +34,13 @@ USUAL_PORT = 7070
 @click.option(
     "--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C."
 )
+@click.option(
+    "--grace",
+    "grace_s",
+    default=GRACE_S,
+    show_default=True,
+    help="Seconds for the services to hand back leases and write a checkpoint at Ctrl-C or SIGTERM.",
+)
 @json_option
 def up(
     spec: str | None,
@@ -42,6 +49,7 @@ def up(
     host: str,
     port: int | None,
     keep: bool,
+    grace_s: float,
     as_json: bool,
 ) -> None:
     """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
@@ -52,11 +60,18 @@ def up(
     from paceline.spec_io import load_spec
 
     wanted = load_spec(spec, overrides) if spec else None
-    run_here(wanted, directory, host=host, port=port, keep=keep, as_json=as_json)
+    run_here(wanted, directory, host=host, port=port, keep=keep, grace_s=grace_s, as_json=as_json)
 
 
 def run_here(
-    spec: RunSpec | None, directory: Path, *, host: str, port: int | None, keep: bool, as_json: bool
+    spec: RunSpec | None,
+    directory: Path,
+    *,
+    host: str,
+    port: int | None,
+    keep: bool,
+    as_json: bool,
+    grace_s: float = GRACE_S,
 ) -> None:
     """Starts services in `directory`, submits `spec` if there is one, and follows what is open to its end.
 
@@ -70,13 +85,13 @@ def run_here(
     if all(one.examples is not None for one in specs):
         sizes = sizes.model_copy(update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": ()})
     say = functools.partial(click.echo, err=True)
-    cluster = LocalCluster(directory, sizes, host=host, port=_port(host, port), say=say)
+    cluster = LocalCluster(directory, sizes, host=host, port=_port(host, port), grace_s=grace_s, say=say)
     with _ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(cluster.stop)
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
         client = stack.enter_context(Client(cluster.address))
         cluster.on_failure = client.close
-        run_ids = [client.submit(spec).run_id] if spec else [run_id for run_id, _ in opened]
+        run_ids = [client.submit(spec, wait_s=60.0).run_id] if spec else [run_id for run_id, _ in opened]
         if spec and opened:
             say(f"{opened[0][0]} is still open and goes first; `paceline cancel` ends it")
         cluster.start_workers()

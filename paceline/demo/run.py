@@ -95,7 +95,7 @@ def make_files(directory: Path, seed: int) -> Path:
 
 def _train(client: Client, spec: RunSpec, title: str, screen: Screen) -> dict[str, Any]:
     """Submits, follows to the end, and returns summary.json. Raises PacelineError when the run did not succeed."""
-    run = client.submit(spec)
+    run = client.submit(spec, wait_s=60.0)  # also while the coordinator is being restarted
     screen.begin(title, spec)
     for event in client.watch(run.run_id):
         screen.show(event)

@@ -29,7 +29,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def Submit(self, request: run_pb2.SubmitRequest, context: Context) -> run_pb2.SubmitResponse:
-        run_id = await self._coordinator.submit(request.spec_yaml)
+        run_id = await self._coordinator.submit(request.spec_yaml, request.submission)
         return run_pb2.SubmitResponse(run=self._run(run_id))
 
     @with_status

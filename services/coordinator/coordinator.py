@@ -34,6 +34,9 @@ from services.coordinator.members import Member, Members
 from services.coordinator.watchdog import Watchdog
 
 TICK_S = 0.5
+HEAR_S = 5.0
+"""How long a coordinator that was told to stop listens for workers that were told so too; they say it every second."""
+
 log = logging.getLogger(__name__)
 
 
@@ -91,18 +94,25 @@ class Coordinator:
 
     # Runs
 
-    async def submit(self, spec_yaml: str) -> str:
-        """Checks a spec and its data sets, and queues a run; returns its id. Raises SpecError, DataError."""
+    async def submit(self, spec_yaml: str, submission: str = "") -> str:
+        """Checks a spec and its data sets, and queues a run; returns its id, the same for the same `submission`.
+
+        Raises SpecError, DataError.
+        """
         spec = spec_from_yaml(spec_yaml)
         await asyncio.to_thread(_open_data, spec)
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
         async with self.lock:
+            known = self.ledger.run_of_submission(submission) if submission else None
+            if known is not None:
+                return known
             with self.ledger.transaction():
                 run_id = f"{spec.name}-{len(self.ledger.runs()) + 1}"
                 directory = self.directory / run_id
                 self.ledger.add_run(run_id, spec_to_yaml(spec), str(directory))
-                self.ledger.add_event(run_id, "state", {"state": "queued"})
+                queued = {"state": "queued"} | ({"submission": submission} if submission else {})
+                self.ledger.add_event(run_id, "state", queued)
             self._make_run_directory(directory, spec)
         log.info("run %s is queued", run_id)
         await self._tell_watchers()
@@ -197,6 +207,19 @@ class Coordinator:
             self._named = ("", [])
             self.server.wake("lease", "task", "batch")
         await self._tell_watchers()
+
+    async def see_off(self, grace_s: float) -> None:
+        """Serves on, for `grace_s` seconds at most, until workers that are about to leave have done so.
+
+        What ends the coordinator often ends the workers too, in any order; what they then hand over (unfinished groups,
+        scores, a last checkpoint) would have to be made again. Workers that stay see nothing of it.
+        """
+        started_s = time.monotonic()
+        while self.members.all() and (waited_s := time.monotonic() - started_s) < grace_s:
+            leaving = [member.member_id for member in self.members.all() if member.draining]
+            if waited_s > HEAR_S and not leaving:
+                return
+            await asyncio.sleep(TICK_S / 5)
 
     async def end_streams(self) -> None:
         """Ends what would otherwise go on for ever: the workers' streams and the watchers'."""
@@ -316,6 +339,7 @@ class Coordinator:
         match request.WhichOneof("report"):
             case "heartbeat":
                 member.gauges = dict(request.heartbeat.gauges)
+                member.draining = request.heartbeat.draining
             case "weight_offer":
                 receiver = self.members.get(request.weight_offer.member_id)
                 if receiver is not None:
@@ -435,6 +459,9 @@ class Coordinator:
             and report.session != self.ledger.run(run.run_id)["session"]
         ):
             return  # a learner that another one has replaced
+        if report.warning:
+            await self._warn([report.warning])
+            return
         if report.error:
             member.failed_run = run.run_id
             peers = self.members.of_role(member.role)

@@ -100,6 +100,15 @@ class Ledger:
             (run_id, spec_yaml, directory, time.time()),
         )
 
+    def run_of_submission(self, submission: str) -> str | None:
+        """The run that was queued under this name of a submission; it is in the run's first event."""
+        row = self.db.execute(
+            "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
+            " AND json_extract(json, '$.submission') = ?",
+            (submission,),
+        ).fetchone()
+        return None if row is None else str(row["run_id"])
+
     def update_run(self, run_id: str, **columns: Any) -> None:
         """Sets columns of a run."""
         assignments = ", ".join(f"{name} = ?" for name in columns)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import shutil
+import sqlite3
 from pathlib import Path
 
 import click
@@ -15,10 +18,13 @@ from services.coordinator.control import RunServicer, WorkerServicer
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Members
-from services.grpc_server import GrpcServer, run_service
+from services.grpc_server import STOP_GRACE_S, GrpcServer, run_service
 from services.ready import announce
 
 LEDGER_NAME = "ledger.sqlite"
+NEEDED_BYTES = 4 << 20
+"""Free on the disk before the ledger is opened: its recovery writes."""
+
 log = logging.getLogger(__name__)
 
 
@@ -30,6 +36,11 @@ log = logging.getLogger(__name__)
 @click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
 @click.option("--exchange-port", default=0, help="ZeroMQ port; 0 takes a free one.")
 @click.option(
+    "--exchange-endpoint",
+    default="",
+    help="tcp://HOST:PORT that workers are told for the exchange, where a relay or NAT stands before it.",
+)
+@click.option(
     "--heartbeat-timeout",
     "timeout_s",
     default=10.0,
@@ -37,7 +48,11 @@ log = logging.getLogger(__name__)
     help="Seconds until a silent worker is gone.",
 )
 @click.option(
-    "--grace", "grace_s", default=5.0, show_default=True, help="Seconds for calls under way at SIGTERM."
+    "--grace",
+    "grace_s",
+    default=25.0,
+    show_default=True,
+    help="Seconds at SIGTERM to stay for workers that leave too.",
 )
 @click.option(
     "--min-free-mb",
@@ -53,6 +68,7 @@ def main(
     host: str,
     port: int,
     exchange_port: int,
+    exchange_endpoint: str,
     timeout_s: float,
     grace_s: float,
     min_free_mb: int,
@@ -62,8 +78,10 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("coordinator")
     directory = directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
 
     async def serve(stop: asyncio.Event) -> None:
+        await wait_for_room(directory, stop)
         ledger = Ledger(directory / LEDGER_NAME)
         server = GrpcServer(host, port)
         coordinator = Coordinator(
@@ -76,7 +94,7 @@ def main(
             _name(run_pb2, "RunService"),
         )
         server.add(
-            WorkerServicer(coordinator, endpoint),
+            WorkerServicer(coordinator, exchange_endpoint or endpoint),
             worker_pb2_grpc.add_WorkerServiceServicer_to_server,
             _name(worker_pb2, "WorkerService"),
         )
@@ -98,7 +116,8 @@ def main(
                     tasks.create_task(coordinator.run_forever()),
                 ]
                 await stop.wait()
-                stopped = tasks.create_task(server.stop(grace_s))
+                await coordinator.see_off(grace_s)
+                stopped = tasks.create_task(server.stop(STOP_GRACE_S))
                 await asyncio.sleep(0)  # it refuses new calls from here on, so that nobody comes back at once
                 await coordinator.end_streams()
                 await stopped
@@ -107,7 +126,40 @@ def main(
         coordinator.close()
         ledger.close()
 
-    run_service(serve)
+    try:
+        run_service(serve)
+    except (sqlite3.OperationalError, OSError, ExceptionGroup) as error:
+        if not is_disk_full(error):
+            raise
+        raise click.ClickException(
+            f"the disk of {directory} is full. Nothing that was acknowledged is lost; the next coordinator "
+            f"begins when {NEEDED_BYTES >> 20} MB are free"
+        ) from None
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether that is what an error, or one of a group, comes from."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(is_disk_full(each) for each in error.exceptions)
+    if isinstance(error, sqlite3.OperationalError):
+        return error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+async def wait_for_room(directory: Path, stop: asyncio.Event) -> None:
+    """Until the ledger can be opened and written at all. Workers wait, as for any coordinator that is away."""
+    said = False
+    while (free_bytes := shutil.disk_usage(directory).free) < NEEDED_BYTES and not stop.is_set():
+        if not said:
+            log.error(
+                "waiting for %d MB on the disk of %s: %d are free",
+                NEEDED_BYTES >> 20,
+                directory,
+                free_bytes >> 20,
+            )
+            said = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 0.5)
 
 
 def _name(module: object, service: str) -> str:

@@ -39,6 +39,8 @@ class Member:
     """It missed a deadline of its weight link: out of the epoch until it says that it is ready."""
     named_in: int = 0
     """Epoch that named it; reports on earlier ones say nothing about it any more."""
+    draining: bool = False
+    """It was told to stop, and leaves when it has handed over what it has."""
     session: int = 0
     """Learner: session that it works in; 0 for one that waits."""
     gauges: dict[str, float] = field(default_factory=dict)

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import logging
+import re
 import signal
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import click
 import grpc
+from disk import Ballast, mount, unmount
 from faults import KINDS, ROLES, Fault, schedule
 from proxy import Proxy
 from verdict import Verdict, judge
@@ -43,6 +45,7 @@ STALL_S = 240.0
 """A run without a new step for this long after its last fault is given up; a learner needs tens of seconds to start
 on a machine that does other things."""
 
+LISTENS = re.compile(r"exchange on tcp://([^,\s]+)")
 log = logging.getLogger(__name__)
 
 
@@ -91,17 +94,36 @@ class Result:
 COUNTS = ("lost", "trained_twice", "stalled", "wrong_weights")
 
 
+@dataclass
+class Setting:
+    """What faults are dealt out to."""
+
+    cluster: LocalCluster
+    links: dict[str, Proxy]
+    """By name, as in `faults.LINKS`."""
+    ballast: Ballast
+
+    def end(self) -> None:
+        """Ends everything."""
+        self.ballast.clear()
+        self.cluster.stop()
+        for proxy in self.links.values():
+            proxy.close()
+
+
 def campaign(
-    directory: Path, plan: Iterator[Fault], *, faults: int, steps: int = 40, per_run: int = 10
+    directory: Path, plan: Iterator[Fault], *, faults: int, steps: int = 40, per_run: int = 10, ranks: int = 1
 ) -> Result:
-    """Runs until `faults` of the plan were dealt out, at most `per_run` to each run of `steps` steps."""
+    """Runs until `faults` of the plan were dealt out, at most `per_run` to each run of `steps` steps; the learner has
+    `ranks` ranks."""
     spec, result = make_spec(directory, steps), Result()
-    with tormented(directory / "runs") as (cluster, proxy):
+    with tormented(directory / "runs", ranks) as setting:
+        cluster = setting.cluster
         while result.faults < faults and not any(verdict.stalled for verdict in result.verdicts):
             with Client(coordinator_address(cluster)) as client:
-                run_id = client.submit(spec).run_id
+                run_id = client.submit(spec, wait_s=60.0).run_id
             number = min(per_run, faults - result.faults)
-            stalled = torment(cluster, proxy, run_id, itertools.islice(plan, number), result)
+            stalled = torment(setting, run_id, itertools.islice(plan, number), result)
             verdict = judge(cluster.directory, run_id, stalled)
             result.runs += 1
             result.verdicts.append(verdict)
@@ -111,24 +133,35 @@ def campaign(
 
 
 @contextlib.contextmanager
-def tormented(directory: Path) -> Iterator[tuple[LocalCluster, Proxy]]:
-    """A cluster whose workers reach the coordinator through a proxy."""
-    sizes = ClusterSection(rollout_workers=ROLES["rollout"], reward_workers=ROLES["reward"])
-    cluster = LocalCluster(directory, sizes, say=log.info)
-    proxy = None
+def tormented(directory: Path, ranks: int) -> Iterator[Setting]:
+    """A cluster whose workers reach both ports of the coordinator through proxies."""
+    sizes = ClusterSection(
+        rollout_workers=ROLES["rollout"], reward_workers=ROLES["reward"], learner_ranks=ranks
+    )
+    exchange = Proxy(lambda: exchange_address(cluster))
+    options = ["--exchange-endpoint", f"tcp://{exchange.address}", "--min-free-mb", "16"]
+    cluster = LocalCluster(directory, sizes, say=log.info, coordinator_options=options)
+    setting = Setting(cluster, {"exchange": exchange}, Ballast(directory))
     try:
-        proxy = Proxy(cluster.start_coordinator())
-        cluster.address = proxy.address
+        address = cluster.start_coordinator()
+        setting.links["control"] = Proxy(lambda: address)
+        cluster.address = setting.links["control"].address
         cluster.start_workers()
-        yield cluster, proxy
+        yield setting
     finally:
-        cluster.stop()
-        if proxy is not None:
-            proxy.close()
+        setting.end()
 
 
-def torment(cluster: LocalCluster, proxy: Proxy, run_id: str, faults: Iterator[Fault], result: Result) -> str:
+def exchange_address(cluster: LocalCluster) -> str:
+    """Where the newest coordinator's exchange listens. Raises IndexError before there is one."""
+    lines = cluster.log_path("coordinator").read_text().splitlines()
+    said = [line for line in lines if "exchange on tcp://" in line]
+    return LISTENS.findall(said[-1])[0]
+
+
+def torment(setting: Setting, run_id: str, faults: Iterator[Fault], result: Result) -> str:
     """Deals out the faults while the run goes on, then lets it end; why it was given up, empty when it ended."""
+    cluster = setting.cluster
     pause = threading.Event()
     mends: list[tuple[float, Fault]] = []
     fault = next(faults, None)
@@ -138,11 +171,11 @@ def torment(cluster: LocalCluster, proxy: Proxy, run_id: str, faults: Iterator[F
         now_s = time.monotonic()
         for entry in [entry for entry in mends if entry[0] <= now_s]:
             mends.remove(entry)
-            mend(cluster, proxy, entry[1])
+            mend(setting, entry[1])
         state, new_step = progress(cluster, run_id)
         if state in ENDED_STATES:
             for _, left in mends:
-                mend(cluster, proxy, left)
+                mend(setting, left)
             return ""
         if new_step != step or (fault is not None and step >= 1):
             step, moved_s = new_step, now_s
@@ -154,7 +187,7 @@ def torment(cluster: LocalCluster, proxy: Proxy, run_id: str, faults: Iterator[F
             due_s = now_s + (fault.after_s if fault else 0.0)  # a run that works, not one that starts
         elif fault is not None and now_s >= due_s:
             phase = phase_of(cluster, fault)
-            if strike(cluster, proxy, fault):
+            if strike(setting, fault):
                 log.info("%s in phase %s at step %d", fault, phase, step)
                 result.met[fault.role, phase, fault.kind] += 1
                 if fault.lasts_s:
@@ -164,21 +197,26 @@ def torment(cluster: LocalCluster, proxy: Proxy, run_id: str, faults: Iterator[F
         pause.wait(0.05)
 
 
-def strike(cluster: LocalCluster, proxy: Proxy, fault: Fault) -> bool:
+def strike(setting: Setting, fault: Fault) -> bool:
     """Deals out a fault; False when its service is just being restarted, so that nobody was met."""
     if fault.kind == "cut":
-        proxy.cut()
+        setting.links[fault.role].cut()
+        return True
+    if fault.kind == "full":
+        setting.ballast.fill()
         return True
     number = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "term": signal.SIGTERM}[fault.kind]
-    return cluster.kill(fault.role, fault.index, number)
+    return setting.cluster.kill(fault.role, fault.index, number)
 
 
-def mend(cluster: LocalCluster, proxy: Proxy, fault: Fault) -> None:
-    """Ends a pause or a cut."""
+def mend(setting: Setting, fault: Fault) -> None:
+    """Ends a pause, a cut or a full disk."""
     if fault.kind == "cut":
-        proxy.mend()
+        setting.links[fault.role].mend()
+    elif fault.kind == "full":
+        setting.ballast.clear()
     else:
-        cluster.kill(fault.role, fault.index, signal.SIGCONT)
+        setting.cluster.kill(fault.role, fault.index, signal.SIGCONT)
 
 
 def progress(cluster: LocalCluster, run_id: str) -> tuple[str, int]:
@@ -200,7 +238,7 @@ def phase_of(cluster: LocalCluster, fault: Fault) -> str:
             members = client.members()
     except PacelineError:
         return "while the coordinator was away"
-    if fault.role in ("coordinator", "link"):
+    if fault.role not in ("rollout", "reward", "learner"):
         return "serving"
     for member in members:
         role = Role.Name(member.role).removeprefix("ROLE_").lower()
@@ -256,6 +294,13 @@ def make_spec(directory: Path, steps: int) -> RunSpec:
 @click.option("--seed", default=1, show_default=True)
 @click.option("--steps", default=40, show_default=True, help="Steps of each run.")
 @click.option("--per-run", default=10, show_default=True, help="Faults that one run meets at most.")
+@click.option("--ranks", default=2, show_default=True, help="Ranks of the learner.")
+@click.option(
+    "--disk-mb",
+    default=256,
+    show_default=True,
+    help="Size of the disk that `full` fills (a tmpfs; needs root).",
+)
 @click.option(
     "--role", "roles", multiple=True, type=click.Choice(list(ROLES)), help="Only this one; repeatable."
 )
@@ -272,6 +317,8 @@ def main(
     seed: int,
     steps: int,
     per_run: int,
+    ranks: int,
+    disk_mb: int,
     roles: tuple[str, ...],
     kinds: tuple[str, ...],
     directory: Path | None,
@@ -280,8 +327,14 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     directory = directory or Path(tempfile.mkdtemp(prefix="paceline-chaos-"))
     log.info("logs and ledger are in %s", directory)
-    plan = schedule(seed, roles, kinds)
-    result = campaign(directory.resolve(), plan, faults=faults, steps=steps, per_run=per_run)
+    directory = directory.resolve()
+    mounted = mount(directory / "runs", disk_mb)
+    if "full" in kinds and not mounted:
+        raise click.UsageError("--kind full needs a disk of its own, and mounting one needs root")
+    plan = schedule(seed, roles, kinds or (tuple(KINDS) if mounted else ()))
+    result = campaign(directory, plan, faults=faults, steps=steps, per_run=per_run, ranks=ranks)
+    if mounted and result.good:
+        unmount(directory / "runs")
     click.echo(result.table())
     longest_s = max((verdict.longest_wait_s for verdict in result.verdicts), default=0.0)
     click.echo(

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 ROLES = {"rollout": 2, "reward": 2, "learner": 1, "coordinator": 1}
 """How many services of each role a campaign has."""
 
-KINDS = {"kill": 5, "pause": 3, "term": 1, "cut": 1}
-"""SIGKILL; SIGSTOP with SIGCONT later; SIGTERM; every control connection broken and none let through for a while.
-The numbers say how often, in proportion."""
+KINDS = {"kill": 5, "pause": 3, "term": 1, "cut": 2, "full": 1}
+"""SIGKILL; SIGSTOP with SIGCONT later; SIGTERM; every connection of a link broken and none let through for a while; the disk
+of ledger, checkpoints and logs full to the last byte for a while. The numbers say how often, in proportion."""
+
+LINKS = ("control", "exchange")
 
 PAUSES_S = (0.5, 3.0, 7.0, 13.0)
 """The last is longer than the heartbeat time-out: such a worker is given up and wakes as a stranger."""
@@ -25,10 +27,10 @@ class Fault:
     """Since the fault before it."""
     kind: str
     role: str
-    """`link` for a cut, which meets every worker."""
+    """A service's; a link's for a cut, which meets every worker; `disk`."""
     index: int
     lasts_s: float = 0.0
-    """Of a pause or cut."""
+    """Of a pause, a cut or a full disk."""
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:g} s" if self.lasts_s else ""
@@ -37,17 +39,21 @@ class Fault:
 
 def schedule(seed: int, roles: tuple[str, ...] = (), kinds: tuple[str, ...] = ()) -> Iterator[Fault]:
     """Faults without end; the same arguments give the same ones. Every role (of `roles`, if any are named) comes up
-    equally often in the long run."""
+    equally often in the long run. Without `kinds`, all but `full`: that needs a disk of its own."""
     rng = random.Random(seed)
-    weights = {kind: weight for kind, weight in KINDS.items() if kind in (kinds or KINDS)}
+    weights = {
+        kind: weight for kind, weight in KINDS.items() if kind in kinds or (not kinds and kind != "full")
+    }
     while True:
         order = list(roles or ROLES)
         rng.shuffle(order)
         for role in order:
             kind = rng.choices(list(weights), list(weights.values()))[0]
             after_s = rng.uniform(0.2, 2.5)
-            lasts_s = rng.choice(PAUSES_S) if kind in ("pause", "cut") else 0.0
+            lasts_s = rng.choice(PAUSES_S) if kind in ("pause", "cut", "full") else 0.0
             if kind == "cut":
-                yield Fault(after_s, kind, "link", 0, lasts_s)
+                yield Fault(after_s, kind, rng.choice(LINKS), 0, lasts_s)
+            elif kind == "full":
+                yield Fault(after_s, kind, "disk", 0, lasts_s)
             else:
                 yield Fault(after_s, kind, role, rng.randrange(ROLES[role]), lasts_s)

@@ -1,4 +1,4 @@
-"""A TCP relay that can be cut: stands between the workers and the coordinator's control port.
+"""A TCP relay that can be cut: stands between the workers and one of the coordinator's ports, control or exchange.
 
 A cut closes every connection at once, with whatever was half sent, and closes new ones as they come until it is mended.
 One thread runs an asyncio loop that owns everything; `cut` and `mend` post to it.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 
 
 class Proxy:
-    """Listens on a free port of loopback and relays to `target` ("host:port")."""
+    """Listens on a free port of loopback and relays to `target`, which says "host:port" for each new connection; a
+    target that cannot be reached, or is not known (LookupError), refuses it."""
 
-    def __init__(self, target: str):
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+    def __init__(self, target: Callable[[], str]):
+        self._target = target
         self._open: set[asyncio.StreamWriter] = set()
         self._is_cut = False
         self._loop = asyncio.new_event_loop()
@@ -61,8 +62,9 @@ class Proxy:
             if self._is_cut:
                 return
             self._open.add(writer)
-            with contextlib.suppress(OSError):
-                far_reader, far_writer = await asyncio.open_connection(*self._target)
+            with contextlib.suppress(OSError, LookupError):
+                host, _, port = self._target().rpartition(":")
+                far_reader, far_writer = await asyncio.open_connection(host, int(port))
                 writers.append(far_writer)
                 self._open.add(far_writer)
                 await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))

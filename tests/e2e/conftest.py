@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +61,28 @@ def make_spec(files: Path) -> Callable[..., RunSpec]:
         for section, values in sections.items():
             tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
         return parse_spec(tree)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def gated(files: Path) -> Callable[[int], tuple[dict[str, Any], Path]]:
+    """A reward that scores so many groups and the others only once a file exists, and that file: however late a test
+    gets to what it wants to do in the middle of a run, the run has not ended by then."""
+    numbers = itertools.count()
+
+    def make(groups: int) -> tuple[dict[str, Any], Path]:
+        name = f"gate{next(numbers)}"
+        gate, source = files / f"{name}.open", files / f"{name}.py"
+        source.write_text(
+            "import itertools, pathlib, time\n"
+            "scored = itertools.count(1)\n"
+            "def digits(completions, **columns):\n"
+            f"    while next(scored) > {groups} and not pathlib.Path({str(gate)!r}).exists():\n"
+            "        time.sleep(0.02)\n"
+            "    return [sum(c.isdigit() for c in text) / 4 for text in completions]\n"
+        )
+        return {"function": f"{source}:digits", "timeout_s": 2 * RUN_TIMEOUT_S}, gate
 
     return make
 

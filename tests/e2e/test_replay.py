@@ -18,24 +18,32 @@ from paceline.up import LocalCluster
 MakeSpec = Callable[..., RunSpec]
 KILL_AFTER_STEPS = (3, 6)
 """A kill comes when the step is reported, so the learner is somewhere in the steps after it: computing, publishing,
-writing a checkpoint (after 4 and 8), or asking for a batch."""
+writing a checkpoint (after 4 and 8), or asking for a batch. No step after the ninth is trained before both kills."""
 
 
 @pytest.fixture(scope="module")
-def folder(cluster: LocalCluster, make_spec: MakeSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    cluster: LocalCluster, make_spec: MakeSpec, gated: Callable[[int], tuple[dict[str, Any], Path]]
+) -> Path:
     """The folder of a run of 12 steps whose learner was killed twice."""
+    reward, gate = gated(9 * 8)
     with Client(cluster.address) as client:
         spec = make_spec(
+            rewards=[reward],
             checkpointing={"save_period": 4, "keep_top_k": 10},
             policy={"num_updates_per_step": 2, "scheduler": {"name": "linear", "warmup_steps": 2}},
         )
         run = client.submit(spec)
-        kills = list(KILL_AFTER_STEPS)
+        kills, sessions, trained = list(KILL_AFTER_STEPS), 0, 0
         for event in client.watch(run.run_id):
             cluster.check()
-            if kills and event.kind == "step" and event.content["step"] + 1 >= kills[0]:
+            sessions += event.kind == "session"
+            trained += event.kind == "step"
+            if kills and sessions == 3 - len(kills) and trained >= kills[0]:
+                assert cluster.kill("learner")
                 kills.pop(0)
-                cluster.kill("learner")
+                if not kills:
+                    gate.touch()
         ended = client.get(run.run_id)
     assert ended.step == 12, ended.message
     summary = json.loads((Path(ended.directory) / "summary.json").read_text())

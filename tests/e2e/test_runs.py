@@ -77,7 +77,8 @@ def test_a_run_learns_evaluates_checkpoints_and_exports(
     assert [line["step"] for line in lines] == list(range(24))
     versions = {line["step"]: line for line in metrics(summary, cluster, "weights")}
     assert versions.keys() == set(range(25))
-    assert all(1 <= version["acknowledged"] <= version["members"] == 2 for version in versions.values())
+    assert all(version["acknowledged"] <= version["members"] <= 2 for version in versions.values())
+    assert versions[24]["acknowledged"] >= 1, "a version may be skipped for a newer one, the last may not"
     assert {
         *("epoch", "session", "size_bytes", "gather_s", "wait_s", "form_s", "transfer_s", "answer_s"),
         *("publish_s", "swap_s", "pause_s", "failures"),
@@ -172,11 +173,16 @@ def test_killed_rollout_and_reward_workers_lose_nothing(
 
 
 def test_a_killed_learner_goes_on_from_its_checkpoint(
-    client: Client, cluster: LocalCluster, make_spec: MakeSpec
+    client: Client,
+    cluster: LocalCluster,
+    make_spec: MakeSpec,
+    gated: Callable[[int], tuple[dict[str, Any], Path]],
 ) -> None:
-    run = client.submit(make_spec(grpo={"max_num_steps": 30}))
+    reward, gate = gated(15 * 8)
+    run = client.submit(make_spec(grpo={"max_num_steps": 30}, rewards=[reward]))
     wait_for_step(client, cluster, run.run_id, 6)
     assert cluster.kill("learner", 0)
+    gate.touch()
 
     summary = finish(client, cluster, run.run_id)
     assert summary["learner_sessions"] == 2

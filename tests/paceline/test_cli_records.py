@@ -307,3 +307,16 @@ def test_reading_commands_never_write(writer: Writer, tmp_path: Path) -> None:
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         reader.db.execute("DELETE FROM groups")
     reader.close()
+
+
+def test_a_supervised_run_is_said_to_have_no_samples(tmp_path: Path) -> None:
+    spec = RunSpec.model_validate(
+        {"algorithm": "sft", "policy": {"model_name": "none"}, "data": {"train": "rows.jsonl"}}
+    )
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with ledger.transaction():
+        ledger.add_run("tuned-1", spec_to_yaml(spec), str(tmp_path / "tuned-1"))
+    ledger.close()
+    result = CliRunner().invoke(main, ["samples", "tuned-1", "--step", "0", "--directory", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "with algorithm sft it trains on its data set's rows" in result.stderr

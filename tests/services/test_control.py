@@ -167,3 +167,12 @@ async def test_a_data_set_that_went_away_fails_its_run_alone(plane: Plane) -> No
     await plane.watch_until(run.run_id, "state", state="failed")
     got = (await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run
     assert "no file" in got.message
+
+
+async def test_a_submission_that_is_sent_again_queues_one_run(plane: Plane) -> None:
+    text = spec_to_yaml(make_spec(plane.directory))
+    again = run_pb2.SubmitRequest(spec_yaml=text, submission="one")
+    first, second = [(await plane.runs.Submit(again)).run.run_id for _ in range(2)]
+    other = (await plane.runs.Submit(run_pb2.SubmitRequest(spec_yaml=text, submission="two"))).run.run_id
+    assert first == second != other
+    assert len(plane.ledger.runs()) == 2

@@ -46,6 +46,19 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
         self._ended.set()
         self._ended = asyncio.Event()
 
+    async def cut(self) -> None:
+        """The exchange's connections break, with what was on its way; new ones are taken at once."""
+        self._router.close()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                try:
+                    self._router.bind(f"tcp://127.0.0.1:{self.port}")
+                    return
+                except zmq.ZMQError:  # ZeroMQ frees the port in a thread of its own, some time after close
+                    await asyncio.sleep(0.01)
+
     async def hear(self) -> tuple[bytes, pb.ExchangeRequest]:
         """The next request, and whose it is."""
         async with asyncio.timeout(DEADLINE_S):
@@ -131,3 +144,17 @@ async def test_stale_of_a_new_term_is_no_answer_before_its_welcome(
     assert again[1].term == 2
     await coordinator.answer(again, 2, pb.REPLY_STATUS_COMMITTED)
     assert await result(early) == pb.REPLY_STATUS_COMMITTED
+
+
+async def test_what_waits_is_sent_again_when_the_connection_was_mended(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    """Also without a restart, and long before anybody's patience with a lost reply ends."""
+    asked = ask(membership)
+    first = await coordinator.hear()
+    await coordinator.cut()
+    again = await coordinator.hear()
+    assert again[1].lease == first[1].lease
+    assert again[1].term == 1
+    await coordinator.answer(again, 1, pb.REPLY_STATUS_OK)
+    assert await result(asked) == pb.REPLY_STATUS_OK

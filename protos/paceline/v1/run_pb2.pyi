@@ -168,16 +168,22 @@ class SubmitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_YAML_FIELD_NUMBER: _builtins.int
+    SUBMISSION_FIELD_NUMBER: _builtins.int
     spec_yaml: _builtins.str
     """The spec as YAML."""
+    submission: _builtins.str
+    """A name that the client made up for this submission: asked again with the same one, after an answer that was lost, the
+    coordinator names the run that it queued the first time. Empty: every request queues a run.
+    """
     def __init__(
         self,
         *,
         spec_yaml: _builtins.str = ...,
+        submission: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec_yaml", b"spec_yaml"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec_yaml", b"spec_yaml", "submission", b"submission"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

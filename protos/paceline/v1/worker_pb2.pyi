@@ -297,6 +297,9 @@ class Heartbeat(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     GAUGES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """The worker was told to stop and is about to leave; it still has something to say."""
     @_builtins.property
     def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Gauges for metrics, by name (queue lengths, tokens since the last report, …)."""
@@ -305,10 +308,11 @@ class Heartbeat(_message.Message):
         self,
         *,
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gauges", b"gauges"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "gauges", b"gauges"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -725,6 +729,7 @@ class RunReport(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     EXPORT_PATH_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     session: _builtins.int
@@ -735,6 +740,8 @@ class RunReport(_message.Message):
     """True when the run's final export is written."""
     export_path: _builtins.str
     """Folder of the final export."""
+    warning: _builtins.str
+    """Something that people should know about; the run goes on. Nothing else in this report counts then."""
     def __init__(
         self,
         *,
@@ -743,10 +750,11 @@ class RunReport(_message.Message):
         error: _builtins.str = ...,
         finished: _builtins.bool = ...,
         export_path: _builtins.str = ...,
+        warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "export_path", b"export_path", "finished", b"finished", "run_id", b"run_id", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "export_path", b"export_path", "finished", b"finished", "run_id", b"run_id", "session", b"session", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

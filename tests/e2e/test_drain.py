@@ -1,0 +1,192 @@
+"""SIGTERM to every role, in any order: what was made is kept, the last step has its checkpoint, `paceline up` goes on.
+
+The services are started one by one, without a supervisor: who ends stays ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.client import Client
+from paceline.spec import RunSpec
+from paceline.spec_io import spec_to_yaml
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import verify
+
+DEADLINE_S = 180.0
+MakeSpec = Callable[..., RunSpec]
+PACELINE = [sys.executable, "-c", "from paceline.cli import main; main()"]
+COMMANDS = {
+    "coordinator": ["services.coordinator.main"],
+    "rollout": ["services.rollout"],
+    "reward": ["services.reward"],
+    "learner": ["services.learner", "--ranks", "2"],
+}
+ORDERS = [
+    ("coordinator", "learner", "reward", "rollout"),
+    ("rollout", "reward", "learner", "coordinator"),
+    pytest.param(("learner", "coordinator", "rollout", "reward"), marks=pytest.mark.slow),
+    pytest.param(("reward", "rollout", "coordinator", "learner"), marks=pytest.mark.slow),
+]
+
+
+class Services:
+    """One process of each role, and where its output goes."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, role: str, *options: str) -> None:
+        """Starts a role, with 30 s from SIGTERM to its end less what leaving takes."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", *COMMANDS[role], "--grace", "25", *options]
+        with (self.directory / f"{role}.log").open("ab") as log:
+            self.processes[role] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+            )
+
+    def log(self, role: str) -> str:
+        """All that a role said."""
+        return (self.directory / f"{role}.log").read_text()
+
+
+def environment() -> dict[str, str]:
+    """For processes that stay on CPUs."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[Services]:
+    started = Services(tmp_path / "runs")
+    yield started
+    for process in started.processes.values():
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def opened(directory: Path) -> Iterator[Ledger]:
+    """The ledger as it is."""
+    with contextlib.closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
+        yield ledger
+
+
+def check_drained(directory: Path, run_id: str) -> int:
+    """The steps trained: the newest checkpoint is of the last one; nothing was generated or scored in vain."""
+    with opened(directory) as ledger:
+        row = ledger.run(run_id)
+        checkpoint = ledger.newest_checkpoint(run_id)
+        assert checkpoint is not None
+        assert checkpoint["step"] == row["next_step"]
+        assert (Path(checkpoint["path"]) / "manifest.json").is_file()
+        assert ledger.token_books(run_id)["wasted"] == 0
+        assert verify(ledger, run_id).problems == []
+        return int(row["next_step"])
+
+
+def finished(directory: Path) -> dict[str, sqlite3.Row]:
+    """Groups that were generated, by id."""
+    with opened(directory) as ledger:
+        rows = ledger.db.execute("SELECT * FROM groups WHERE class = 'train' AND digest IS NOT NULL")
+        return {row["group_id"]: row for row in rows}
+
+
+def go_on(directory: Path, run_id: str, steps: int) -> None:
+    """`paceline up` without a spec: the run ends well, from the checkpoint, and no group was made again."""
+    before = finished(directory)
+    arguments = ["up", "--directory", str(directory), "--port", "0"]
+    ended = subprocess.run(
+        [*PACELINE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment(),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"goes on from step {steps}" in (directory / "logs" / "learner-0.log").read_text()
+    with opened(directory) as ledger:
+        row = ledger.run(run_id)
+        assert (row["state"], row["next_step"]) == ("succeeded", 30)
+        assert verify(ledger, run_id).problems == []
+        trained = [
+            group_id
+            for receipt in ledger.db.execute("SELECT group_ids FROM receipts WHERE run_id = ?", (run_id,))
+            for group_id in json.loads(receipt["group_ids"])
+        ]
+    assert len(trained) == len(set(trained)), "a group was trained twice"
+    after = finished(directory)
+    assert {group_id: row["digest"] for group_id, row in before.items()}.items() <= {
+        group_id: row["digest"] for group_id, row in after.items()
+    }.items()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(order))
+def test_sigterm_to_every_role_in_any_order(
+    services: Services, make_spec: MakeSpec, order: tuple[str, ...]
+) -> None:
+    ready = services.directory / "address"
+    services.start(
+        "coordinator", "--directory", str(services.directory), "--port", "0", "--ready-file", str(ready)
+    )
+    wait_for(ready, services.processes["coordinator"])
+    address = ready.read_text().strip()
+    with Client(address) as client:
+        # Checkpoints of its own would come after 30 steps only: the one that is found is SIGTERM's.
+        spec = make_spec(grpo={"max_num_steps": 30}, checkpointing={"save_period": 30})
+        run = client.submit(spec)
+        for role in ("rollout", "reward", "learner"):
+            services.start(role, "--coordinator", address)
+        for event in client.watch(run.run_id):
+            if event.kind == "step" and event.content["step"] >= 2:
+                break
+    for role in order:
+        services.processes[role].send_signal(signal.SIGTERM)
+    for role, process in services.processes.items():
+        process.wait(DEADLINE_S)
+        assert "Traceback" not in services.log(role), services.log(role)
+
+    steps = check_drained(services.directory, run.run_id)
+    assert steps >= 3
+    go_on(services.directory, run.run_id, steps)
+
+
+def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until a service has written its address."""
+    while not file.exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(0.05) is None, "it ended"
+
+
+def test_up_drains_all_and_goes_on(make_spec: MakeSpec, tmp_path: Path) -> None:
+    directory, file = tmp_path / "runs", tmp_path / "spec.yaml"
+    file.write_text(spec_to_yaml(make_spec(grpo={"max_num_steps": 30}, checkpointing={"save_period": 30})))
+    command = [*PACELINE, "up", str(file), "--directory", str(directory), "--port", "0", "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as up:
+        assert up.stdout is not None
+        for line in up.stdout:
+            event = json.loads(line)
+            if event["kind"] == "step" and event["content"]["step"] >= 2:
+                break
+        up.send_signal(signal.SIGTERM)
+        _, said = up.communicate(timeout=DEADLINE_S)
+    assert up.returncode == 130, said
+    assert "is killed" not in said
+    assert "goes on with what is open" in said
+
+    steps = check_drained(directory, "test-1")
+    assert 3 <= steps < 30
+    go_on(directory, "test-1", steps)
