@@ -26,6 +26,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_collectively
 from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
 
+from learner.adapter import has_adapter, is_part_of_adapter
 from learner.checkpoint_manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -161,7 +163,7 @@ def load(
     if ranks == manifest.world_size:
         state["rng"] = {str(rank): _generators(model)}
     read_state(path, state)
-    set_model_state_dict(model, state["model"])
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not has_adapter(model)))
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     if critic is not None:
@@ -241,7 +243,10 @@ def prune(directory: Location, keep: Collection[str]) -> list[str]:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    weights = get_model_state_dict(model)
+    if has_adapter(model):  # the base is where it came from
+        weights = {name: tensor for name, tensor in weights.items() if is_part_of_adapter(name)}
+    state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
         fresh = not optimizer.state
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)

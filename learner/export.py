@@ -22,9 +22,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from learner.adapter import adapter_weights, add_adapter, export_adapter, is_part_of_adapter
 from learner.checkpoint import Location, read_state, verify
+from learner.gather import gather_merged
 from paceline.errors import Conflict, InvalidInput
 from paceline.prompts import padding_token_id
+from paceline.spec import PolicySection
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -79,40 +82,64 @@ def export_checkpoint(
     directory: Path,
     *,
     expected_sha256: str,
-    model_name: str,
-    tokenizer_name: str | None = None,
+    policy: PolicySection,
     dtype: torch.dtype | None = None,
     scoring: bool = False,
+    adapter_only: bool = False,
 ) -> Path:
     """The same from a checkpoint's folder, in one process and without a process group.
 
-    Host memory must hold the float32 weights. Raises also what `learner.checkpoint.verify` raises.
+    An adapter is merged into its base; with `adapter_only` it is written alone, as peft has it. Host memory must hold
+    the float32 weights. Raises also what `learner.checkpoint.verify` raises.
     """
-    tensors = checkpoint_weights(checkpoint, expected_sha256, model_name, scoring=scoring)
+    if adapter_only:
+        check_has_adapter(policy)
+        adapter = adapter_weights(_adapted_model(checkpoint, expected_sha256, policy))
+        return export_adapter(directory, adapter, policy.lora_cfg, policy.model_name)
+    tensors = checkpoint_weights(checkpoint, expected_sha256, policy, scoring=scoring)
     return export_pretrained(
         directory,
         tensors,
-        model_name=model_name,
-        tokenizer_name=tokenizer_name,
+        model_name=policy.model_name,
+        tokenizer_name=policy.tokenizer_name,
         dtype=dtype,
         scoring=scoring,
     )
 
 
+def check_has_adapter(policy: PolicySection) -> None:
+    """Raises InvalidInput for a run that trains no adapter."""
+    if not policy.lora_cfg.enabled:
+        raise InvalidInput("the run trains no adapter (policy.lora_cfg.enabled is false); export the model")
+
+
 def checkpoint_weights(
-    checkpoint: Location, expected_sha256: str, model_name: str, *, scoring: bool = False
+    checkpoint: Location, expected_sha256: str, policy: PolicySection, *, scoring: bool = False
 ) -> dict[str, torch.Tensor]:
     """The whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
 
-    Raises what `learner.checkpoint.verify` raises.
+    An adapter is merged into its base. Raises what `learner.checkpoint.verify` raises.
     """
+    if policy.lora_cfg.enabled:
+        return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))
     verify(checkpoint, expected_sha256)
     wanted = {
         name: torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in _skeleton(model_name, scoring).state_dict().items()
+        for name, tensor in _skeleton(policy.model_name, scoring).state_dict().items()
     }
     read_state(checkpoint, {"model": wanted})
     return wanted
+
+
+def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySection) -> PreTrainedModel:
+    """The base with the checkpoint's adapter."""
+    verify(checkpoint, expected_sha256)
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_pretrained(policy.model_name, dtype=torch.float32)
+    add_adapter(model, policy.lora_cfg, seed=0)
+    state = {name: tensor for name, tensor in model.state_dict().items() if is_part_of_adapter(name)}
+    read_state(checkpoint, {"model": state})
+    return model
 
 
 def compare_weights(

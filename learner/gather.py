@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from learner.adapter import adapter_weights, has_adapter, merged_state
 from paceline.flat_weights import empty_flat, views
 from paceline.weights import TensorPlan, WeightManifest
 
@@ -27,13 +28,24 @@ WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The whole state dict on rank 0, in host memory (pinned when the model is on a GPU); empty on other ranks.
+    """All that is published, whole, on rank 0, in host memory (pinned when the model is on a GPU); empty on other ranks.
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
     `paceline.flat_weights.plan` does, so a publisher sends them without another copy.
     """
-    tensors = named_weights(model)
+    return _gather(named_weights(model), dtype)
+
+
+def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole state dict as the architecture has it, an adapter merged into its base. Otherwise like `gather_weights`."""
+    if not has_adapter(model):
+        return gather_weights(model, None)
+    whole = _gather(_state(model), None)
+    return merged_state(model, whole) if whole else {}
+
+
+def _gather(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     wanted = is_first_rank()
     gathered = _allocate(tensors, dtype) if wanted else {}
     sharded: list[tuple[str, DTensor]] = []
@@ -130,7 +142,12 @@ def _row_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by their unwrapped names; tied names give the identical object."""
+    """What is published, by the names that travel: the adapter alone where the model has one, else parameters and
+    persistent buffers by their unwrapped names. Tied names give the identical object."""
+    return adapter_weights(model) if has_adapter(model) else _state(model)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     return {unwrapped(name): tensor for name, tensor in state.items()}
 

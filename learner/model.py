@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from learner.adapter import add_adapter
 from learner.attention import IMPLEMENTATION
 from learner.batch import PackedRow
 from learner.collectives import world_size
@@ -38,15 +39,20 @@ from paceline.prompts import load_tokenizer
 from paceline.spec import PolicySection, RunSpec
 
 
-def load_policy(policy: PolicySection, device: torch.device) -> PreTrainedModel:
+def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> PreTrainedModel:
     """The model to train, with float32 masters, on `device`, sharded over the default process group if there is one.
+
+    With policy.lora_cfg it is frozen and has an adapter, whose first values follow from `seed`.
 
     Every rank reads the checkpoint by itself, in full: host memory must hold one float32 copy for each rank.
 
     Raises:
         InvalidInput: no such folder or hub name, or an architecture whose forward cannot be packed.
     """
-    return _prepared(_load(policy.model_name, torch.float32), policy, device)
+    model = _load(policy.model_name, torch.float32)
+    if policy.lora_cfg.enabled:
+        add_adapter(model, policy.lora_cfg, seed)
+    return _prepared(model, policy, device)
 
 
 def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrainedModel:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from learner.adapter import adapter_off
 from learner.batch import PackedRow, TrainSequence, Verdict, pack_row
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from learner.critic import Critic
@@ -48,13 +49,17 @@ class Trainer:
         self.spec = spec
         self.device = device
         self.world_size = world_size()
-        load = load_reward_model if spec.algorithm == "rm" else load_policy
-        self.model: PreTrainedModel = load(spec.policy, device)
+        self.model: PreTrainedModel = (
+            load_reward_model(spec.policy, device)
+            if spec.algorithm == "rm"
+            else load_policy(spec.policy, device, spec.seed)
+        )
         self.reference: PreTrainedModel | None = None
         if spec.algorithm == "distillation":
             self.reference = load_teacher(spec, device)
         elif needs_reference(spec):
-            self.reference = load_reference(spec.policy, device)
+            lora = spec.policy.lora_cfg.enabled
+            self.reference = self.model if lora else load_reference(spec.policy, device)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
         self.critic = Critic(spec, device) if spec.uses_value_model else None
         self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
@@ -116,10 +121,12 @@ class Trainer:
         measured = [s for s in held_out if s.verdict is not None and s.verdict.mismatched]
         examples = [s for s in held_out if s.verdict is None or not s.verdict.mismatched]
         updates = self._plan(examples, 0, [list(range(len(examples)))])
+        self.model.train(False)  # an adapter may drop inputs while it is trained
         self._ask_frozen_policies(updates)
         self._measure_batch_kl(measured, updates)
         (update,) = updates
         update.results = [self._loss(micro, update) for micro in update.micro_batches]
+        self.model.train()
         sums = self._sum_metrics(update)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -201,7 +208,7 @@ class Trainer:
             if needs_proximal(self.spec):
                 micro.proximal_N = self._logprobs(self.model, micro.row)[0]
             if self.reference is not None:
-                micro.reference_N = self._logprobs(self.reference, micro.row)[0]
+                micro.reference_N = self._reference_logprobs(micro.row)
 
     @torch.no_grad()
     def _measure_batch_kl(self, measured: Sequence[TrainSequence], updates: Sequence[Update]) -> None:
@@ -211,9 +218,7 @@ class Trainer:
         (update,) = self._plan(measured, 0, [list(range(len(measured)))])
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for micro in update.micro_batches:
-            log_ratio_N = (
-                self._logprobs(self.model, micro.row)[0] - self._logprobs(self.reference, micro.row)[0]
-            )
+            log_ratio_N = self._logprobs(self.model, micro.row)[0] - self._reference_logprobs(micro.row)
             if not micro.is_dummy:
                 total += log_ratio_N.sum(dtype=torch.float64)
         kl = sum_over_ranks(total).item() / max(update.denominators.sequences, 1)
@@ -276,6 +281,12 @@ class Trainer:
             chunk_tokens=self.spec.policy.logprob_chunk_tokens,
             entropy_gradient=entropy_gradient,
         )
+
+    def _reference_logprobs(self, row: PackedRow) -> Tensor:
+        """[N] by π_ref: a model of its own, or the policy without its adapter."""
+        assert self.reference is not None
+        with adapter_off(self.reference):
+            return self._logprobs(self.reference, row)[0]
 
     def _sum_metrics(self, update: Update) -> dict[str, float]:
         """The metric sums over micro-batches and ranks."""

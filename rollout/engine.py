@@ -108,7 +108,8 @@ class Engine(Protocol):
         """Makes its `generate` return what exists, with finish_reason `abort`. An unknown id is no error."""
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
-        """Puts `weights`, named as in the model's state_dict, in use as `version`, between two decode steps.
+        """Puts `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, where the
+        run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.lora`.
 
         Returns the pause in seconds during which no token was sampled because of it. The tensors must not change
         before it returns. A cancelled call may still take effect; `version` tells.
@@ -124,7 +125,7 @@ def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = Fa
     """The engine that `policy.generation.backend` names, for the model in `policy`, on `device`.
 
     With `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without, only the structure is
-    read from there, and `generate` is refused until `update_weights` was called.
+    read from there, and `generate` is refused until `update_weights` was called. An adapter's base is always read.
     """
     backend = spec.policy.generation.backend
     if backend == "native":

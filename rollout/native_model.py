@@ -22,6 +22,7 @@ from paceline.errors import InvalidInput
 from paceline.onednn import is_faster, product
 from paceline.spec import PolicySection
 from rollout.kv_cache import SlotCache
+from rollout.native_adapter import AdapterSlot
 
 NAMES_SHOWN = 5
 ONEDNN_ROWS = 32
@@ -31,7 +32,13 @@ ONEDNN_ROWS = 32
 class NativeModel:
     """The forward passes and the weights. Not thread-safe: one thread runs it (`check` may run in another)."""
 
-    def __init__(self, module: Any, stop_token_ids: tuple[int, ...], max_tokens: int) -> None:
+    def __init__(
+        self,
+        module: Any,
+        stop_token_ids: tuple[int, ...],
+        max_tokens: int,
+        adapter: AdapterSlot | None = None,
+    ) -> None:
         self.module = module.eval().requires_grad_(False)
         self.stop_token_ids = stop_token_ids
         """End of sequence: of the model's config, of its generation config and of the tokenizer."""
@@ -42,6 +49,7 @@ class NativeModel:
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self._parameters: dict[str, Tensor] = module.state_dict()
         self._names = _names_by_storage(self._parameters)
+        self._adapter = adapter
         self._last_R: Tensor | None = None
         module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
         if is_faster(self.device, self.dtype):
@@ -78,8 +86,12 @@ class NativeModel:
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raises InvalidInput if `weights` does not fit: an unknown or missing name, a wrong shape, a NaN.
 
-        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal.
+        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal. Where the
+        run trains an adapter, `weights` is one.
         """
+        if self._adapter is not None:
+            self._adapter.check(weights)
+            return
         _refuse("unknown weights", [name for name in weights if name not in self._parameters])
         _refuse(
             "missing weights",
@@ -107,9 +119,12 @@ class NativeModel:
     def replace(self, weights: Mapping[str, Tensor]) -> None:
         """Copies checked `weights` over the model's, in place and in the model's type."""
         with torch.no_grad():
-            for names in self._names:
-                name = next(name for name in names if name in weights)
-                self._parameters[name].copy_(weights[name], non_blocking=True)
+            if self._adapter is not None:
+                self._adapter.replace(weights)
+            else:
+                for names in self._names:
+                    name = next(name for name in names if name in weights)
+                    self._parameters[name].copy_(weights[name], non_blocking=True)
         self.synchronize()
 
     def synchronize(self) -> None:
@@ -126,7 +141,8 @@ class NativeModel:
 
 
 def load_native_model(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
-    """The model that `policy.model_name` describes; its memory is not initialised unless `load_weights`.
+    """The model that `policy.model_name` describes; its memory is not initialised unless `load_weights`, or an adapter
+    will come, whose base is what is loaded here.
 
     Raises InvalidInput: an architecture whose attention needs more than all earlier positions.
     """
@@ -141,13 +157,15 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
         precision = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     dtype = getattr(torch, precision)
     auto: Any = AutoModelForCausalLM
-    if load_weights:
+    lora = policy.lora_cfg
+    if load_weights or lora.enabled:
         module = auto.from_pretrained(policy.model_name, dtype=dtype).to(device)
     else:
         with torch.device(device), no_init_weights():
             module = auto.from_config(config, dtype=dtype)
         module.tie_weights()
-    return NativeModel(module, _stop_token_ids(policy, config, module), max_tokens)
+    slot = AdapterSlot(module, lora) if lora.enabled else None
+    return NativeModel(module, _stop_token_ids(policy, config, module), max_tokens, slot)
 
 
 def _check_attention(config: PreTrainedConfig, max_tokens: int) -> None:

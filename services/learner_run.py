@@ -9,6 +9,7 @@ trains. Nothing here waits for a rollout worker.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import threading
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from learner import checkpoint as checkpoints
+from learner.adapter import export_adapter
 from learner.batch import TrainSequence, sequences_from_groups
 from learner.channel import WeightChannel
 from learner.checkpoint_writer import CheckpointWriter
 from learner.collectives import broadcast_bytes, max_over_ranks
 from learner.examples import ExampleSource
 from learner.export import export_pretrained
-from learner.gather import gather_weights
+from learner.gather import gather_merged, gather_weights
 from learner.precomputed import precompute_reference
 from learner.trainer import Trainer
 from paceline.errors import Conflict, PacelineError, Unavailable
@@ -80,6 +82,11 @@ class LearnerRun:
         self._directory = f"{elsewhere}/{self.run_id}" if elsewhere else f"{assignment.directory}/checkpoints"
         self._writer = CheckpointWriter(self._directory, assignment.session)
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
+
+    @property
+    def spec(self) -> RunSpec:
+        """What is trained."""
+        return self._spec
 
     def train(self) -> None:
         """From the assignment to the end of the run (or of this session). Faults of the run are reported, not raised."""
@@ -401,19 +408,24 @@ class LearnerRun:
                 order.set_result(self._newest)
 
     def _export_ordered(self) -> None:
-        """One export for all orders of this moment, under the first one's name."""
+        """One export for all orders of this moment, as the first one wants it."""
         orders = self._rank.orders.take_exports()
-        name = broadcast_bytes(orders[0][0].encode() if orders else b"").decode()
-        path = self._export(Path(self._assignment.directory) / name)
+        wanted = broadcast_bytes(json.dumps(orders[0][0] if orders else []).encode())
+        name, adapter_only = json.loads(wanted)
+        path = self._export(Path(self._assignment.directory) / name, adapter_only)
         for _, order in orders:
             order.set_result(path)
 
-    def _export(self, path: Path) -> str:
+    def _export(self, path: Path, adapter_only: bool = False) -> str:
         """The current weights as a Hugging Face folder; replaces what this run exported there before."""
-        tensors = gather_weights(self._trainer.model, None)
+        model = self._trainer.model
+        tensors = gather_weights(model, None) if adapter_only else gather_merged(model)
         if self._rank.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
             policy = self._spec.policy
+            if adapter_only:
+                export_adapter(path, tensors, policy.lora_cfg, policy.model_name)
+                return str(path)
             export_pretrained(
                 path,
                 tensors,

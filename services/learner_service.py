@@ -6,10 +6,11 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
+from learner.export import check_has_adapter
 from paceline.errors import Conflict, InvalidInput
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from services.grpc_server import with_status
@@ -21,12 +22,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 ORDER_TIMEOUT_S = 600.0
 
 
+class ExportOrder(NamedTuple):
+    """What to export after the current step."""
+
+    name: str
+    """Folder under the run's directory."""
+    adapter_only: bool
+
+
 @dataclass
 class Orders:
     """What rank 0 was asked to do after the current step. Filled from the loop, taken by the main thread."""
 
     checkpoint: list[Future[tuple[str, int]]] = field(default_factory=list)
-    export: list[tuple[str, Future[str]]] = field(default_factory=list)
+    export: list[tuple[ExportOrder, Future[str]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_checkpoint(self) -> Future[tuple[str, int]]:
@@ -36,11 +45,11 @@ class Orders:
             self.checkpoint.append(future)
         return future
 
-    def ask_export(self, name: str) -> Future[str]:
+    def ask_export(self, order: ExportOrder) -> Future[str]:
         """Path of an export made after the current step."""
         future: Future[str] = Future()
         with self._lock:
-            self.export.append((name, future))
+            self.export.append((order, future))
         return future
 
     def take_checkpoints(self) -> list[Future[tuple[str, int]]]:
@@ -49,7 +58,7 @@ class Orders:
             taken, self.checkpoint = self.checkpoint, []
         return taken
 
-    def take_exports(self) -> list[tuple[str, Future[str]]]:
+    def take_exports(self) -> list[tuple[ExportOrder, Future[str]]]:
         """The export orders, once."""
         with self._lock:
             taken, self.export = self.export, []
@@ -97,9 +106,10 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         name = request.name or "export"
         if "/" in name or name.startswith("."):
             raise InvalidInput(f"name {name!r} has to be a plain folder name under the run's directory")
-        path = await asyncio.wait_for(
-            asyncio.wrap_future(self._rank.orders.ask_export(name)), ORDER_TIMEOUT_S
-        )
+        if request.adapter_only:
+            check_has_adapter(run.spec.policy)
+        order = self._rank.orders.ask_export(ExportOrder(name, request.adapter_only))
+        path = await asyncio.wait_for(asyncio.wrap_future(order), ORDER_TIMEOUT_S)
         response = learner_pb2.ExportResponse(path=path)
         response.version.session, response.version.step = run.session, run.step
         return response

@@ -57,6 +57,8 @@ class _Wiring:
         precision = spec.policy.generation_precision
         if precision == "auto":
             precision = "bfloat16" if rank.device.type == "cuda" else "float32"
+        if spec.policy.lora_cfg.enabled:
+            precision = "float32"  # an adapter is small, and its merge is rounded once, where it happens
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         place = self._weights.store
         # A store may serve many runs, and what belongs to another one must not be pruned here.

@@ -75,6 +75,18 @@ def test_the_arithmetic_specs_are_the_demos() -> None:
     assert example == demo
 
 
+def test_the_lora_recipe_is_stage_two_with_an_adapter() -> None:
+    here = EXAMPLES / "arithmetic"
+    recipe, stage_two = read_yaml(here / "lora.yaml"), read_yaml(here / "grpo.yaml")
+    assert load_spec(here / "lora.yaml").policy.lora_cfg.enabled
+    for tree in (recipe, stage_two):
+        tree.pop("name")
+        tree.pop("cluster")
+        tree["policy"].pop("optimizer")
+    recipe["policy"].pop("lora_cfg")
+    assert recipe == stage_two
+
+
 def test_the_arithmetic_example_can_be_copied_and_prepared(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(EXAMPLES / "arithmetic", folder, ignore=shutil.ignore_patterns("data", "model", "runs"))

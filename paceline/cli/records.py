@@ -120,12 +120,20 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Type of the weights; default float32."
 )
+@click.option("--adapter", is_flag=True, help="The LoRA adapter alone.")
 @directory_option
 @json_option
-def export(run: str, destination: Path, dtype: str | None, directory: Path, as_json: bool) -> None:
-    """Write the Hugging Face model folder DESTINATION from the newest complete checkpoint of RUN (id or folder)."""
+def export(
+    run: str, destination: Path, dtype: str | None, adapter: bool, directory: Path, as_json: bool
+) -> None:
+    """Write the Hugging Face model folder DESTINATION from the newest complete checkpoint of RUN (id or folder).
+
+    A LoRA adapter is merged into its base; with --adapter the folder holds it alone, as peft reads it.
+    """
     from paceline.spec_io import spec_from_yaml
 
+    if adapter and dtype:
+        raise click.UsageError("--dtype goes with whole models; an adapter is always float32")
     path, run_id = find_run(run, directory)
     with contextlib.closing(open_ledger(path)) as opened:
         spec = spec_from_yaml(opened.run(run_id)["spec_yaml"])
@@ -142,10 +150,10 @@ def export(run: str, destination: Path, dtype: str | None, directory: Path, as_j
         checkpoint["path"],
         destination,
         expected_sha256=checkpoint["sha256"],
-        model_name=spec.policy.model_name,
-        tokenizer_name=spec.policy.tokenizer_name,
+        policy=spec.policy,
         dtype=getattr(torch, dtype) if dtype else None,
         scoring=spec.algorithm == "rm",
+        adapter_only=adapter,
     )
     facts = {
         "run_id": run_id,

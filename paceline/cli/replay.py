@@ -147,9 +147,9 @@ def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
         return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
     from learner.export import checkpoint_weights, compare_weights
 
-    model_name, scoring = plan.spec.policy.model_name, plan.spec.algorithm == "rm"
-    reached = checkpoint_weights(saved["checkpoint"], saved["sha256"], model_name, scoring=scoring)
-    expected = checkpoint_weights(plan.expected["path"], plan.expected["sha256"], model_name, scoring=scoring)
+    policy, scoring = plan.spec.policy, plan.spec.algorithm == "rm"
+    reached = checkpoint_weights(saved["checkpoint"], saved["sha256"], policy, scoring=scoring)
+    expected = checkpoint_weights(plan.expected["path"], plan.expected["sha256"], policy, scoring=scoring)
     names, largest = compare_weights(reached, expected)
     return {
         "compared_with": plan.expected["path"],

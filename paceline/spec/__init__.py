@@ -9,7 +9,13 @@ from paceline.spec.data import DataSection, RewardFunctionSection
 from paceline.spec.distillation import DistillationSection
 from paceline.spec.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
 from paceline.spec.loss import LossSection
-from paceline.spec.policy import GenerationSection, OptimizerSection, PolicySection, SchedulerSection
+from paceline.spec.policy import (
+    GenerationSection,
+    LoraSection,
+    OptimizerSection,
+    PolicySection,
+    SchedulerSection,
+)
 from paceline.spec.run import RunSpec
 from paceline.spec.section import Section
 from paceline.spec.supervised import (
@@ -36,6 +42,7 @@ __all__ = [
     "GrpoSection",
     "KtoSection",
     "LoggerSection",
+    "LoraSection",
     "LossSection",
     "OptimizerSection",
     "OrpoSection",

@@ -79,6 +79,23 @@ class SchedulerSection(Section):
         return self
 
 
+class LoraSection(Section):
+    """Train a LoRA adapter in place of the model's own weights; docs/lora.md."""
+
+    enabled: bool = False
+    """Whether to."""
+    dim: PositiveInt = 8
+    """Rank of the adapter."""
+    alpha: PositiveInt = 32
+    """The adapter's product is scaled by alpha / dim."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the adapter's inputs, while training; for `sft` only, as every other ratio compares with a policy that has none."""
+    target_modules: tuple[str, ...] = ()
+    """Last parts of the names of the layers to adapt (`q_proj` …); empty means every linear layer below the LM head."""
+    exclude_modules: tuple[str, ...] = ()
+    """Of those, names that are left alone."""
+
+
 class GenerationSection(Section):
     """How completions are sampled and by which engine."""
 
@@ -159,9 +176,28 @@ class PolicySection(Section):
     """Keep parameters and optimizer state in host memory."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time in the LM head."""
+    lora_cfg: LoraSection = LoraSection()
+    """An adapter in place of the model's own weights."""
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer."""
     scheduler: SchedulerSection = SchedulerSection()
     """The learning-rate schedule."""
     generation: GenerationSection = GenerationSection()
     """Sampling and engine."""
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> PolicySection:
+        lora = self.lora_cfg
+        if not lora.enabled:
+            return self
+        if lora.dropout and self.activation_checkpointing:
+            raise ValueError(
+                f"lora_cfg.dropout {lora.dropout} with activation_checkpointing true: the recomputation would draw "
+                "another mask than the forward pass; set one of them to 0 or false"
+            )
+        if self.generation.backend == "vllm":
+            raise ValueError(
+                "lora_cfg.enabled is true and generation.backend is 'vllm', which takes whole weights only so far; "
+                "use 'native', or train without an adapter"
+            )
+        return self

@@ -85,6 +85,7 @@ class RunSpec(Section):
     def _check(self) -> RunSpec:
         self._check_schedule()
         self._check_best_metric()
+        self._check_lora()
         if self.examples is None:
             self._check_grpo()
             if self.algorithm == "distillation":
@@ -150,6 +151,21 @@ class RunSpec(Section):
         if self.sft.loss_mask == "assistant" and self.data.messages_key is None:
             raise ValueError(
                 "sft.loss_mask is 'assistant', but data.messages_key is not set; name the column with the conversations"
+            )
+
+    def _check_lora(self) -> None:
+        lora = self.policy.lora_cfg
+        if not lora.enabled:
+            return
+        if self.algorithm == "rm":
+            raise ValueError(
+                "policy.lora_cfg.enabled true with algorithm rm: the score head is new and would stay as it was "
+                "drawn; train the reward model whole"
+            )
+        if self.algorithm != "sft" and lora.dropout:
+            raise ValueError(
+                f"policy.lora_cfg.dropout {lora.dropout} with algorithm {self.algorithm}: its ratio compares two "
+                "policies, of which only one would drop inputs; set it to 0"
             )
 
     def _check_grpo(self) -> None:

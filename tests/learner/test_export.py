@@ -76,13 +76,13 @@ def test_checkpoint_exports_without_a_process_group(trainer: Trainer, tmp_path: 
         saved.path,
         tmp_path / "export",
         expected_sha256=saved.manifest_sha256,
-        model_name=policy_of(trainer),
+        policy=trainer.spec.policy,
         dtype=torch.bfloat16,
     )
     assert torch.equal(logits(loaded(folder, torch.bfloat16)), expected_logits(trainer, torch.bfloat16))
     with pytest.raises(Conflict, match="expected was"):
         export_checkpoint(
-            saved.path, tmp_path / "other", expected_sha256="0" * 64, model_name=policy_of(trainer)
+            saved.path, tmp_path / "other", expected_sha256="0" * 64, policy=trainer.spec.policy
         )
 
 

@@ -62,7 +62,8 @@ def test_two_ranks_equal_one(name: str, model: Path, two_ranks: Path) -> None:
         assert sharded.keys() == tensors.keys()
         for key, tensor in tensors.items():
             if key.startswith("grad."):
-                assert tensor.abs().max() > 0, key
+                # B starts at zero, so A has no gradient in the first update.
+                assert (tensor.abs().max() > 0) == ("lora_A" not in key), key
                 torch.testing.assert_close(sharded[key], tensor, rtol=1e-4, atol=1e-5)
 
 

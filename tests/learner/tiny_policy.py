@@ -111,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"loss_fn": {"preset": "reinforce_pp", "reference_policy_kl_penalty": 0.5}},
     "ppo": {"loss_fn": {"preset": "ppo", **KL_IN_REWARD}, "num_updates_per_step": 2},
     "checkpointing": {"activation_checkpointing": True},
+    "lora": {"lora_cfg": {"enabled": True, "dim": 3}, "loss_fn": {"reference_policy_kl_penalty": 0.5}},
     "sft": {"algorithm": "sft"},
     "dpo": {"algorithm": "dpo"},
     "dpo_ipo_sft": {
@@ -180,6 +181,9 @@ def run_case(
 
     def keep_gradients(prefix: str, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None
+                continue
             assert parameter.grad is not None
             tensors.setdefault(f"grad.{prefix}{name}", whole(parameter.grad).clone())
 

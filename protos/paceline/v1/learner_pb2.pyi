@@ -120,16 +120,22 @@ class ExportRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    ADAPTER_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Folder under the run's directory; empty means export/."""
+    adapter_only: _builtins.bool
+    """The LoRA adapter alone, as peft reads it, in place of the model with the adapter merged. INVALID_ARGUMENT for a run
+    without one.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        adapter_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_only", b"adapter_only", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

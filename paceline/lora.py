@@ -1,0 +1,70 @@
+"""What learner and rollout workers agree on about adapters: names on the wire, the merge, and that the base is one.
+
+A LoRA adapter (Hu et al. 2021, arXiv 2106.09685) adds to the weight W of a linear layer the product of two thin
+matrices, W' = W + (alpha/dim)·B·A, and only A and B are trained. The learner publishes A and B alone; whoever samples
+has W from the same `policy.model_name`. Names are those of peft's adapter files, so that what travels is what
+`PeftModel.from_pretrained` and other engines read.
+
+Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank (`dim`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from paceline.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "base_model.model."
+A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+FINGERPRINT = "base_fingerprint"
+"""Name of the [8] uint8 tensor that travels with an adapter: `fingerprint` of the base that it was trained on."""
+
+
+def wire_names(module: str) -> tuple[str, str]:
+    """Names of A and B of the linear layer `module`, by its name in the Hugging Face model."""
+    return f"{PREFIX}{module}{A_SUFFIX}", f"{PREFIX}{module}{B_SUFFIX}"
+
+
+def pairs(adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(layer, A [R, I], B [O, R]) of every adapted layer. Raises InvalidInput for names that are no adapter's."""
+    for name, a_RI in adapter.items():
+        if name == FINGERPRINT or name.endswith(B_SUFFIX):
+            continue
+        module = name.removeprefix(PREFIX).removesuffix(A_SUFFIX)
+        name_a, name_b = wire_names(module)
+        if name != name_a or name_b not in adapter:
+            raise InvalidInput(
+                f"tensor {name!r} is not one of a pair {PREFIX}<layer>{A_SUFFIX} and {B_SUFFIX}; the run trains "
+                "LoRA (policy.lora_cfg), so an adapter has to come"
+            )
+        yield module, a_RI, adapter[name_b]
+
+
+def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
+    """[O, I] W + scaling·B·A, computed in float32 and rounded once, to W's type."""
+    a_RI, b_OR = a_RI.to(weight_OI.device).float(), b_OR.to(weight_OI.device).float()
+    return (weight_OI.float() + (b_OR @ a_RI) * scaling).to(weight_OI.dtype)
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> Tensor:
+    """[8] uint8 that two bases share if their weights are the same: XXH3 over names and bytes, rounded to bfloat16.
+
+    Rounded, since one side may have read the same files in another precision. Tied weights count once.
+    """
+    import torch
+    import xxhash
+
+    digest, seen = xxhash.xxh3_64(), set()
+    for name in sorted(state):
+        tensor = state[name]
+        if tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        wire = tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+        digest.update(wire.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
