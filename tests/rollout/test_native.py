@@ -232,6 +232,33 @@ def test_recomputation_in_several_passes(
         np.testing.assert_allclose(completion.logprobs[8:], expected[8:], atol=1e-4)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+async def test_the_spec_says_whether_keys_and_values_are_recomputed(
+    make_model: Callable[..., Any],
+    make_spec: Callable[..., RunSpec],
+    start_engine: Callable[[RunSpec], Engine],
+    reference_logprobs: Any,
+    until: Any,
+    recompute: bool,
+) -> None:
+    old, new = make_model(), make_model(seed=1)
+    spec = make_spec(old, async_grpo={"recompute_kv_cache_after_weight_updates": recompute})
+    engine = start_engine(spec)
+    await engine.update_weights(FIRST, old.state_dict())
+    running = asyncio.create_task(engine.generate(ask("running", 2000, 1)))
+    await until(lambda: engine.num_running == 1)
+    await engine.update_weights(Version(1, 1), new.state_dict())
+    # A prompt that was computed under the old weights is computed again under the new ones, whatever is chosen.
+    again = await engine.generate(ask("again", 10, 2))
+    assert np.abs(again.logprobs - reference_logprobs(new, PROMPT, again)).max() < 1e-4
+    engine.abort("running")
+    completion = await running
+    assert [span.step for span in completion.spans] == [FIRST.step, 1]
+    start = completion.spans[1].start
+    off = np.abs(completion.logprobs - reference_logprobs(new, PROMPT, completion))[start:].max()
+    assert (off < 1e-4) == recompute
+
+
 async def test_logits_that_overflow_fail_their_requests_and_leave_nothing_behind(
     make_model: Callable[..., Any],
     make_spec: Callable[..., RunSpec],

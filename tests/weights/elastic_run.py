@@ -30,7 +30,7 @@ from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from protos.paceline.v1.common_pb2 import Role
 
 HERE = Path(__file__).parent
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 """For anything that must happen; what takes longer is called a hang."""
 PROMPT = "07+45="
 LOGPROB_TOLERANCE = 2e-4

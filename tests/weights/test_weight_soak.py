@@ -23,7 +23,7 @@ def test_three_rounds_of_each_fault_and_a_dead_learner_rank(tmp_path: Path) -> N
     with ElasticRun(tmp_path, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S) as run:
         soak = Soak(run)
         soak.begin()
-        for signal_name in ("SIGKILL", "SIGSTOP", "SIGKILL"):
+        for signal_name in ("SIGKILL", "SIGKILL", "SIGSTOP"):
             one = soak.receivers(PHASES, signal_name)
             assert harmless(one), one
             assert any(what.startswith(("suspected", "expelled")) for what in one.told), one
