@@ -191,8 +191,9 @@ def as_text(table: dict[str, dict[str, float]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in table.items():
+        error = f" ± {100 * row['standard_error']:.1f}" if row["seeds"] > 1 else ""
         lines.append(
-            f"| `{name}` | {row['seeds']:.0f} | {row['before']:.1%} | {row['after']:.1%} ± {100 * row['standard_error']:.1f} | "
+            f"| `{name}` | {row['seeds']:.0f} | {row['before']:.1%} | {row['after']:.1%}{error} | "
             f"{row['lowest']:.1%} | {100 * row['below_age_0']:.1f} | {row['reward_at_60']:.1%} | {row['age']:.1f} | "
             f"{row['effective_sample_size']:.3f} | {row['seconds']:.0f} |"
         )
