@@ -5,6 +5,9 @@
 Collective channel: bringing one version to all receivers, until they have compared its checksums, against a raw gloo
 broadcast of the same bytes; and the pause that the sampler sees against one copy of the weights in memory; in turns in
 one run. Receivers are processes with a native engine each. Sizes that do not fit in half of the free memory are skipped and said so.
+
+Delta channel: bytes and seconds of a version over Adam steps, and whether each of them is read back bit for bit
+(benchmarks/weights/delta.py says what the weights and the gradients are). `--sizes ""` leaves the collective channel out.
 Results: docs/performance.md.
 """
 
@@ -22,7 +25,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import psutil
-from weights import collective
+from weights import collective, delta
 from weights.models import SHAPES
 
 COPIES = 3
@@ -37,11 +40,15 @@ def main() -> None:
     parser.add_argument("--sizes", default="1M,10M,50M,100M", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--receivers", default="1,2", help="numbers of receivers, 1 to 8")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--delta-sizes", default="50M", help="sizes for the delta channel; empty for none")
+    parser.add_argument("--lrs", default="1e-6,2e-6,3e-6", help="learning rates for the delta channel")
+    parser.add_argument("--versions", type=int, default=50, help="deltas at each learning rate")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": _machine()}
     with tempfile.TemporaryDirectory(prefix="paceline-weights-") as name:
         result |= _collective(Path(name), options)
+        result |= _delta(Path(name), options)
     result["load_average_after"] = os.getloadavg()[0]
     if options.json:
         json.dump(result, sys.stdout)
@@ -50,7 +57,7 @@ def main() -> None:
 
 def _collective(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     rows = []
-    for size in options.sizes.split(","):
+    for size in filter(None, options.sizes.split(",")):
         for receivers in map(int, options.receivers.split(",")):
             needed = _bytes(size) * (2 + COPIES * receivers)
             if needed > psutil.virtual_memory().available / 2:
@@ -69,6 +76,25 @@ def _collective(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         "collective": rows,
         "collective_fraction_of_raw": min((row["fraction_of_raw"] for row in large), default=None),
         "sampler_pause_over_memcpy": max((row["pause_over_memcpy"] for row in large), default=None),
+    }
+
+
+def _delta(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for size in filter(None, options.delta_sizes.split(",")):
+        for lr in map(float, options.lrs.split(",")):
+            row = delta.measure(directory, size, lr, options.versions)
+            rows.append(row)
+            print(
+                f"{size:>5} {row['bytes'] / 1e6:8.1f} MB at lr {lr:.0e}: {row['versions']} versions bit-identical, payload "
+                f"{row['payload_fraction_mean']:.2%} of the model (at most {row['payload_fraction_max']:.2%}), written "
+                f"{row['write_s']:.3f} s after staging, read in {row['read_s']:.3f} s",
+                file=sys.stderr,
+            )
+    fractions = [row["payload_fraction_mean"] for row in rows]
+    return {
+        "delta": rows,
+        "delta_payload_fraction_mean": sum(fractions) / len(fractions) if fractions else None,
     }
 
 

@@ -18,7 +18,7 @@ def round_trip(base_N: np.ndarray, new_N: np.ndarray) -> int:
     changed_K = changed_positions(base_N, new_N)
     data = encode(base_N, new_N, changed_K)
     positions_K, values_K = decode(data, base_N)
-    np.testing.assert_array_equal(positions_K, changed_K)
+    np.testing.assert_array_equal(np.sort(positions_K), changed_K)
     applied_N = base_N.copy()
     for _ in range(2):
         applied_N[positions_K] = values_K
@@ -81,7 +81,7 @@ def test_a_byte_that_is_cut_or_added_is_refused() -> None:
         data[:-1],
         data + b"\0",
         b"\x09" + data[1:],
-        data[:1] + bytes(8) + data[9:],
+        data[:1] + b"\xff" * 8 + data[9:],
     ):
         with pytest.raises(WireError, match="is no delta"):
             decode(broken, base_N)
