@@ -7,7 +7,7 @@ from typing import Literal
 
 from paceline.groups import FloatArray
 
-FailureKind = Literal["raised", "timeout", "died", "invalid"]
+FailureKind = Literal["raised", "timeout", "died", "invalid", "unavailable"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class RewardFailure:
     """The function's label."""
     kind: FailureKind
     """`raised` an exception; `timeout`: passed its time limit; `died`: its process ended; `invalid`: cannot take the data
-    set's columns, or returned something else than a finite number or None for each completion."""
+    set's columns, or returned something else than a finite number or None for each completion; `unavailable`: what it
+    calls could not be reached (ConnectionError, TimeoutError, an unknown host), which says nothing about the group."""
     message: str
     """One line for people: what happened and where, the function's name included."""
 

@@ -168,9 +168,10 @@ def _failure(function: RewardFunctionSection, kind: FailureKind, what: str) -> R
 
 
 def _failure_in(function: RewardFunctionSection, reply: dict[str, Any]) -> RewardFailure | None:
-    for kind in ("raised", "invalid"):
+    kinds: tuple[FailureKind, ...] = ("raised", "invalid", "unavailable")
+    for kind in kinds:
         if kind in reply:
-            return _failure(function, "raised" if kind == "raised" else "invalid", str(reply[kind]))
+            return _failure(function, kind, str(reply[kind]))
     return None
 
 

@@ -93,10 +93,24 @@ def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner)
     except BaseException as error:  # sys.exit() in a function is a failure of the function too
         traceback.print_exc()
         description = describe_error(error, loaded.path)
+        if _is_unreachable(error):
+            return {"unavailable": f"could not reach something: {description}"}
         if _is_out_of_memory(error):
             limit_mb = loaded.memory_bytes >> 20
             return {"raised": f"ran out of memory, memory_mb is {limit_mb}: {description}", "worn": True}
         return {"raised": f"raised {description}", "worn": False}
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether a connection is at the bottom of it: a fault of what the function calls, not of it or of the data."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
+            return True
+        seen.add(id(error))
+        reason = getattr(error, "reason", None)  # urllib's URLError keeps the cause there
+        error = reason if isinstance(reason, BaseException) else error.__cause__ or error.__context__
+    return False
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -38,6 +38,8 @@ TASK_WAIT_S = 10.0
 PREFETCH = 8
 """Tasks that are held for each process, so that none waits for a round trip to the exchange."""
 
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -55,6 +57,8 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._scored = 0
+        self._unavailable = 0
+        """Tasks in a row whose functions could not reach what they call."""
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
@@ -132,6 +136,10 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
             else:
                 if result.failure is not None:
                     score.error = result.failure.message
+                    if result.failure.kind == "unavailable":
+                        score.handed_back = True
+                        await self._pause(self._unavailable)
+                    self._unavailable = self._unavailable + 1 if score.handed_back else 0
                 elif result.rewards_CF is not None:
                     score.rewards.extend(result.rewards_CF.ravel().tolist())
                     score.functions.extend(reward.label for reward in spec.rewards)
@@ -144,6 +152,12 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
             )
             await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
         self._scored += 1
+
+    async def _pause(self, failures: int) -> None:
+        """Before such a task goes back: whatever does not answer is not asked for the next one at once."""
+        pause_s = min(FIRST_PAUSE_S * 2.0**failures, MAX_PAUSE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     async def _run_functions(self, runner: RewardRunner, task: pb.ScoreTask, payload: bytes) -> RewardResult:
         count = len(task.texts)

@@ -32,6 +32,7 @@ from rollout.engine import Engine, GenerationRequest, SamplingParams, create_eng
 from rollout.receiver import WeightReceiver
 from rollout.store_receiver import StoreReceiver
 from services.member import Membership
+from services.stuck import until_stuck
 
 LEASE_WAIT_S = 10.0
 HAND_BACK_S = 5.0
@@ -118,6 +119,7 @@ class RolloutRun:
     async def generate_forever(self) -> None:
         """Leases and generates until cancelled, or until everything is handed back after `drain`."""
         async with asyncio.TaskGroup() as groups:
+            guard = groups.create_task(self._end_if_stuck())
             while not self._draining:
                 group_size, running = self.spec.grpo.num_generations_per_prompt, sum(self._leases.values())
                 room = (
@@ -135,6 +137,7 @@ class RolloutRun:
                 )
                 reply, payloads = await self._membership.request(request)
                 if reply.status == pb.REPLY_STATUS_STALE:
+                    guard.cancel()
                     return  # the run is over; the next assignment is on its way
                 if reply.status == pb.REPLY_STATUS_INVALID:
                     raise PacelineError(
@@ -147,7 +150,23 @@ class RolloutRun:
                     payload = payloads[lease.prefix_frame - 1] if lease.prefix_frame else None
                     self._take(lease)
                     groups.create_task(self._generate(lease, payload))
+            guard.cancel()  # from here on the drain's grace is the limit
         await self._no_guests.wait()  # the engine ends with this call; `drain` has a deadline for them
+
+    async def _end_if_stuck(self) -> None:
+        """Ends the process as a crash would: what the engine hangs on cannot be ended otherwise, and a group that was
+        there each time is found out."""
+        stall_s = self.spec.policy.generation.stall_s
+        await until_stuck(self.engine, stall_s)
+        log.critical(
+            "the engine has not answered for %.0f s (policy.generation.stall_s) with groups %s in hand; this worker ends, "
+            "so that others get them",
+            stall_s,
+            sorted(self._leases),
+        )
+        from learner.collectives import end_process
+
+        end_process(1)
 
     async def drain(self, grace_s: float) -> int:
         """No further lease; running samples may finish, then go back unfinished. Returns how many leases.

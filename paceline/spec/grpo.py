@@ -39,6 +39,9 @@ class GrpoSection(Section):
     """Drop groups whose rewards are all equal and admit others in their place."""
     max_generation_batches: PositiveInt = 10
     """Give up when this many batches' worth of groups in a row were dropped without one that could train."""
+    max_score_failures: PositiveInt = 3
+    """Attempts at scoring a group that may fail by the fault of its data or of a reward function before it is dropped;
+    those that fail because something could not be reached do not count."""
     val_period: NonNegativeInt = 0
     """Evaluate every this many steps; 0 evaluates only where val_at_start and val_at_end say so."""
     val_at_start: bool = False

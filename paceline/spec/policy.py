@@ -111,6 +111,9 @@ class GenerationSection(Section):
     """Nucleus; below 1 biases the ratio, see allow_biased_sampling."""
     top_k: NonNegativeInt = 0
     """Keep the k likeliest tokens; 0 keeps all; above 0 biases the ratio, see allow_biased_sampling."""
+    stall_s: PositiveFloat = 300.0
+    """An engine that has sequences to decode and does not answer for this long ends its worker, so that others get its
+    leases; far above the longest decode step, weight update or prefill."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the tokenizer's end of sequence."""
     allow_biased_sampling: bool = False

@@ -14,9 +14,6 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 
-MAX_SCORE_FAILURES = 3
-"""Attempts at scoring a group that may fail by the function's fault before the group is dropped."""
-
 
 def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Groups without scores, oldest place first."""
@@ -69,6 +66,8 @@ def take_result(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
         return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
     if score.handed_back:
         exchange.set_group(run, score.group_id, scorer_id=None)
+        if score.error:
+            _not_counted(exchange, run, request)
         return exchange.committed(request)
     if score.error:
         return _failed(exchange, run, request, row)
@@ -130,14 +129,26 @@ def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeReques
     )
 
 
+def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
+    """A failure of the infrastructure: the group is scored again, however often. Said after 1, 2, 4, 8 … of them."""
+    exchange.ledger.count(run.run_id, "failures:unavailable")
+    failures = exchange.ledger.counters(run.run_id)["failures:unavailable"]
+    if failures & (failures - 1) == 0:
+        exchange.notice(
+            "warning",
+            message=f"scoring group {request.score.group_id} has to wait, it is tried again ({failures} such failures "
+            f"in this run; they drop no group): {request.score.error}",
+        )
+
+
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
-    failures = row["score_failures"] + 1
+    failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures
     exchange.set_group(run, row["group_id"], scorer_id=None, score_failures=failures)
     exchange.notice(
         "warning",
-        message=f"scoring group {row['group_id']} failed ({failures} of {MAX_SCORE_FAILURES}): {request.score.error}",
+        message=f"scoring group {row['group_id']} failed ({failures} of {allowed}): {request.score.error}",
     )
-    if failures >= MAX_SCORE_FAILURES:
+    if failures >= allowed:
         exchange.drop(run, row, "reward_failed")
         if row["class"] != "train":
             evaluation.finish_if_done(exchange, run, row["class"])

@@ -28,6 +28,12 @@ def needs_missing(completions, solution):
 def scaled(completions, factor=1, **columns):
     return [factor * BONUS] * len(completions)
 
+def unreachable(completions, **columns):
+    try:
+        raise ConnectionRefusedError("port 9")
+    except OSError as error:
+        raise RuntimeError("the judge is away") from error
+
 async def waits(completions, **columns):
     await asyncio.sleep(0)
     return [2.0] * len(completions)

@@ -154,3 +154,22 @@ def test_one_group_that_can_train_starts_the_count_anew(make_world: MakeWorld) -
         reward.score(task, rewards)
     assert world.kinds("failed") == []
     assert world.row["dropped_in_a_row"] == 1
+
+
+def test_what_could_not_be_reached_never_drops_a_group_and_uses_up_no_attempt(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    for _ in range(9):
+        (task,) = reward.tasks()
+        assert (
+            reward.send(task, error="judge: connection refused", handed_back=True).reply.status == COMMITTED
+        )
+    assert world.counters["failures:unavailable"] == 9
+    assert len(world.kinds("warning")) == 4, "after 1, 2, 4 and 8 of them"
+    for _ in range(2):  # the data's own budget is untouched: it has three attempts
+        (task,) = reward.tasks()
+        assert reward.fail(task) == COMMITTED
+    (task,) = reward.tasks()
+    assert reward.score(task) == COMMITTED
+    assert world.states()[0] == "scored"

@@ -605,7 +605,9 @@ class ScoreResult(_message.Message):
     score_s: _builtins.float
     """Seconds that scoring took."""
     handed_back: _builtins.bool
-    """True when the task is handed back unscored: no fault, no attempt used up."""
+    """True when the task is handed back unscored: no fault of the group's, no attempt used up. `error` then says what was in
+    the way, if anything.
+    """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """[C, F] row by row; NaN where a function said None."""
