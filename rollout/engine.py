@@ -73,7 +73,8 @@ class GenerationRequest:
     """[P] tokens of the prompt."""
     params: SamplingParams
     seed: int
-    """With the position it determines each token's random number, whatever the batch."""
+    """It determines each token's random number, whatever the batch. After a prefix `native` goes on with the numbers that
+    an unbroken request would have had; `vllm` draws others."""
     prefix: Completion | None = None
     """An unfinished completion, handed over by a worker that drained; generation goes on from its end."""
     on_progress: Callable[[Completion], None] | None = None
@@ -96,6 +97,16 @@ class Engine(Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests that are not in the batch yet."""
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that it wants in hand now, running and waiting; may change with every step."""
+
+    async def ready(self) -> None:
+        """Waits until it can take weights. Raises EngineDied if it did not start, Unavailable if it was closed."""
+
+    async def watch(self) -> None:
+        """Waits until it is closed. Raises EngineDied as soon as it died, whether or not anybody waits for a token."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """The completion of `request`, its `text` left empty, a prefix included. Cancelling aborts the request.
@@ -133,10 +144,12 @@ def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = Fa
 
         return NativeEngine(spec, device=device, load_weights=load_weights)
     if backend == "vllm":
-        raise InvalidInput(
-            "policy.generation.backend is 'vllm', which this version does not have yet; use 'native' "
-            "(the extra `pip install paceline[vllm]` will bring it)"
-        )
+        from rollout.vllm_arguments import require_vllm
+
+        require_vllm()
+        from rollout.vllm import VllmEngine
+
+        return VllmEngine(spec, device=device, load_weights=load_weights)
     raise ValueError(f"unknown policy.generation.backend {backend!r}")
 
 

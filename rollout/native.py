@@ -10,6 +10,7 @@ and new requests for free rows. When the thread dies of an error, everyone who w
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -65,6 +66,7 @@ class NativeEngine:
         self._updates: deque[_Update] = deque()
         self._closing = False
         self._error: BaseException | None = None
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -77,6 +79,18 @@ class NativeEngine:
     def num_waiting(self) -> int:
         """Requests that are not in the batch yet."""
         return len(self._waiting)
+
+    @property
+    def capacity(self) -> int:
+        """See `Engine.capacity`: as many as the batch holds."""
+        return self.max_batch_size
+
+    async def ready(self) -> None:
+        """See `Engine.ready`: at once."""
+
+    async def watch(self) -> None:
+        """See `Engine.watch`."""
+        await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `Engine.generate`."""
@@ -254,11 +268,13 @@ class NativeEngine:
                 self._answer(self._batch.remove(list(self._batch.rows)))
             self._answer([_unstarted(row) for row in waiting])
             _resolve([(update.answer, Unavailable("the engine was closed")) for update in updates])
+            self._ended.set_result(None)
             return
         futures: list[asyncio.Future[Any]] = [*self._answers.values(), *(update.answer for update in updates)]
         self._answers.clear()
         self._by_id.clear()
         _resolve([(future, _died(error)) for future in futures])
+        self._ended.set_exception(_died(error))
 
 
 def _died(error: BaseException) -> EngineDied:

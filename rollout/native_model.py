@@ -10,21 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from paceline.errors import InvalidInput
 from paceline.onednn import is_faster, product
 from paceline.spec import PolicySection
 from rollout.kv_cache import SlotCache
+from rollout.model_layout import (
+    WeightLayout,
+    end_token_ids,
+    generation_dtype,
+    longest_sequence,
+    read_config,
+)
 from rollout.native_adapter import AdapterSlot
 
-NAMES_SHOWN = 5
 ONEDNN_ROWS = 32
 """Fewest rows of a product that oneDNN is faster for."""
 
@@ -48,7 +53,7 @@ class NativeModel:
         self.dtype: torch.dtype = module.dtype
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self._parameters: dict[str, Tensor] = module.state_dict()
-        self._names = _names_by_storage(self._parameters)
+        self._layout = WeightLayout.of(module)
         self._adapter = adapter
         self._last_R: Tensor | None = None
         module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
@@ -84,37 +89,13 @@ class NativeModel:
         return output.logits[:, -1]  # type: ignore[no-any-return]
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises InvalidInput if `weights` does not fit: an unknown or missing name, a wrong shape, a NaN.
-
-        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal. Where the
-        run trains an adapter, `weights` is one.
+        """Raises InvalidInput if `weights` does not fit, see `WeightLayout.check`; where the run trains an adapter, `weights`
+        is one.
         """
         if self._adapter is not None:
             self._adapter.check(weights)
-            return
-        _refuse("unknown weights", [name for name in weights if name not in self._parameters])
-        _refuse(
-            "missing weights",
-            [names[0] for names in self._names if not any(name in weights for name in names)],
-        )
-        for name, tensor in weights.items():
-            if tensor.shape != self._parameters[name].shape:
-                raise InvalidInput(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is "
-                    f"{tuple(self._parameters[name].shape)}; the old weights go on serving"
-                )
-            if not _is_finite(tensor):
-                raise InvalidInput(
-                    f"weight {name!r} has NaN or infinite elements; the old weights go on serving"
-                )
-        for names in self._names:
-            first, *others = (name for name in names if name in weights)
-            for other in others:
-                if not _is_equal(weights[first], weights[other]):
-                    raise InvalidInput(
-                        f"weights {first!r} and {other!r} differ, but the model ties them; was the learner's "
-                        "model loaded with tie_word_embeddings off?"
-                    )
+        else:
+            self._layout.check(weights)
 
     def replace(self, weights: Mapping[str, Tensor]) -> None:
         """Copies checked `weights` over the model's, in place and in the model's type."""
@@ -122,7 +103,7 @@ class NativeModel:
             if self._adapter is not None:
                 self._adapter.replace(weights)
             else:
-                for names in self._names:
+                for names in self._layout.tied:
                     name = next(name for name in names if name in weights)
                     self._parameters[name].copy_(weights[name], non_blocking=True)
         self.synchronize()
@@ -146,16 +127,10 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
 
     Raises InvalidInput: an architecture whose attention needs more than all earlier positions.
     """
-    config = AutoConfig.from_pretrained(policy.model_name)
-    max_tokens = min(
-        policy.max_total_sequence_length,
-        getattr(config, "max_position_embeddings", None) or policy.max_total_sequence_length,
-    )
+    config = read_config(policy)
+    max_tokens = longest_sequence(policy, config)
     _check_attention(config, max_tokens)
-    precision = policy.generation_precision
-    if precision == "auto":
-        precision = "bfloat16" if torch.device(device).type == "cuda" else "float32"
-    dtype = getattr(torch, precision)
+    dtype = generation_dtype(policy, device)
     auto: Any = AutoModelForCausalLM
     lora = policy.lora_cfg
     if load_weights or lora.enabled:
@@ -165,7 +140,8 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
             module = auto.from_config(config, dtype=dtype)
         module.tie_weights()
     slot = AdapterSlot(module, lora) if lora.enabled else None
-    return NativeModel(module, _stop_token_ids(policy, config, module), max_tokens, slot)
+    ends = end_token_ids(policy, config, module.generation_config)
+    return NativeModel(module, ends, max_tokens, slot)
 
 
 def _check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
@@ -183,46 +159,8 @@ def _check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
         )
 
 
-def _stop_token_ids(policy: PolicySection, config: PreTrainedConfig, module: Any) -> tuple[int, ...]:
-    """End-of-sequence tokens, from everywhere they are written: chat models often name them in one place only."""
-    found: set[int] = set()
-    sources = [config.eos_token_id, getattr(module.generation_config, "eos_token_id", None)]
-    folder = Path(policy.model_name)
-    bare = folder.is_dir() and not any(folder.glob("tokenizer*"))
-    if policy.tokenizer_name is not None or not bare:
-        tokenizer = AutoTokenizer.from_pretrained(policy.tokenizer_name or policy.model_name)
-        sources.append(tokenizer.eos_token_id)
-    for ids in sources:
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return tuple(sorted(found))
-
-
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """The layer's product, by oneDNN where there are enough rows."""
     if x.numel() < ONEDNN_ROWS * layer.in_features:
         return nn.functional.linear(x, layer.weight)
     return product(x, layer.weight)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether every element is finite. One sum says so at the speed of memory; only a sum that is not asks them all."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    same_bytes = (one.data_ptr(), one.shape, one.dtype) == (other.data_ptr(), other.shape, other.dtype)
-    return same_bytes or torch.equal(one, other)
-
-
-def _names_by_storage(parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names in groups that are one tensor under several names."""
-    groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for name, tensor in parameters.items():
-        groups.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
-    return list(groups.values())
-
-
-def _refuse(what: str, names: list[str]) -> None:
-    if names:
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        raise InvalidInput(f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}; the old weights go on serving")

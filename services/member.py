@@ -113,10 +113,12 @@ class Membership:
         """Queues a report; it goes out with this stream or the next."""
         await self._outbox.put(report)
 
-    async def leave(self, wait_s: float = LEAVE_WAIT_S) -> bool:
-        """Tells the coordinator; whether it ended the stream within `wait_s` seconds, having read all reports before."""
+    async def leave(self, wait_s: float = LEAVE_WAIT_S, *, reason: str = "") -> bool:
+        """Tells the coordinator, with the reason when it is a fault; whether it ended the stream within `wait_s` seconds,
+        having read all reports before.
+        """
         self._leaving.set()
-        await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave()))
+        await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave(reason=reason)))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._left.wait(), wait_s)
         return self._left.is_set()

@@ -17,7 +17,7 @@ import click
 import grpc
 import numpy as np
 
-from paceline.errors import Conflict, InvalidInput, PacelineError
+from paceline.errors import Conflict, EngineDied, InvalidInput, PacelineError
 from paceline.prompts import encode_prompt
 from paceline.spec_io import spec_from_yaml
 from paceline.tracing import set_up_tracing, shut_down_tracing
@@ -54,7 +54,9 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
-        """Works on whatever run is assigned, until cancelled. An engine that dies ends the service."""
+        """Works on whatever run is assigned, until cancelled. An engine that dies ends the service, which leaves the pool
+        with the reason; whoever started it starts it again.
+        """
         while True:
             self._changed.clear()
             assignment = self._assignment
@@ -66,7 +68,12 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             try:
                 await asyncio.wait((work, changed), return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
-                    work.result()
+                    try:
+                        work.result()
+                    except* EngineDied as died:
+                        log.error("leaving the pool: %s", reason := str(_first(died)))
+                        await self.membership.leave(reason=reason)
+                        raise
                     await self._changed.wait()
             finally:
                 changed.cancel()
@@ -87,6 +94,8 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             run = await RolloutRun.start(
                 spec, assignment, self.member_id, self.membership, self._device, self._host
             )
+        except EngineDied:
+            raise
         except PacelineError as error:
             log.error("cannot work on run %s: %s", assignment.run_id, error)
             report = worker_pb2.RunReport(run_id=assignment.run_id, error=str(error))
@@ -94,8 +103,11 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             return
         self._run = run
         try:
-            await self._report_ready()
-            await run.generate_forever()
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(run.engine.watch())
+                await self._report_ready()
+                await run.generate_forever()
+                watch.cancel()
         finally:
             self._run = None
             await run.close()
@@ -196,6 +208,14 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
     @with_status
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.DrainResponse:
         return rollout_pb2.DrainResponse(returned=await self.drain(request.grace_s))
+
+
+def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
+    """The first error in a group of groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParams:

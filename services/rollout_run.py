@@ -8,6 +8,7 @@ threads and are swapped in by the engine between two decode steps.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -38,6 +39,8 @@ LEASE_WAIT_S = 10.0
 HAND_BACK_S = 5.0
 """What a drain keeps of its grace for handing back what did not finish."""
 
+CAPACITY_S = 0.5
+"""Seconds between two looks at the engine's capacity while there is no room."""
 log = logging.getLogger(__name__)
 
 
@@ -99,10 +102,15 @@ class RolloutRun:
     ) -> RolloutRun:
         """Loads tokenizer and engine; weights come later, to `host`, this machine's address for the learner.
 
-        Raises InvalidInput for a model that cannot be used.
+        Raises InvalidInput for a model that cannot be used, EngineDied when the engine did not start.
         """
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
         engine = await asyncio.to_thread(create_engine, spec, device=device)
+        try:
+            await engine.ready()
+        except BaseException:
+            await engine.close()
+            raise
         return cls(spec, assignment.run_id, member_id, membership, engine, tokenizer, host)
 
     @property
@@ -122,12 +130,12 @@ class RolloutRun:
             guard = groups.create_task(self._end_if_stuck())
             while not self._draining:
                 group_size, running = self.spec.grpo.num_generations_per_prompt, sum(self._leases.values())
-                room = (
-                    self.engine.max_batch_size + group_size - running
-                )  # one group waits, so that no slot stays empty
+                # One group waits, so that no slot stays empty.
+                room = self.engine.capacity + group_size - running
                 if room < group_size and running:
                     self._room.clear()
-                    await self._room.wait()
+                    with contextlib.suppress(TimeoutError):  # the capacity may have grown with nobody ending
+                        await asyncio.wait_for(self._room.wait(), CAPACITY_S)
                     continue
                 request = pb.ExchangeRequest(
                     run_id=self.run_id,

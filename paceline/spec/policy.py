@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.vllm import VllmSection, check_vllm_kwargs
 
 SchedulerName = Literal[
     "constant",
@@ -119,11 +120,11 @@ class GenerationSection(Section):
     allow_biased_sampling: bool = False
     """Accept top_p, top_k and min_new_tokens although the learner's log-probabilities do not repeat their masks."""
     max_batch_size: PositiveInt = 64
-    """Sequences that one `native` engine decodes at a time."""
-    vllm_cfg: dict[str, Any] = {}
-    """Settings of the vLLM engine that Paceline interprets (tensor_parallel_size, gpu_memory_utilization …)."""
+    """Sequences that one engine decodes at a time at most; with vLLM the KV cache may hold fewer."""
+    vllm_cfg: VllmSection = VllmSection()
+    """The vLLM engine: parallelism and memory."""
     vllm_kwargs: dict[str, Any] = {}
-    """Further engine arguments, handed to vLLM as they are."""
+    """Further engine arguments, handed to vLLM as they are (`vllm.AsyncEngineArgs` lists them)."""
 
     @model_validator(mode="after")
     def _check(self) -> GenerationSection:
@@ -131,8 +132,9 @@ class GenerationSection(Section):
             raise ValueError(
                 f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
             )
-        if self.backend != "vllm" and (self.vllm_cfg or self.vllm_kwargs):
-            given = "vllm_cfg" if self.vllm_cfg else "vllm_kwargs"
+        check_vllm_kwargs(self.vllm_kwargs)
+        if self.backend != "vllm" and (self.vllm_cfg != VllmSection() or self.vllm_kwargs):
+            given = "vllm_kwargs" if self.vllm_kwargs else "vllm_cfg"
             raise ValueError(
                 f"{given} is set, but backend is {self.backend!r}, which would ignore it; remove it"
             )

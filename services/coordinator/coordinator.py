@@ -355,7 +355,8 @@ class Coordinator:
             case "publish":
                 await self._on_publish(request.publish)
             case "leave":
-                await self.leave(member, "in good order")
+                reason = request.leave.reason
+                await self.leave(member, reason or "in good order", crashed=bool(reason))
 
     def _assign(self, member: Member) -> None:
         """Puts a rollout or reward worker on the active run."""

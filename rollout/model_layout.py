@@ -1,0 +1,142 @@
+"""What an engine has to know of a model before it has any weights: the tensors it takes, its limits, its end tokens.
+
+Both engines check new weights by the same rules, so that what one accepts the other accepts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from paceline.errors import InvalidInput
+from paceline.spec import PolicySection
+
+NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Names and shapes of a model's tensors."""
+
+    shapes: dict[str, torch.Size]
+    tied: list[list[str]]
+    """The names in groups that are one tensor under several names; most groups have one."""
+    architecture: str
+    """Name of the model's class."""
+    vocab_size: int
+
+    @classmethod
+    def of(cls, module: Any) -> WeightLayout:
+        """The layout of `module`, which may be on the meta device."""
+        shapes: dict[str, torch.Size] = {}
+        groups: dict[int, list[str]] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            shapes[name] = tensor.shape
+            groups.setdefault(id(tensor), []).append(name)
+        vocab_size = module.get_input_embeddings().weight.shape[0]
+        return cls(shapes, list(groups.values()), type(module).__name__, vocab_size)
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises InvalidInput if `weights` does not fit: an unknown or missing name, a wrong shape, a NaN.
+
+        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal.
+        """
+        _refuse("unknown weights", [name for name in weights if name not in self.shapes])
+        _refuse(
+            "missing weights",
+            [names[0] for names in self.tied if not any(name in weights for name in names)],
+        )
+        for name, tensor in weights.items():
+            if tensor.shape != self.shapes[name]:
+                raise InvalidInput(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is "
+                    f"{tuple(self.shapes[name])}; the old weights go on serving"
+                )
+            if not _is_finite(tensor):
+                raise InvalidInput(
+                    f"weight {name!r} has NaN or infinite elements; the old weights go on serving"
+                )
+        for names in self.tied:
+            first, *others = (name for name in names if name in weights)
+            for other in others:
+                if not _is_equal(weights[first], weights[other]):
+                    raise InvalidInput(
+                        f"weights {first!r} and {other!r} differ, but the model ties them; was the learner's "
+                        "model loaded with tie_word_embeddings off?"
+                    )
+
+    def completed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Checked `weights` under all names: tied ones that were left out are the same tensors."""
+        return {
+            name: next(weights[alias] for alias in (name, *names) if alias in weights)
+            for names in self.tied
+            for name in names
+        }
+
+
+def meta_layout(config: PreTrainedConfig) -> WeightLayout:
+    """The layout of the model that `config` describes, without any memory for it."""
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        module = auto.from_config(config)
+    module.tie_weights()
+    return WeightLayout.of(module)
+
+
+def read_config(policy: PolicySection) -> PreTrainedConfig:
+    """The config of `policy.model_name`."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(policy.model_name)
+    return config
+
+
+def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
+    """Most tokens of prompt and completion together: what the run allows and the model can."""
+    return min(
+        policy.max_total_sequence_length,
+        getattr(config, "max_position_embeddings", None) or policy.max_total_sequence_length,
+    )
+
+
+def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
+    """The type of the engine's weights; auto is bfloat16 on CUDA and float32 elsewhere."""
+    precision = policy.generation_precision
+    if precision == "auto":
+        precision = "bfloat16" if torch.device(device).type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, precision)
+    return dtype
+
+
+def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
+    """End-of-sequence tokens, from everywhere they are written: chat models often name them in one place only."""
+    found: set[int] = set()
+    sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
+    folder = Path(policy.model_name)
+    bare = folder.is_dir() and not any(folder.glob("tokenizer*"))
+    if policy.tokenizer_name is not None or not bare:
+        tokenizer = AutoTokenizer.from_pretrained(policy.tokenizer_name or policy.model_name)
+        sources.append(tokenizer.eos_token_id)
+    for ids in sources:
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether every element is finite. One sum says so at the speed of memory; only a sum that is not asks them all."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    same_bytes = (one.data_ptr(), one.shape, one.dtype) == (other.data_ptr(), other.shape, other.dtype)
+    return same_bytes or torch.equal(one, other)
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        raise InvalidInput(f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}; the old weights go on serving")

@@ -1,0 +1,162 @@
+"""Ends an engine's processes and removes what they left behind, however the process that started them ends.
+
+An engine of several processes outlives a killed owner, and shared memory outlives them all. So the owner starts a guard
+first: a bare interpreter, in a session of its own and nobody's child, that waits for the end of a pipe which only the
+owner holds. Then it kills every process that carries the engine's mark in its environment and unlinks the shared memory
+that they mapped. The promise holds for any end of the owner, SIGKILL of its whole process group included; only a killed
+guard breaks it.
+
+Run as a file, it imports nothing of ours. Linux only: it reads /proc.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+
+VARIABLE = "PACELINE_ENGINE"
+"""Environment variable that marks a process as belonging to an engine; children inherit it."""
+SHARED_MEMORY = "/dev/shm/"
+STARTING_S = 0.1
+RUNNING_S = 5.0
+"""Seconds between two looks at the processes' shared memory, until the owner says that they have started, and after."""
+KILL_S = 10.0
+"""How long killed processes may take to be gone."""
+
+
+class ProcessGuard:
+    """Start it before the engine, and the engine with `environment`; `close` when it has ended."""
+
+    def __init__(self) -> None:
+        mark = uuid.uuid4().hex
+        self.directory = tempfile.mkdtemp(prefix="paceline-")
+        """For the engine's sockets; removed with it."""
+        self.environment = {VARIABLE: mark, "SPT_NOENV": "1"}
+        """What the engine's processes need in theirs. (SPT_NOENV keeps setproctitle from overwriting the mark.)"""
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, mark, self.directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd="/",
+        )
+        assert guard.stdin is not None
+        assert guard.stdout is not None
+        self._owner, self._end = guard.stdin, guard.stdout
+        guard.wait()  # it goes on as a process of its own
+
+    def started(self) -> None:
+        """The engine's processes are all there: returns when the guard has noted their shared memory; it looks less often
+        from now on.
+        """
+        self._owner.write(b"started")
+        self._owner.flush()
+        ready, _, _ = select.select([self._end], [], [], KILL_S)
+        if ready:
+            os.read(self._end.fileno(), 1)
+
+    def close(self, timeout_s: float = 2 * KILL_S) -> bool:
+        """Has everything that is left ended and removed; whether that was seen to happen within `timeout_s`."""
+        if self._owner.closed:
+            return True
+        self._owner.close()
+        ready, _, _ = select.select([self._end], [], [], timeout_s)
+        self._end.close()
+        return bool(ready)
+
+
+class _Engine:
+    """The processes with one mark, as /proc shows them, and the shared memory seen with them."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = f"{VARIABLE}={mark}".encode()
+        self._others = set(os.listdir(SHARED_MEMORY))
+        self._files: set[str] = set()
+
+    def look(self) -> list[int]:
+        """The process ids; takes note of their shared memory."""
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        pids = [pid for pid in pids if self._mark in _read(pid, "environ").split(b"\0")]
+        for pid in pids:
+            for line in _read(pid, "maps").decode(errors="replace").splitlines():
+                name = line.partition(SHARED_MEMORY)[2].removesuffix(" (deleted)")
+                # Only what came to be in our time, and no folders: a user may keep a model there.
+                if name and "/" not in name and name not in self._others:
+                    self._files.add(name)
+        return pids
+
+    def end(self) -> None:
+        """Kills and removes. Python's resource trackers come last, they remove shared memory by themselves."""
+        deadline_s = time.monotonic() + KILL_S
+        while (pids := self.look()) and time.monotonic() < deadline_s:
+            trackers = {pid for pid in pids if b"resource_tracker" in _read(pid, "cmdline")}
+            late = time.monotonic() > deadline_s - KILL_S / 2
+            for pid in pids:
+                if pid not in trackers or late:
+                    self._kill(pid)
+            time.sleep(0.02)
+        for name in self._files:
+            with _Ignoring(OSError):
+                os.unlink(SHARED_MEMORY + name)
+
+    def _kill(self, pid: int) -> None:
+        with _Ignoring(OSError):
+            process = os.pidfd_open(pid)
+            try:
+                # Asked again with the process held: its number may have gone to another one in between.
+                if self._mark in _read(pid, "environ").split(b"\0"):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
+
+
+class _Ignoring:
+    """contextlib.suppress, without the import."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self._error = error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, self._error)
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process in /proc; empty if it is gone or somebody else's."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _guard(mark: str, directory: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if os.fork():
+        os._exit(0)
+    engine = _Engine(mark)
+    interval_s = STARTING_S
+    while True:
+        told, _, _ = select.select([0], [], [], interval_s)
+        if told and not os.read(0, 64):
+            break
+        engine.look()
+        if told:
+            interval_s = RUNNING_S
+            os.write(1, b".")
+    engine.end()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1], sys.argv[2])

@@ -1,0 +1,92 @@
+"""From a run's spec to vLLM's engine arguments and to the environment that its processes need."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from paceline.errors import InvalidInput
+from paceline.spec import PolicySection, RunSpec
+from rollout.model_layout import generation_dtype, longest_sequence
+from rollout.process_guard import ProcessGuard
+
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Default on a CPU, where vLLM would take a fraction of all memory."""
+TRANSFER = "paceline"
+"""The weight transfer that `rollout/vllm_worker.py` registers."""
+
+
+def require_vllm() -> None:
+    """Raises InvalidInput, with the remedy, where vLLM cannot run."""
+    if importlib.util.find_spec("vllm") is None:
+        raise InvalidInput(
+            "policy.generation.backend is 'vllm', but vLLM is not installed here; `pip install 'paceline[vllm]'` brings "
+            "it for GPUs, docs/vllm.md says how to get it for CPUs, and backend 'native' needs nothing"
+        )
+    if not sys.platform.startswith("linux"):
+        raise InvalidInput(f"policy.generation.backend is 'vllm', which needs Linux; this is {sys.platform}")
+
+
+def engine_arguments(
+    spec: RunSpec, config: PreTrainedConfig, architecture: str, device: str, load_weights: bool
+) -> dict[str, Any]:
+    """Arguments for `vllm.AsyncEngineArgs`, for the model that `config` describes and whose class is `architecture`.
+
+    Token ids in and out: vLLM itself needs no tokenizer.
+    """
+    policy, generation = spec.policy, spec.policy.generation
+    settings, on_cpu = generation.vllm_cfg, device == "cpu"
+    arguments: dict[str, Any] = {
+        "model": policy.model_name,
+        "skip_tokenizer_init": True,
+        "load_format": "auto" if load_weights else "dummy",
+        "dtype": str(generation_dtype(policy, device)).removeprefix("torch."),
+        "max_model_len": longest_sequence(policy, config),
+        "max_num_seqs": generation.max_batch_size,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # sampling defaults come with each request
+        "enable_prefix_caching": spec.async_grpo.recompute_kv_cache_after_weight_updates,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "data_parallel_size": settings.data_parallel_size,
+        "enforce_eager": on_cpu if settings.enforce_eager is None else settings.enforce_eager,
+        "worker_extension_cls": "rollout.vllm_worker.WorkerExtension",
+        "weight_transfer_config": {"backend": TRANSFER},
+        "seed": spec.seed,
+    }
+    if settings.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    if settings.kv_cache_memory_bytes is not None or on_cpu:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+    if arguments["enable_prefix_caching"] is False and generation.vllm_kwargs.get("enable_prefix_caching"):
+        raise InvalidInput(
+            "policy.generation.vllm_kwargs.enable_prefix_caching is true and "
+            "async_grpo.recompute_kv_cache_after_weight_updates false: the prefix cache would go on serving keys and "
+            "values of earlier weights; change one of them"
+        )
+    if not config.architectures:  # as in a config that was saved without its model
+        arguments["hf_overrides"] = {"architectures": [architecture]}
+    return {**arguments, **generation.vllm_kwargs}
+
+
+def set_environment(guard: ProcessGuard, device: str) -> None:
+    """Sets what vLLM's processes inherit; what the user has set wins, but for the guard's own."""
+    os.environ.update(guard.environment)
+    os.environ["VLLM_RPC_BASE_PATH"] = guard.directory
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if device == "cpu":
+        # nobind: several engines of one host would all be bound to the first cores. No compilation: eager is wanted,
+        # and the sampler's log-probabilities alone would take a C++ compiler and 15 s.
+        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def replicas(policy: PolicySection) -> int:
+    """Worker processes that hold weights."""
+    config = policy.generation.vllm_cfg
+    return config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size

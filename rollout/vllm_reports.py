@@ -1,0 +1,43 @@
+"""What vLLM's scheduler says after each step, for the engine's own use: a stat logger that keeps the latest numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from rollout.feeding import StepReport
+
+
+class Reports(StatLoggerBase):  # type: ignore[misc]
+    """One for each engine core (several with data parallelism). Lives on the engine's loop."""
+
+    def __init__(self, on_step: Callable[[], None], vllm_config: Any, engine_index: int = 0) -> None:
+        self._on_step = on_step
+        cache = vllm_config.cache_config
+        self.kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+        """Tokens that the KV cache holds."""
+        self.latest = StepReport(0, 0, 0.0, 0)
+        self.last_token_s = 0.0
+        """When (monotonic) a token last came out."""
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """vLLM calls it after each step's output."""
+        preempted = 0
+        if iteration_stats is not None:
+            preempted = iteration_stats.num_preempted_reqs
+            if iteration_stats.num_generation_tokens:
+                self.last_token_s = time.monotonic()
+        if scheduler_stats is not None:
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.latest = StepReport(
+                scheduler_stats.num_running_reqs, waiting, scheduler_stats.kv_cache_usage, preempted
+            )
+            self._on_step()
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""

@@ -1,0 +1,100 @@
+"""What runs of ours inside vLLM's worker processes: reading new weights, and loading them while generation is paused.
+
+vLLM imports this module in every worker, because it is named as `worker_extension_cls`, and that registers the weight
+transfer. An update has two parts. `paceline_read_weights` maps and verifies the shared memory on a thread, while the
+worker goes on decoding. Then, between `start_weight_update` and `finish_weight_update`, everything that was read is
+loaded at once, each worker taking its part of the tensors. So nothing that can fail from outside happens while the
+model is half one version and half another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from rollout.shared_weights import read_shared
+
+BACKEND = "paceline"
+"""The name by which vLLM knows the transfer."""
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing has to be agreed beforehand."""
+
+
+@dataclass
+class ReadWeights(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Load what `paceline_read_weights` has read."""
+
+
+class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: ignore[misc]
+    """See the module."""
+
+    init_info_cls = NoInit
+    update_info_cls = ReadWeights
+
+    def read(self, path: str, manifest: bytes, reader: int) -> None:
+        """Begins to map and verify; the outcome is in the receipt and in `receive_weights`."""
+        self._tensors: Future[Mapping[str, torch.Tensor]] = Future()
+
+        def run(outcome: Future[Mapping[str, torch.Tensor]]) -> None:
+            try:
+                outcome.set_result(read_shared(path, manifest, reader))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, args=(self._tensors,), name="paceline-weights", daemon=True).start()
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing."""
+
+    def start_weight_update(self) -> None:
+        """Puts every layer into the state in which a checkpoint's tensors can be loaded."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: ReadWeights) -> None:
+        """Loads this worker's part of every tensor. The receipts came first, so there is nothing left to wait for."""
+        tensors = self._tensors.result(timeout=0)
+        del self._tensors
+        self.model.load_weights(iter(tensors.items()))
+
+    def finish_weight_update(self) -> None:
+        """Brings the layers back into the form that the kernels use."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; its methods are called through `collective_rpc`."""
+
+    rank: int
+    vllm_config: Any
+    weight_transfer_engine: SharedMemoryTransfer
+
+    def paceline_read_weights(self, path: str, manifest: bytes) -> None:
+        """Begins to read; readers count through the replicas of data parallelism."""
+        parallel = self.vllm_config.parallel_config
+        reader = parallel.data_parallel_index * parallel.world_size + self.rank
+        self.weight_transfer_engine.read(path, manifest, reader)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
