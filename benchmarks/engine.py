@@ -1,10 +1,12 @@
-"""Tokens per second of the native engine against `model.generate`.
+"""Tokens per second and pauses for new weights of the engines, against `model.generate`.
 
-    python benchmarks/engine.py [--size demo|bench|both] [--rounds 3] [--device cpu] [--json]
+    python benchmarks/engine.py [--engines native|native,vllm] [--size demo|bench|both] [--rounds 3] [--device cpu] [--json]
 
-Both sides run in this one process, in turns, on the same random Qwen3 weights and the same prompts (groups of eight
-samples of one prompt), on one thread. `fixed` lets every sequence run to the full length; `mixed` draws each length
-from 1 to the full one: there `model.generate` has to decode until its longest row ends, and only wanted tokens count.
+All sides run in turns, on the same random Qwen3 weights and the same prompts (groups of eight samples of one prompt), on
+one thread; vLLM's worker is a process of its own (`make test-vllm` makes an environment that has it). `fixed` lets every
+sequence run to the full length; `mixed` draws each length from 1 to the full one: there `model.generate` has to decode
+until its longest row ends, and only wanted tokens count. `pause idle` is an update of the weights with nothing running,
+`pause` one with all sequences in flight, whose keys and values are computed anew.
 
 Recorded results: docs/performance.md.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -67,27 +70,56 @@ def make_model(size: Size) -> Any:
     return Qwen3ForCausalLM(config).eval()
 
 
-def make_engine(size: Size, model: Any, device: str) -> Engine:
-    """A native engine for the model's structure."""
+async def make_engine(backend: str, size: Size, model: Any, device: str) -> Engine:
+    """An engine for the model's structure, with its weights."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        generation = {"max_new_tokens": size.new_tokens, "max_batch_size": size.sequences}
+        generation = {
+            "backend": backend,
+            "max_new_tokens": size.new_tokens,
+            "max_batch_size": size.sequences,
+        }
         policy = {"model_name": folder, "max_total_sequence_length": 512, "generation": generation}
         spec = {"policy": policy, "data": {"train": "none"}, "rewards": [{"function": "none"}]}
-        return create_engine(RunSpec.model_validate(spec), device=device)
+        engine = create_engine(RunSpec.model_validate(spec), device=device)
+        await engine.update_weights(Version(1, 0), model.state_dict())
+        return engine
 
 
-async def time_native(engine: Engine, prompts: np.ndarray, lengths: list[int], round_: int) -> float:
+async def time_engine(engine: Engine, prompts: np.ndarray, lengths: list[int], round_: int) -> float:
     """Seconds for all sequences."""
-    requests = [
-        GenerationRequest(f"{round_}-{i}", prompt, SamplingParams(length), seed=round_ * 10_000 + i)
-        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
+    requests = make_requests(prompts, lengths, round_)
     start = time.perf_counter()
     completions = await asyncio.gather(*map(engine.generate, requests))
     elapsed_s = time.perf_counter() - start
     assert [len(completion.token_ids) for completion in completions] == lengths
     return elapsed_s
+
+
+def make_requests(prompts: np.ndarray, lengths: list[int], round_: int) -> list[GenerationRequest]:
+    """A request for each prompt; names and seeds differ from round to round."""
+    return [
+        GenerationRequest(f"{round_}-{i}", prompt, SamplingParams(length), seed=round_ * 10_000 + i)
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+async def time_pauses(
+    engine: Engine, model: Any, prompts: np.ndarray, num_tokens: int
+) -> tuple[float, float]:
+    """Median seconds without a token of three updates: with nothing running, and with everything in flight."""
+    versions = itertools.count(1)
+    weights = model.state_dict()
+    idle_s, busy_s = [], []
+    for round_ in range(3):
+        idle_s.append(await engine.update_weights(Version(1, next(versions)), weights))
+        requests = make_requests(prompts, [num_tokens] * len(prompts), 1_000 + round_)
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        while not engine.num_running:  # noqa: ASYNC110 - the engine's counters have no event to wait for
+            await asyncio.sleep(0.001)
+        busy_s.append(await engine.update_weights(Version(1, next(versions)), weights))
+        await asyncio.gather(*tasks)
+    return statistics.median(idle_s), statistics.median(busy_s)
 
 
 def time_generate(model: Any, prompts: np.ndarray, num_tokens: int) -> float:
@@ -110,12 +142,11 @@ def time_generate(model: Any, prompts: np.ndarray, num_tokens: int) -> float:
     return elapsed_s
 
 
-async def measure(name: str, rounds: int, device: str) -> list[dict[str, Any]]:
-    """One row of results for `fixed` and one for `mixed` lengths; medians over `rounds` after one to warm up."""
+async def measure(name: str, engines: list[str], rounds: int, device: str) -> list[dict[str, Any]]:
+    """One row of results for each engine and for `fixed` and `mixed` lengths; medians over `rounds` after one to warm up."""
     size = SIZES[name]
     model = make_model(size).to(device)
-    engine = make_engine(size, model, device)
-    pauses_s = [await engine.update_weights(Version(1, step), model.state_dict()) for step in range(3)]
+    running = {backend: await make_engine(backend, size, model, device) for backend in engines}
     random = np.random.default_rng(0)
     num_prompts = size.sequences // SAMPLES_PER_PROMPT
     prompts = random.integers(0, 32, (num_prompts, size.prompt_tokens)).astype(np.int32)
@@ -125,23 +156,31 @@ async def measure(name: str, rounds: int, device: str) -> list[dict[str, Any]]:
         ("fixed", [size.new_tokens] * size.sequences),
         ("mixed", random.integers(1, size.new_tokens + 1, size.sequences).tolist()),
     ):
-        native_s, generate_s = [], []
+        engine_s: dict[str, list[float]] = {backend: [] for backend in engines}
+        generate_s = []
         for round_ in range(rounds + 1):
-            native_s.append(await time_native(engine, prompts, lengths, round_))
+            for backend, engine in running.items():
+                engine_s[backend].append(await time_engine(engine, prompts, lengths, round_))
             generate_s.append(time_generate(model, prompts, max(lengths)))
-        native, generate = (sum(lengths) / statistics.median(times[1:]) for times in (native_s, generate_s))
-        results.append(
-            {
-                "size": name,
-                **asdict(size),
-                "lengths": lengths_name,
-                "native_tokens_per_s": round(native),
-                "generate_tokens_per_s": round(generate),
-                "ratio": round(native / generate, 2),
-                "idle_weight_pause_ms": round(1e3 * statistics.median(pauses_s), 2),
-            }
-        )
-    await engine.close()
+        generate = sum(lengths) / statistics.median(generate_s[1:])
+        for backend, engine in running.items():
+            idle_s, busy_s = await time_pauses(engine, model, prompts, size.new_tokens)
+            tokens_per_s = sum(lengths) / statistics.median(engine_s[backend][1:])
+            results.append(
+                {
+                    "size": name,
+                    **asdict(size),
+                    "lengths": lengths_name,
+                    "engine": backend,
+                    "tokens_per_s": round(tokens_per_s),
+                    "generate_tokens_per_s": round(generate),
+                    "ratio": round(tokens_per_s / generate, 2),
+                    "idle_pause_ms": round(1e3 * idle_s, 2),
+                    "pause_ms": round(1e3 * busy_s, 2),
+                }
+            )
+    for engine in running.values():
+        await engine.close()
     return results
 
 
@@ -151,6 +190,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
+    parser.add_argument("--engines", default="native", help="native, vllm, or both with a comma")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -158,7 +198,10 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     names = list(SIZES) if options.size == "both" else [options.size]
-    rows = [row for name in names for row in asyncio.run(measure(name, options.rounds, options.device))]
+    engines = options.engines.split(",")
+    rows = [
+        row for name in names for row in asyncio.run(measure(name, engines, options.rounds, options.device))
+    ]
     machine = {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -173,8 +216,9 @@ def main() -> None:
     print(machine)
     for row in rows:
         print(
-            f"{row['size']:6} {row['lengths']:6} native {row['native_tokens_per_s']:>7} tokens/s   "
-            f"model.generate {row['generate_tokens_per_s']:>7} tokens/s   ratio {row['ratio']}"
+            f"{row['size']:6} {row['lengths']:6} {row['engine']:6} {row['tokens_per_s']:>7} tokens/s   "
+            f"model.generate {row['generate_tokens_per_s']:>7} tokens/s   ratio {row['ratio']:5}   "
+            f"pause idle {row['idle_pause_ms']:7} ms, in flight {row['pause_ms']:7} ms"
         )
 
 

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 
@@ -50,23 +51,32 @@ class ProcessGuard:
         assert guard.stdin is not None
         assert guard.stdout is not None
         self._owner, self._end = guard.stdin, guard.stdout
+        self._lock = threading.Lock()
         guard.wait()  # it goes on as a process of its own
 
     def started(self) -> None:
         """The engine's processes are all there: returns when the guard has noted their shared memory; it looks less often
         from now on.
         """
-        self._owner.write(b"started")
+        self._owner.write(b"s")
         self._owner.flush()
         ready, _, _ = select.select([self._end], [], [], KILL_S)
         if ready:
             os.read(self._end.fileno(), 1)
 
+    def kill(self) -> None:
+        """Kills the processes that are there now; the guard goes on."""
+        with self._lock:
+            if not self._owner.closed:
+                self._owner.write(b"k")
+                self._owner.flush()
+
     def close(self, timeout_s: float = 2 * KILL_S) -> bool:
         """Has everything that is left ended and removed; whether that was seen to happen within `timeout_s`."""
-        if self._owner.closed:
-            return True
-        self._owner.close()
+        with self._lock:
+            if self._owner.closed:
+                return True
+            self._owner.close()
         ready, _, _ = select.select([self._end], [], [], timeout_s)
         self._end.close()
         return bool(ready)
@@ -148,10 +158,14 @@ def _guard(mark: str, directory: str) -> None:
     interval_s = STARTING_S
     while True:
         told, _, _ = select.select([0], [], [], interval_s)
-        if told and not os.read(0, 64):
+        word = os.read(0, 1) if told else b"-"
+        if not word:
             break
+        if word == b"k":
+            engine.end()
+            continue
         engine.look()
-        if told:
+        if word == b"s":
             interval_s = RUNNING_S
             os.write(1, b".")
     engine.end()

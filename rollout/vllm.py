@@ -38,7 +38,7 @@ from rollout.feeding import Feeding, StepReport
 from rollout.model_layout import end_token_ids, meta_layout, read_config
 from rollout.process_guard import ProcessGuard
 from rollout.shared_weights import SharedWeights
-from rollout.vllm_arguments import engine_arguments, replicas, set_environment
+from rollout.vllm_arguments import engine_arguments, engine_config, replicas
 
 if TYPE_CHECKING:
     from rollout.vllm_reports import Reports
@@ -83,9 +83,14 @@ class VllmEngine:
         self._recompute = spec.async_grpo.recompute_kv_cache_after_weight_updates
         self.max_batch_size: int = self._arguments["max_num_seqs"]
         self.version: Version | None = None
+        self.closed = False
         self._first = Version(0, 0) if load_weights else None
         self._guard = ProcessGuard()
-        set_environment(self._guard, device)
+        try:
+            self._config = engine_config(self._arguments, self._guard, device)
+        except BaseException:
+            self._guard.close()
+            raise
         self._live: dict[str, _Sequence] = {}
         self._numbers = itertools.count()
         self._closing = False
@@ -94,6 +99,8 @@ class VllmEngine:
         self._reports: list[Reports] = []
         self._feeding = Feeding(sure=1, most=self.max_batch_size)
         self._updating = asyncio.Lock()
+        self._gate = threading.Lock()
+        self._over = False
         self._loop = asyncio.new_event_loop()
         self._started: Future[None] = Future()
         self._ended: Future[None] = Future()
@@ -138,11 +145,7 @@ class VllmEngine:
         sequence = _Sequence(request, name, limit, asyncio.get_running_loop())
         self._live[request.request_id] = sequence
         try:
-            return await asyncio.wrap_future(self._submit(self._sample(sequence)))
-        except asyncio.CancelledError:
-            if self._error is not None:
-                raise _died(self._error) from None
-            raise
+            return await self._answer(asyncio.wrap_future(self._submit(self._sample(sequence))))
         finally:
             if self._live.get(request.request_id) is sequence:
                 del self._live[request.request_id]
@@ -150,8 +153,9 @@ class VllmEngine:
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
         sequence = self._live.get(request_id)
-        if sequence is not None:
-            self._loop.call_soon_threadsafe(self._abort, sequence)
+        with self._gate:
+            if sequence is not None and not self._over:
+                self._loop.call_soon_threadsafe(self._abort, sequence)
 
     async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
         """See `Engine.update_weights`. The pause ends with the first token after it, so recomputing keys and values
@@ -160,17 +164,21 @@ class VllmEngine:
         await asyncio.to_thread(self._layout.check, weights)
         await self.ready()
         self._refuse_if_ended()
-        return await asyncio.shield(asyncio.wrap_future(self._submit(self._update(version, weights))))
+        update = asyncio.wrap_future(self._submit(self._update(version, weights)))
+        return await self._answer(asyncio.shield(update))
+
+    @property
+    def prefix_hits(self) -> int:
+        """Prompt tokens that were not computed, since the prefix cache had them."""
+        return sum(report.prefix_hits for report in self._reports)
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        self._closing = True
-        if not self._ended.done():
-            self._loop.call_soon_threadsafe(lambda: None)  # wakes the watch
-            if not self._started.done():
-                await asyncio.to_thread(self._guard.close)  # its start ends with its processes
-            with contextlib.suppress(EngineDied):
-                await self.watch()
+        self._closing = self.closed = True
+        while not self._started.done():
+            # Nothing else interrupts a start; it may have more processes to come.
+            await asyncio.to_thread(self._guard.kill)
+            await asyncio.wait([asyncio.wrap_future(self._started)], timeout=WATCH_S)
         await asyncio.to_thread(self._thread.join)
 
     def _admit(self, request: GenerationRequest) -> int:
@@ -193,11 +201,22 @@ class VllmEngine:
         return min(num_prompt + request.params.max_new_tokens, self._max_tokens)
 
     def _submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Runs `work` on the engine's loop. Raises what `_refuse_if_ended` raises, also when the loop has just ended."""
+        with self._gate:
+            if not self._over:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        self._refuse_if_ended()
+        raise Unavailable("the engine is closed")
+
+    async def _answer(self, future: asyncio.Future[ResultT]) -> ResultT:
+        """The future's result; its cancellation by the engine's end becomes the reason of that end."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:
-            work.close()
-            self._refuse_if_ended()
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._over and not (task and task.cancelling()):
+                self._refuse_if_ended()
             raise
 
     def _refuse_if_ended(self) -> None:
@@ -218,11 +237,12 @@ class VllmEngine:
                 self._error = error
         self._guard.close()
         outcome = None if self._error is None else _died(self._error)
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        with contextlib.suppress(Exception):
-            self._loop.run_until_complete(asyncio.sleep(0))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        with self._gate:
+            self._over = True
+        for round_ in range(2):  # what was submitted last becomes a task first, and is cancelled then
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0.01 * round_))
         self._loop.close()
         for future in (self._started, self._ended):
             if not future.done():
@@ -235,7 +255,6 @@ class VllmEngine:
 
     async def _live_once(self) -> None:
         """Starts AsyncLLM and watches it until `close`. Raises whatever it died of."""
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from rollout.vllm_reports import Reports
@@ -244,8 +263,7 @@ class VllmEngine:
             self._reports.append(Reports(self._on_step, vllm_config, engine_index))
             return self._reports[-1]
 
-        config = AsyncEngineArgs(**self._arguments).create_engine_config()
-        self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[reports], disable_log_stats=True)
+        self._llm = AsyncLLM.from_vllm_config(self._config, stat_loggers=[reports], disable_log_stats=True)
         try:
             kv_tokens = sum(report.kv_tokens for report in self._reports)
             self._feeding = Feeding(sure=kv_tokens // self._max_tokens, most=self.max_batch_size)
@@ -417,13 +435,11 @@ class VllmEngine:
         """Pause, load, resume; returns the seconds without a token."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        before_s = time.monotonic()
+        started_s = time.monotonic()
         mode = "keep" if self._in_flight else "wait"
         await self._llm.pause_generation(mode=mode, clear_cache=self._recompute)
-        running = self.num_running
-        paused_s = max(before_s if self._in_flight else 0.0, *(r.last_token_s for r in self._reports))
-        if not running or not self._in_flight:
-            paused_s = time.monotonic()
+        running = self.num_running if self._in_flight else 0
+        paused_s = self._last_token_s() if running else started_s if self._in_flight else time.monotonic()
         if self._recompute:
             self._feeding.excuse(running)
         await self._llm.start_weight_update()
@@ -432,21 +448,23 @@ class VllmEngine:
         resumed_s = time.monotonic()
         await self._llm.resume_generation()
         self.version = version
-        while running and self.num_running and time.monotonic() < resumed_s + RESUME_TIMEOUT_S:
-            first_s = max(report.last_token_s for report in self._reports)
-            if first_s > resumed_s:
+        while running and self._live and time.monotonic() < resumed_s + RESUME_TIMEOUT_S:
+            if (first_s := self._last_token_s()) > resumed_s:
                 return first_s - paused_s
             await asyncio.sleep(0.001)
-        return time.monotonic() - paused_s if not running else resumed_s - paused_s
+        return resumed_s - paused_s
 
-    def _on_step(self) -> None:
+    def _last_token_s(self) -> float:
+        return max(report.last_token_s for report in self._reports)
+
+    def _on_step(self, preempted: int) -> None:
         latest = [report.latest for report in self._reports]
         self._feeding.step(
             StepReport(
                 sum(one.running for one in latest),
                 sum(one.waiting for one in latest),
                 max(one.kv_use for one in latest),
-                sum(one.preempted for one in latest),
+                preempted,
             )
         )
 

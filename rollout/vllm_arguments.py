@@ -73,7 +73,20 @@ def engine_arguments(
     return {**arguments, **generation.vllm_kwargs}
 
 
-def set_environment(guard: ProcessGuard, device: str) -> None:
+def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -> Any:
+    """vLLM's own configuration, made in the environment that its processes will have. Raises InvalidInput with vLLM's
+    words when it refuses an argument or the model.
+    """
+    _set_environment(guard, device)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    try:
+        return AsyncEngineArgs(**arguments).create_engine_config()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise InvalidInput(f"vLLM refuses what policy.generation asks for: {error}") from error
+
+
+def _set_environment(guard: ProcessGuard, device: str) -> None:
     """Sets what vLLM's processes inherit; what the user has set wins, but for the guard's own."""
     os.environ.update(guard.environment)
     os.environ["VLLM_RPC_BASE_PATH"] = guard.directory

@@ -12,14 +12,18 @@ from rollout.feeding import StepReport
 
 
 class Reports(StatLoggerBase):  # type: ignore[misc]
-    """One for each engine core (several with data parallelism). Lives on the engine's loop."""
+    """One for each engine core (several with data parallelism), on the engine's loop. `on_step` is told how many sequences
+    were preempted in the step.
+    """
 
-    def __init__(self, on_step: Callable[[], None], vllm_config: Any, engine_index: int = 0) -> None:
+    def __init__(self, on_step: Callable[[int], None], vllm_config: Any, engine_index: int = 0) -> None:
         self._on_step = on_step
         cache = vllm_config.cache_config
         self.kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
         """Tokens that the KV cache holds."""
         self.latest = StepReport(0, 0, 0.0, 0)
+        self.prefix_hits = 0
+        """Prompt tokens that the prefix cache had."""
         self.last_token_s = 0.0
         """When (monotonic) a token last came out."""
 
@@ -33,11 +37,12 @@ class Reports(StatLoggerBase):  # type: ignore[misc]
             if iteration_stats.num_generation_tokens:
                 self.last_token_s = time.monotonic()
         if scheduler_stats is not None:
+            self.prefix_hits += scheduler_stats.prefix_cache_stats.hits
             waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.latest = StepReport(
                 scheduler_stats.num_running_reqs, waiting, scheduler_stats.kv_cache_usage, preempted
             )
-            self._on_step()
+            self._on_step(preempted)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rollout.engine import Engine, create_engine
 
 VOCAB_SIZE = 23
 MAX_TOKENS = 4096
+VLLM_KV_CACHE_BYTES = 256 << 20
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -27,7 +28,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
     "max_position_embeddings": MAX_TOKENS,
     "initializer_range": 0.2,
     "eos_token_id": None,
@@ -58,6 +59,11 @@ def make_model() -> Callable[..., Any]:
 @pytest.fixture
 def make_spec(tmp_path: Path) -> Callable[..., RunSpec]:
     """`make_spec(model, max_batch_size=…, max_total_sequence_length=…, async_grpo={…})`: only the config is saved."""
+    return spec_maker(tmp_path)
+
+
+def spec_maker(folder: Path) -> Callable[..., RunSpec]:
+    """What `make_spec` is, with the model's config in `folder`."""
 
     def make(
         model: Any,
@@ -65,14 +71,25 @@ def make_spec(tmp_path: Path) -> Callable[..., RunSpec]:
         max_total_sequence_length: int = MAX_TOKENS,
         backend: str = "native",
         async_grpo: dict[str, Any] | None = None,
+        generation_precision: str = "auto",
+        vllm_cfg: dict[str, Any] | None = None,
+        **generation: Any,
     ) -> RunSpec:
-        model.config.save_pretrained(tmp_path)
+        model.config.save_pretrained(folder)
+        if backend == "vllm":
+            generation["vllm_cfg"] = {"kv_cache_memory_bytes": VLLM_KV_CACHE_BYTES, **(vllm_cfg or {})}
         return RunSpec.model_validate(
             {
                 "policy": {
-                    "model_name": str(tmp_path),
+                    "model_name": str(folder),
                     "max_total_sequence_length": max_total_sequence_length,
-                    "generation": {"backend": backend, "max_new_tokens": 8, "max_batch_size": max_batch_size},
+                    "generation_precision": generation_precision,
+                    "generation": {
+                        "backend": backend,
+                        "max_new_tokens": 8,
+                        "max_batch_size": max_batch_size,
+                        **generation,
+                    },
                 },
                 "data": {"train": "train.jsonl"},
                 "rewards": [{"function": "exact_match"}],
@@ -97,12 +114,32 @@ async def start_engine() -> AsyncIterator[Callable[[RunSpec], Engine]]:
         await engine.close()
 
 
+@pytest.fixture(scope="session")
+def vllm_engine(
+    make_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], Engine]]:
+    """`vllm_engine()`: an engine as `make_spec(make_model(), backend="vllm")` has it, kept from test to test, since it
+    takes long to start; a new one after somebody closed it.
+    """
+    engines: list[Any] = []
+
+    def get() -> Engine:
+        if not engines or engines[-1].closed:
+            folder = tmp_path_factory.mktemp("vllm")
+            engines.append(create_engine(spec_maker(folder)(make_model(), backend="vllm")))
+        return engines[-1]  # type: ignore[no-any-return]
+
+    yield get
+    for engine in engines:
+        asyncio.run(engine.close())
+
+
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """`await until(lambda: …)`: goes on when it holds, fails after 20 s."""
+    """`await until(lambda: …)`: goes on when it holds, fails after a minute."""
 
     async def wait(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110 - the engine's counters have no event to wait for
                 await asyncio.sleep(0)
 

@@ -1,0 +1,166 @@
+"""Runs on the real vLLM: on-policy ratios, an engine whose worker is killed, services that are killed at any time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from test_runs import finish, metrics
+
+from paceline.client import Client
+from paceline.demo.model import make_model
+from paceline.spec import ClusterSection, RunSpec
+from paceline.up import LocalCluster
+from rollout.process_guard import VARIABLE
+
+pytestmark = pytest.mark.vllm
+RUN_TIMEOUT_S = 900.0
+"""An engine takes 20 s to start on two idle cores, and minutes on busy ones."""
+KILLS = int(os.environ.get("PACELINE_KILLS", "4"))
+"""How often a service is started and killed; `make test-vllm KILLS=20` takes longer."""
+MakeSpec = Callable[..., RunSpec]
+
+
+@pytest.fixture(scope="module")
+def vllm_spec(make_spec: MakeSpec, tmp_path_factory: pytest.TempPathFactory) -> MakeSpec:
+    """As `make_spec`, with vLLM and a model that its attention kernels for CPUs know (heads of 32)."""
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    make_model(folder, seed=0, hidden=64, layers=1, heads=2)
+
+    def make(**sections: Any) -> RunSpec:
+        policy = {
+            "model_name": str(folder),
+            "max_total_sequence_length": 32,
+            "optimizer": {"lr": 1e-3},
+            "generation": {
+                "backend": "vllm",
+                "max_new_tokens": 6,
+                "vllm_cfg": {"kv_cache_memory_bytes": 32 << 20},
+            },
+        }
+        return make_spec(policy=policy, **sections)
+
+    return make
+
+
+def engine_processes(of: int | None = None) -> dict[int, str]:
+    """Processes that carry an engine's mark, with their titles; `of` keeps those that this service has started."""
+    family = set()
+    if of is not None:
+        family = {child.pid for child in psutil.Process(of).children(recursive=True)}
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if VARIABLE in process.environ() and (of is None or process.pid in family):
+                found[process.pid] = " ".join(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def mapped_memory(pids: list[int]) -> set[str]:
+    """Files in /dev/shm that the processes have mapped."""
+    files = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        files |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+    return {file for file in files if not file.endswith("(deleted)")}
+
+
+def wait_for(holds: Callable[[], Any], timeout_s: float = RUN_TIMEOUT_S) -> Any:
+    pause, deadline_s = threading.Event(), time.monotonic() + timeout_s
+    while not (outcome := holds()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s"
+        pause.wait(0.05)
+    return outcome
+
+
+def test_a_run_goes_on_when_an_engines_worker_is_killed_and_its_ratios_are_one(
+    vllm_spec: MakeSpec, tmp_path: Path
+) -> None:
+    sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
+    spec = vllm_spec(
+        grpo={"max_num_steps": 16, "num_prompts_per_step": 8, "num_generations_per_prompt": 4},
+        async_grpo={"max_trajectory_age_steps": 0},
+    )
+    with LocalCluster(tmp_path, sizes) as cluster, Client(cluster.address) as client:
+        run_id = client.submit(spec).run_id
+        wait_for(lambda: cluster.check() or client.get(run_id).step >= 4)
+        service = cluster.pids("rollout")[0]
+        workers = [pid for pid, title in engine_processes(service).items() if "Worker" in title]
+        assert len(workers) == 1
+        os.kill(workers[0], signal.SIGKILL)
+        wait_for(lambda: cluster.check() or client.get(run_id).step >= 16)
+        summary = finish(client, cluster, run_id)
+        assert len(cluster.deaths("rollout")) == 1
+        assert "died" in cluster.log_path("rollout").read_text()
+        lines = metrics(summary, cluster)
+        left = [event.content for event in client.watch(run_id) if event.kind == "member"]
+        assert any("engine died" in str(content) for content in left), left
+    assert summary["samples"] == 16 * 8 * 4
+    ratios = [line["ratio_behaviour"] for line in lines]
+    assert all(abs(ratio - 1) <= 5e-4 for ratio in ratios), ratios
+
+
+def test_services_that_are_killed_leave_no_process_and_no_shared_memory(
+    vllm_spec: MakeSpec, tmp_path: Path
+) -> None:
+    sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
+    cluster = LocalCluster(tmp_path, sizes)
+    choose = random.Random(5)
+    try:
+        address = cluster.start_coordinator()
+        with Client(address) as client:
+            client.submit(vllm_spec())
+            for round_ in range(KILLS):
+                stage = ["first process", "shared memory", "up"][
+                    round_ % 3 if round_ < 3 else choose.randrange(3)
+                ]
+                how = ["SIGKILL", "SIGTERM", "SIGKILL of the group"][round_ % 3]
+                one_life(address, tmp_path / f"{round_}.log", stage, how)
+    finally:
+        cluster.stop()
+
+
+def one_life(address: str, log_path: Path, stage: str, how: str) -> None:
+    """A rollout service from its start until nothing of it is left."""
+    command = [sys.executable, "-m", "services.rollout", "--coordinator", address, "--grace", "1"]
+    with log_path.open("wb") as log:
+        service = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    seen: set[int] = set()
+    files: set[str] = set()
+
+    def look() -> bool:
+        assert service.poll() is None, log_path.read_text()
+        seen.update(engine_processes(service.pid))
+        files.update(mapped_memory(list(seen)))
+        if stage == "up":
+            return "vLLM is up" in log_path.read_text()
+        return bool(files) if stage == "shared memory" else bool(seen)
+
+    try:
+        wait_for(look)
+    finally:
+        if how == "SIGTERM":
+            service.terminate()
+        elif how == "SIGKILL":
+            service.kill()
+        else:
+            os.killpg(service.pid, signal.SIGKILL)
+    service.wait(RUN_TIMEOUT_S)
+    wait_for(lambda: not seen & set(engine_processes()))
+    wait_for(lambda: not any(Path(file).exists() for file in files), 60)
+    print(f"{how} at {stage!r}: {len(seen)} processes and {len(files)} files in /dev/shm, all gone")

@@ -1,0 +1,216 @@
+"""What only vLLM can show: its numbers against the learner's, versions in flight, parallel workers, its death."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from learner.batch import TrainSequence, pack_row
+from learner.model import load_policy, row_logprobs
+from paceline.errors import EngineDied, InvalidInput
+from paceline.groups import Completion, Version
+from paceline.spec import PolicySection, RunSpec
+from rollout.engine import Engine, GenerationRequest, SamplingParams
+from rollout.process_guard import VARIABLE
+
+pytestmark = pytest.mark.vllm
+NUM_SEQUENCES = 64
+NUM_VERSIONS = 5
+PROMPTS = [np.arange(1 + i % 20, dtype=np.int32) % 23 for i in range(NUM_SEQUENCES)]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(300):
+        while not holds():  # noqa: ASYNC110 - progress comes by callback, often
+            await asyncio.sleep(0.01)
+
+
+def requests(num_tokens: int) -> list[GenerationRequest]:
+    params = SamplingParams(num_tokens)
+    return [GenerationRequest(f"s{i}", prompt, params, seed=1000 + i) for i, prompt in enumerate(PROMPTS)]
+
+
+def learner_logprobs(folder: Path, model: Any, completions: list[Completion], precision: str) -> Any:
+    """[N] by the learner's own forward pass over packed rows."""
+    model.save_pretrained(folder)
+    policy = PolicySection.model_validate({"model_name": str(folder), "precision": precision})
+    policy_model = load_policy(policy, torch.device("cpu"))
+    sequences = [
+        TrainSequence(i, prompt, completion.token_ids)
+        for i, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True))
+    ]
+    row = pack_row(sequences, torch.device("cpu"))
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
+    with torch.no_grad(), autocast:
+        logprobs_N, _ = row_logprobs(policy_model, row, temperature=1.0, chunk_tokens=4096)
+    return logprobs_N.float().numpy()
+
+
+async def check_versions(
+    engine: Engine, make_model: Callable[..., Any], architecture: str, tied: bool, reference_logprobs: Any
+) -> None:
+    """64 sequences live through 5 versions; every token's log-probability is that of its version's weights."""
+    models = [make_model(architecture, tied=tied, seed=seed) for seed in range(NUM_VERSIONS)]
+    await engine.update_weights(Version(1, 0), models[0].state_dict())
+    so_far: dict[str, Completion] = {}
+
+    def watched(request: GenerationRequest) -> GenerationRequest:
+        def told(completion: Completion) -> None:
+            so_far[request.request_id] = completion
+
+        return dataclasses.replace(request, on_progress=told)
+
+    def all_have(step: int) -> bool:
+        spans = [completion.spans[-1] for completion in so_far.values()]
+        return len(spans) == NUM_SEQUENCES and all(s.step == step and s.end - s.start >= 4 for s in spans)
+
+    tasks = [asyncio.create_task(engine.generate(watched(request))) for request in requests(3000)]
+    for step, model in enumerate(models):
+        if step:
+            assert await engine.update_weights(Version(1, step), model.state_dict()) > 0
+        await until(lambda step=step: all_have(step))  # type: ignore[misc]
+    for i in range(NUM_SEQUENCES):
+        engine.abort(f"s{i}")
+    completions = await asyncio.gather(*tasks)
+    worst = 0.0
+    for i, completion in enumerate(completions):
+        assert [span.step for span in completion.spans] == list(range(NUM_VERSIONS))
+        assert [span.start for span in completion.spans] == [0, *(s.end for s in completion.spans[:-1])]
+        assert completion.spans[-1].end == len(completion.token_ids)
+        told = so_far[f"s{i}"]
+        assert told.token_ids.tolist() == completion.token_ids[: len(told.token_ids)].tolist()
+        assert told.spans[:-1] == completion.spans[:-1]
+        for span in completion.spans:
+            expected = reference_logprobs(models[span.step], PROMPTS[i], completion)
+            worst = max(worst, np.abs(completion.logprobs - expected)[span.start : span.end].max())
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    print(f"{num_tokens} tokens under {NUM_VERSIONS} versions, largest difference {worst:.1e}")
+    assert worst <= 2e-5
+
+
+def engine_pids(engine: Any) -> dict[str, int]:
+    """The engine's own processes by title, found by the guard's mark."""
+    mark = engine._guard.environment[VARIABLE]
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(VARIABLE) == mark:
+                found[" ".join(process.cmdline())] = process.pid
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+async def test_its_numbers_are_the_learners_and_versions_are_exact_in_flight_until_a_worker_is_killed(
+    start_engine: Callable[[RunSpec], Engine],
+    make_spec: Callable[..., RunSpec],
+    make_model: Callable[..., Any],
+    reference_logprobs: Any,
+    tmp_path: Path,
+) -> None:
+    """One engine for several questions, since a start takes most of a test's time."""
+    model = make_model("qwen3", tied=True)
+    engine = start_engine(make_spec(model, backend="vllm", max_batch_size=NUM_SEQUENCES))
+
+    # Log-probabilities: float32, 4,096 tokens, against the learner's forward pass.
+    await engine.update_weights(Version(1, 0), model.state_dict())
+    completions = await asyncio.gather(*(engine.generate(request) for request in requests(64)))
+    sampled = np.concatenate([completion.logprobs for completion in completions])
+    assert len(sampled) == 4096
+    learnt = learner_logprobs(tmp_path / "qwen3", model, list(completions), "float32")
+    print(f"float32: largest difference {np.abs(sampled - learnt).max():.1e} over {len(sampled)} tokens")
+    assert np.abs(sampled - learnt).max() <= 2e-5
+
+    # Siblings share what was computed of their prompt: blocks are 128 tokens.
+    prompt = (np.arange(300) % 23).astype(np.int32)
+    siblings = [GenerationRequest(f"g{i}", prompt, SamplingParams(4), seed=i) for i in range(8)]
+    before = engine.prefix_hits  # type: ignore[attr-defined]
+    for completion in await asyncio.gather(*map(engine.generate, siblings)):
+        expected = reference_logprobs(model, prompt, completion)
+        assert np.abs(completion.logprobs - expected).max() <= 2e-5
+    assert engine.prefix_hits - before == 7 * 256  # type: ignore[attr-defined]
+
+    # The prefix cache forgets with the weights.
+    other = make_model("qwen3", tied=True, seed=7)
+    await engine.update_weights(Version(1, 1), other.state_dict())
+    again = await engine.generate(dataclasses.replace(siblings[0], request_id="again"))
+    assert np.abs(again.logprobs - reference_logprobs(other, prompt, again)).max() <= 2e-5
+
+    await check_versions(engine, make_model, "qwen3", True, reference_logprobs)
+
+    # Its death: who waits is told, who asks later too, and nothing is left.
+    waiting = asyncio.create_task(engine.generate(requests(3000)[0]))
+    watch = asyncio.create_task(engine.watch())
+    await until(lambda: engine.num_running == 1)
+    pids = engine_pids(engine)
+    worker = max(pid for line, pid in pids.items() if "resource_tracker" not in line)
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="died"):
+        await waiting
+    with pytest.raises(EngineDied):
+        await watch
+    with pytest.raises(EngineDied):
+        await engine.generate(requests(4)[1])
+    await engine.close()
+    assert engine_pids(engine) == {}
+
+
+async def test_two_tensor_parallel_workers_hold_exact_versions_of_an_untied_llama(
+    start_engine: Callable[[RunSpec], Engine],
+    make_spec: Callable[..., RunSpec],
+    make_model: Callable[..., Any],
+    reference_logprobs: Any,
+) -> None:
+    model = make_model("llama", tied=False)
+    spec = make_spec(
+        model, backend="vllm", max_batch_size=NUM_SEQUENCES, vllm_cfg={"tensor_parallel_size": 2}
+    )
+    await check_versions(start_engine(spec), make_model, "llama", False, reference_logprobs)
+
+
+async def test_bfloat16_is_as_close_as_bfloat16_can_be(
+    start_engine: Callable[[RunSpec], Engine],
+    make_spec: Callable[..., RunSpec],
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    model = make_model("llama", tied=True)
+    spec = make_spec(model, backend="vllm", max_batch_size=NUM_SEQUENCES, generation_precision="bfloat16")
+    engine = start_engine(spec)
+    await engine.update_weights(Version(1, 0), model.state_dict())
+    completions = await asyncio.gather(*(engine.generate(request) for request in requests(64)))
+    sampled = np.concatenate([completion.logprobs for completion in completions])
+    learnt = learner_logprobs(tmp_path / "llama", model, list(completions), "bfloat16")
+    print(f"bfloat16: mean difference {np.abs(sampled - learnt).mean():.1e} over {len(sampled)} tokens")
+    assert np.abs(sampled - learnt).mean() <= 0.02
+
+
+def test_what_paceline_decides_is_refused_in_vllm_kwargs(
+    make_spec: Callable[..., RunSpec], make_model: Callable[..., Any]
+) -> None:
+    model = make_model()
+    for kwargs, message in (
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode='raw_logprobs'; remove it"),
+        ({"tensor_parallel_size": 2}, r"set policy\.generation\.vllm_cfg\.tensor_parallel_size instead"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_spec(model, backend="vllm", vllm_kwargs=kwargs)
+
+
+async def test_an_argument_that_vllm_does_not_know_is_the_runs_fault(
+    start_engine: Callable[[RunSpec], Engine],
+    make_spec: Callable[..., RunSpec],
+    make_model: Callable[..., Any],
+) -> None:
+    with pytest.raises(InvalidInput, match="'no_such_argument'"):
+        start_engine(make_spec(make_model(), backend="vllm", vllm_kwargs={"no_such_argument": 1}))
