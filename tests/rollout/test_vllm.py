@@ -40,18 +40,21 @@ def requests(num_tokens: int) -> list[GenerationRequest]:
     return [GenerationRequest(f"s{i}", prompt, params, seed=1000 + i) for i, prompt in enumerate(PROMPTS)]
 
 
-def learner_logprobs(folder: Path, model: Any, completions: list[Completion], precision: str) -> Any:
-    """[N] by the learner's own forward pass over packed rows."""
+def learner_logprobs(folder: Path, model: Any, completions: list[Completion], dtype: torch.dtype) -> Any:
+    """[N] by the learner's own forward pass over packed rows, its parameters in `dtype`."""
     model.save_pretrained(folder)
-    policy = PolicySection.model_validate({"model_name": str(folder), "precision": precision})
+    policy = PolicySection.model_validate({"model_name": str(folder), "precision": "float32"})
     policy_model = load_policy(policy, torch.device("cpu"))
+    for (
+        parameter
+    ) in policy_model.parameters():  # what the learner's mixed precision does for forward and backward
+        parameter.data = parameter.data.to(dtype)
     sequences = [
         TrainSequence(i, prompt, completion.token_ids)
         for i, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True))
     ]
     row = pack_row(sequences, torch.device("cpu"))
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
-    with torch.no_grad(), autocast:
+    with torch.no_grad():
         logprobs_N, _ = row_logprobs(policy_model, row, temperature=1.0, chunk_tokens=4096)
     return logprobs_N.float().numpy()
 
@@ -127,7 +130,7 @@ async def test_its_numbers_are_the_learners_and_versions_are_exact_in_flight_unt
     completions = await asyncio.gather(*(engine.generate(request) for request in requests(64)))
     sampled = np.concatenate([completion.logprobs for completion in completions])
     assert len(sampled) == 4096
-    learnt = learner_logprobs(tmp_path / "qwen3", model, list(completions), "float32")
+    learnt = learner_logprobs(tmp_path / "qwen3", model, list(completions), torch.float32)
     print(f"float32: largest difference {np.abs(sampled - learnt).max():.1e} over {len(sampled)} tokens")
     assert np.abs(sampled - learnt).max() <= 2e-5
 
@@ -190,7 +193,7 @@ async def test_bfloat16_is_as_close_as_bfloat16_can_be(
     await engine.update_weights(Version(1, 0), model.state_dict())
     completions = await asyncio.gather(*(engine.generate(request) for request in requests(64)))
     sampled = np.concatenate([completion.logprobs for completion in completions])
-    learnt = learner_logprobs(tmp_path / "llama", model, list(completions), "bfloat16")
+    learnt = learner_logprobs(tmp_path / "llama", model, list(completions), torch.bfloat16)
     print(f"bfloat16: mean difference {np.abs(sampled - learnt).mean():.1e} over {len(sampled)} tokens")
     assert np.abs(sampled - learnt).mean() <= 0.02
 
