@@ -16,6 +16,8 @@ from rollout.process_guard import ProcessGuard
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default on a CPU, where vLLM would take a fraction of all memory."""
+CPU_BATCHED_TOKENS = 4096
+"""Tokens of one step on a CPU, at least one whole prompt."""
 TRANSFER = "paceline"
 """The weight transfer that `rollout/vllm_worker.py` registers."""
 
@@ -68,6 +70,10 @@ def engine_arguments(
             "async_grpo.recompute_kv_cache_after_weight_updates false: the prefix cache would go on serving keys and "
             "values of earlier weights; change one of them"
         )
+    if on_cpu:
+        # A prompt in parts would need the seeded generators to step back, which PyTorch's on CPUs cannot.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, arguments["max_model_len"])
     if not config.architectures:  # as in a config that was saved without its model
         arguments["hf_overrides"] = {"architectures": [architecture]}
     return {**arguments, **generation.vllm_kwargs}
