@@ -1,244 +1,180 @@
 """The exchange under load: a real coordinator process, simulated workers, no model.
 
-    python benchmarks/exchange.py [--groups 10000] [--workers 20] [--tokens 1000] [--json]
+    python benchmarks/exchange.py [--seconds 20] [--workers 200] [--json]
 
-Rollout workers lease and hand in groups of random tokens, a reward worker scores them, a learner of one rank takes
-the batches and sends receipts, all over the real protocol. Printed: groups per second from lease to trained, payload,
-the 99th percentile of a lease request that found work, and the coordinator's resident memory early and at the end:
-it must not grow with the number of finished groups.
+Rollout workers lease and hand in groups of random tokens as fast as they are acknowledged, two reward workers score them,
+a learner of one rank takes the batches and sends receipts, all over the real protocol (exchange_load.py). Two loads one
+after the other, each on a coordinator of its own: groups of 100 kB and of 400 kB, arrays and texts together. Before and
+after each load the disk that the ledger is on is measured: appends of one group's size, each followed by fdatasync.
+
+Printed for each load, over the time after a warm-up: groups trained and acknowledged per second, their bytes, the disk's,
+the 99th percentile of all lease requests, and the CPU time of the coordinator for a group. With --json the last line is
+one object: `groups_per_s` of the load with 100 kB, `payload_mb_per_s` and `disk_mb_per_s` of that with 400 kB, and the worse
+`lease_p99_ms` of the two; beside them both loads in full.
+
+That every acknowledgement follows its sync is shown by tests/services/test_sync_order.py, from the system calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
+import os
 import tempfile
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import zmq
+from exchange_load import COMPLETIONS, REWARD_WORKERS, Load, Members
 
 from paceline.client import Client
-from paceline.groups import Completion, Group, VersionSpan
-from paceline.spec import ClusterSection
+from paceline.spec import ClusterSection, RunSpec
 from paceline.spec_io import parse_spec
 from paceline.up import LocalCluster
-from paceline.wire import PROTOCOL, encode_completions
-from protos.paceline.v1 import common_pb2, worker_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.member import Membership
+from protos.paceline.v1 import common_pb2
 
-COMPLETIONS = 4
-GROUPS_PER_STEP = 50
+GROUPS_PER_STEP = 128
+MAX_AGE = 15
+"""Versions are acknowledged about once a second, so several steps are generated with one."""
 
-
-class SimulatedWorker:
-    """A member of one role that speaks the real protocol and computes nothing."""
-
-    def __init__(self, coordinator: str, role: common_pb2.Role.ValueType, name: str):
-        self.name = name
-        self.role = role
-        self.run_id = ""
-        self.session = 0
-        self.ready = asyncio.Event()
-        self.membership = Membership(coordinator, self._hello, self._on_directive)
-
-    def _hello(self) -> worker_pb2.Hello:
-        return worker_pb2.Hello(
-            role=self.role, member_id=self.name, protocol=PROTOCOL, run_id=self.run_id, session=self.session
-        )
-
-    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
-        if directive.WhichOneof("directive") != "run":
-            return
-        self.run_id, self.session = directive.run.run_id, directive.run.session
-        report = worker_pb2.RunReport(run_id=self.run_id, session=self.session)
-        await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
-        if self.role == common_pb2.ROLE_ROLLOUT:
-            await self.acknowledge(0)
-        self.ready.set()
-
-    async def acknowledge(self, step: int) -> None:
-        """Says that it holds version `step`."""
-        ack = worker_pb2.WeightAck(run_id=self.run_id, member_id=self.name, ok=True)
-        ack.version.session, ack.version.step = 1, step
-        await self.membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
-
-    async def ask(self, **body: Any) -> tuple[pb.ExchangeReply, list[bytes]]:
-        """One exchange request."""
-        return await self.membership.request(
-            pb.ExchangeRequest(run_id=self.run_id, session=self.session, **body)
-        )
+WARM_UP_S = 3.0
 
 
-async def generate(worker: SimulatedWorker, version: list[int], tokens: int, lease_s: list[float]) -> None:
-    """Leases and hands in random tokens, for ever."""
-    random = np.random.default_rng(abs(hash(worker.name)))
-    await worker.ready.wait()
-    while True:
-        started_s = time.perf_counter()
-        reply, _ = await worker.ask(lease=pb.LeaseRequest(room=COMPLETIONS, wait_s=0.0))
-        if not reply.lease.leases:
-            await asyncio.sleep(0.02)
-        for lease in reply.lease.leases:
-            lease_s.append(time.perf_counter() - started_s)
-            completions = [
-                Completion(
-                    random.integers(0, 50_000, tokens, dtype=np.int32),
-                    random.normal(-1, 0.1, tokens).astype(np.float32),
-                    (VersionSpan(1, version[0], 0, tokens),),
-                    "stop",
-                )
-                for _ in range(COMPLETIONS)
-            ]
-            prompt_ids = np.arange(1, 20, dtype=np.int32)
-            group = Group(lease.group_id, prompt_ids, tuple(completions))
-            result = pb.GroupResult(
-                group_id=lease.group_id,
-                attempt=lease.attempt,
-                texts=[""] * COMPLETIONS,
-                finish_reasons=["stop"] * COMPLETIONS,
-                digest=group.digest(),
-            )
-            request = pb.ExchangeRequest(run_id=worker.run_id, group=result)
-            await worker.membership.request(request, [encode_completions(prompt_ids, completions)])
-
-
-async def score(worker: SimulatedWorker) -> None:
-    """Scores whatever comes, for ever."""
-    await worker.ready.wait()
-    while True:
-        reply, _ = await worker.ask(task=pb.TaskRequest(room=64, wait_s=5.0))
-        await asyncio.gather(
-            *(
-                worker.ask(
-                    score=pb.ScoreResult(
-                        group_id=task.group_id,
-                        attempt=task.attempt,
-                        digest=task.digest,
-                        rewards=[0.0, 1.0] * (COMPLETIONS // 2),
-                        functions=["exact_match"],
-                    )
-                )
-                for task in reply.task.tasks
-            )
-        )
-
-
-async def train(
-    worker: SimulatedWorker, rollout: list[SimulatedWorker], version: list[int], steps: int, on_step: Any
-) -> None:
-    """Takes every batch, sends its receipt, and has the workers acknowledge the next version."""
-    await worker.ready.wait()
-    for step in range(steps):
-        while True:
-            asked = pb.BatchRequest(step=step, rank=0, world_size=1, wait_s=10.0)
-            reply, _ = await worker.ask(batch=asked)
-            if reply.batch.state == pb.BATCH_STATE_READY:
-                break
-        groups = [pb.BatchGroup(group_id=g.group_id, digest=g.digest) for g in reply.batch.groups]
-        receipt = pb.Receipt(
-            step=step, rank=0, world_size=1, groups=groups, tokens=len(groups) * COMPLETIONS * on_step.tokens
-        )
-        done, _ = await worker.ask(receipt=receipt)
-        assert done.status == pb.REPLY_STATUS_COMMITTED, done.message
-        version[0] = step + 1
-        for member in rollout:
-            await member.acknowledge(step + 1)
-        on_step(step)
-
-
-class Progress:
-    """The coordinator's memory by step."""
-
-    def __init__(self, pid: int, tokens: int):
-        self.tokens = tokens
-        self.rss_mb: list[float] = []
-        self._process = psutil.Process(pid)
-
-    def __call__(self, step: int) -> None:
-        self.rss_mb.append(self._process.memory_info().rss / 1e6)
-
-
-async def load(address: str, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs the whole load; returns the figures."""
-    steps = arguments.groups // GROUPS_PER_STEP
-    rollout = [
-        SimulatedWorker(address, common_pb2.ROLE_ROLLOUT, f"rollout-{i}") for i in range(arguments.workers)
-    ]
-    reward = SimulatedWorker(address, common_pb2.ROLE_REWARD, "reward-0")
-    learner = SimulatedWorker(address, common_pb2.ROLE_LEARNER, "learner-0")
-    version, lease_s, progress = [0], [], Progress(pid, arguments.tokens)
-    lasting: list[Coroutine[Any, Any, None]] = [w.membership.run() for w in (*rollout, reward, learner)]
-    lasting += [generate(w, version, arguments.tokens, lease_s) for w in rollout] + [score(reward)]
-    tasks = [asyncio.create_task(coroutine) for coroutine in lasting]
+def measure(group_bytes: int, workers: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """One load on a coordinator of its own."""
+    disk = [measure_disk(folder, group_bytes)]
+    cluster = LocalCluster(folder / "runs", ClusterSection())
     try:
-        await learner.ready.wait()
-        started_s = time.perf_counter()
-        await train(learner, rollout, version, steps, progress)
-        seconds = time.perf_counter() - started_s
+        address = cluster.start_coordinator()
+        with Client(address) as client:
+            client.submit(make_spec(folder))
+        roles = {f"rollout-{index}": common_pb2.ROLE_ROLLOUT for index in range(workers)}
+        roles |= {f"reward-{index}": common_pb2.ROLE_REWARD for index in range(REWARD_WORKERS)}
+        roles["learner-0"] = common_pb2.ROLE_LEARNER
+        members = Members(address, roles)
+        members.ready.wait()
+        context = zmq.Context()
+        load = Load(members, workers, group_bytes, context)
+        figures = run(load, psutil.Process(cluster.pids("coordinator")[0]), seconds)
+        load.close()
+        context.term()
+        members.stop()
     finally:
-        for task in tasks:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
-    groups = steps * GROUPS_PER_STEP
-    early = len(progress.rss_mb) // 10
+        cluster.stop()
+    disk.append(measure_disk(folder, group_bytes))
+    figures["payload_mb_per_s"] = figures["groups_per_s"] * group_bytes / 1e6
+    figures["disk_mb_per_s"] = float(np.mean(disk))
+    figures["share_of_disk"] = figures["payload_mb_per_s"] / figures["disk_mb_per_s"]
+    return {"group_bytes": group_bytes} | figures
+
+
+def run(load: Load, coordinator: psutil.Process, seconds: float) -> dict[str, Any]:
+    """Loads the coordinator for `seconds` after the warm-up; returns the figures of that time."""
+    run_for(load, WARM_UP_S)
+    load.lease_s.clear()
+    before, committed, step, started_s = (
+        coordinator.cpu_times(),
+        load.committed,
+        load.step,
+        time.perf_counter(),
+    )
+    own = time.process_time()
+    run_for(load, seconds)
+    elapsed_s, after, groups = (
+        time.perf_counter() - started_s,
+        coordinator.cpu_times(),
+        load.committed - committed,
+    )
     return {
-        "groups": groups,
-        "groups_per_s": groups / seconds,
-        "payload_mb_per_s": groups * COMPLETIONS * arguments.tokens * 8 / 1e6 / seconds,
-        "lease_p99_ms": float(np.percentile(lease_s, 99)) * 1e3,
-        "rss_mb_early": progress.rss_mb[early],
-        "rss_mb_end": progress.rss_mb[-1],
+        "groups_per_s": groups / elapsed_s,
+        "trained_groups_per_s": (load.step - step) * GROUPS_PER_STEP / elapsed_s,
+        "lease_p50_ms": float(np.percentile(load.lease_s, 50)) * 1e3,
+        "lease_p99_ms": float(np.percentile(load.lease_s, 99)) * 1e3,
+        "lease_requests": len(load.lease_s),
+        "coordinator_cpu_ms_per_group": (after.user + after.system - before.user - before.system)
+        / groups
+        * 1e3,
+        "load_cpu_ms_per_group": (time.process_time() - own) / groups * 1e3,
+        "rss_mb": coordinator.memory_info().rss / 1e6,
     }
 
 
+def run_for(load: Load, seconds: float) -> None:
+    """Goes on with the load for that long."""
+    end_s = time.perf_counter() + seconds
+    load.run_until(lambda: time.perf_counter() > end_s)
+
+
+def measure_disk(folder: Path, chunk_bytes: int, seconds: float = 2.0) -> float:
+    """Bandwidth of sequential appends of `chunk_bytes`, each followed by fdatasync, in MB/s."""
+    chunk, written = os.urandom(chunk_bytes), 0
+    path = folder / "disk"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        started_s = time.perf_counter()
+        while time.perf_counter() - started_s < seconds:
+            written += os.write(fd, chunk)
+            os.fdatasync(fd)
+        return written / (time.perf_counter() - started_s) / 1e6
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def make_spec(folder: Path) -> RunSpec:
+    """A run that does not end, over short prompts, which lets go of what was trained."""
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": str(i), "answer": str(i)}) + "\n" for i in range(1000)))
+    return parse_spec(
+        {
+            "policy": {"model_name": "none", "max_total_sequence_length": 1_000_000},
+            "data": {"train": str(data)},
+            "grpo": {
+                "num_prompts_per_step": GROUPS_PER_STEP,
+                "num_generations_per_prompt": COMPLETIONS,
+                "max_num_steps": 1_000_000,
+            },
+            "async_grpo": {"max_trajectory_age_steps": MAX_AGE},
+            "rewards": [{"function": "exact_match"}],
+            "logger": {"tensorboard": False},
+        }
+    )
+
+
 def main() -> None:
-    """Starts a coordinator, loads it, prints the figures."""
+    """Both loads, then the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--groups", type=int, default=10_000)
-    parser.add_argument("--workers", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=1000, help="tokens of one completion")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load, after the warm-up")
+    parser.add_argument("--workers", type=int, default=200, help="simulated rollout workers")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 400_000], help="bytes of a group")
+    parser.add_argument("--directory", type=Path, help="where the ledger lies; a temporary folder by default")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "train.jsonl"
-        data.write_text("".join(json.dumps({"prompt": str(i), "answer": str(i)}) + "\n" for i in range(1000)))
-        spec = parse_spec(
-            {
-                "policy": {"model_name": "none", "max_total_sequence_length": 100_000},
-                "data": {"train": str(data)},
-                "grpo": {
-                    "num_prompts_per_step": GROUPS_PER_STEP,
-                    "num_generations_per_prompt": COMPLETIONS,
-                    "max_num_steps": arguments.groups // GROUPS_PER_STEP,
-                },
-                "async_grpo": {"max_trajectory_age_steps": 4},
-                "rewards": [{"function": "exact_match"}],
-                "logger": {"tensorboard": False},
-            }
-        )
-        cluster = LocalCluster(Path(folder) / "runs", ClusterSection())
-        try:
-            address = cluster.start_coordinator()
-            with Client(address) as client:
-                client.submit(spec)
-            figures = asyncio.run(load(address, cluster.pids("coordinator")[0], arguments))
-        finally:
-            cluster.stop()
+    loads = []
+    for group_bytes in arguments.sizes:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+            loads.append(measure(group_bytes, arguments.workers, arguments.seconds, Path(folder)))
+    small, large = loads[0], loads[-1]
     if arguments.json:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            print(f"{name:>18} {value:12.1f}")
+        summary = {
+            "groups_per_s": small["groups_per_s"],
+            "payload_mb_per_s": large["payload_mb_per_s"],
+            "disk_mb_per_s": large["disk_mb_per_s"],
+            "lease_p99_ms": max(load["lease_p99_ms"] for load in loads),
+            "load_average": os.getloadavg()[0],
+            "loads": loads,
+        }
+        print(json.dumps(summary))
+        return
+    for load in loads:
+        for name, value in load.items():
+            print(f"{name:>30} {value:12.2f}")
+        print()
 
 
 if __name__ == "__main__":

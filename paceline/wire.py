@@ -6,11 +6,12 @@ WireError that says what was wrong with it; a service answers it and lives on.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import safetensors
 import safetensors.numpy
 from google.protobuf.message import DecodeError, Message
 
@@ -23,7 +24,17 @@ PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 20
 """Largest frame that a socket takes; ZeroMQ closes the connection of a sender that exceeds it."""
 
+MAX_TENSOR_HEADER_BYTES = 64 << 10
+"""Largest JSON header of a payload frame; five arrays need a few hundred bytes."""
+
+DTYPES = {
+    "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+    "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
+}  # fmt: skip
+"""safetensors' names of the types that numpy has."""
+
 MessageT = TypeVar("MessageT", bound=Message)
+Buffer = bytes | memoryview
 
 
 def parse_header(kind: type[MessageT], frame: bytes) -> MessageT:
@@ -51,7 +62,7 @@ def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion]) 
 
 
 def decode_completions(
-    payload: bytes, finish_reasons: Sequence[str], texts: Sequence[str]
+    payload: Buffer, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
     """Prompt tokens and completions of a payload frame. Raises WireError when anything does not fit together."""
     arrays = _load(payload)
@@ -87,20 +98,49 @@ def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray
     return np.array(rewards, np.float32).reshape(num_completions, -1)
 
 
-def decode_group(group_id: int, payload: bytes, rewards: Sequence[float]) -> Group:
+def decode_group(group_id: int, payload: Buffer, rewards: Sequence[float]) -> Group:
     """A group as a learner rank gets it: arrays and rewards, without texts. Raises WireError."""
     count = len(_array(_load(payload), "lengths", "i4", 1))
     prompt_ids, completions = decode_completions(payload, [""] * count, [""] * count)
     return Group(group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, count))
 
 
-def _load(payload: bytes) -> dict[str, np.ndarray]:
+def _load(payload: Buffer) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors blob as read-only views into `payload`: nothing is copied.
+
+    Layout (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without
+    gaps, in any order of names.
+    """
+    header_bytes = int.from_bytes(payload[:8], "little")
+    if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
+        raise _no_safetensors(payload, "its header does not fit into it")
+    data = memoryview(payload)[8 + header_bytes :]
+    arrays, end = {}, 0
     try:
-        return safetensors.numpy.load(payload)
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise WireError(
-            f"the payload frame of {len(payload)} bytes is no safetensors blob: {error}"
-        ) from None
+        header = json.loads(bytes(payload[8 : 8 + header_bytes]))
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            arrays[name] = _view(data, end, entry)
+            end = entry["data_offsets"][1]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise _no_safetensors(payload, repr(error)) from None
+    if end != len(data):
+        raise _no_safetensors(payload, f"its arrays end at {end} of {len(data)} bytes")
+    return arrays
+
+
+def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
+    """The array that `entry` of the header describes; it has to begin at `start`."""
+    dtype, shape, (begin, end) = np.dtype(DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError("a size that is no natural number")
+    if begin != start or end > len(data) or math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError(f"{shape} of {entry['dtype']} cannot lie at {begin} to {end}")
+    return np.frombuffer(data[begin:end], dtype).reshape(shape)
+
+
+def _no_safetensors(payload: Buffer, why: str) -> WireError:
+    return WireError(f"the payload frame of {len(payload)} bytes is no safetensors blob: {why}")
 
 
 def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan]]:

@@ -20,6 +20,7 @@ from paceline.storage import Folder
 from paceline.wire import decode_group
 from services.coordinator.batches import split_batch
 from services.coordinator.ledger import Ledger
+from services.coordinator.payloads import read_frame
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,10 @@ def read_part(
     """The groups that a rank of `world_size` trains in a step, scored. Raises Conflict for one that was changed."""
     groups = []
     for row in split_batch(ledger.db, run_id, step, world_size)[rank]:
-        payload = ledger.db.execute(
-            "SELECT arrays FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'result'",
-            (run_id, row["group_id"]),
-        ).fetchone()
+        payload = ledger.payload(run_id, row["group_id"])
+        assert payload is not None, "plan_replay has looked"
         rewards = np.frombuffer(row["rewards"], "<f4").tolist()
-        group = decode_group(row["group_id"], payload["arrays"], rewards)
+        group = decode_group(row["group_id"], read_frame(payload.arrays), rewards)
         if check_digests and group.digest() != row["digest"]:
             raise Conflict(
                 f"group {row['group_id']} of step {step} is not what was trained; its digest differs"

@@ -47,7 +47,7 @@ def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> N
     with contextlib.closing(open_ledger(path)) as opened:
         spec = spec_from_yaml(opened.run(run_id)["spec_yaml"])
         weights = [reward.weight for reward in spec.rewards]
-        rows = export_samples(opened.db, run_id, weights, destination)
+        rows = export_samples(opened, run_id, weights, destination)
     if as_json:
         print_json({"path": str(destination), "rows": rows})
     else:
@@ -66,7 +66,7 @@ def show(run: str, step: int, directory: Path, as_json: bool) -> None:
     path, run_id = find_run(run, directory)
     with contextlib.closing(open_ledger(path)) as opened:
         opened.run(run_id)  # says which runs there are when this is none
-        groups = samples_of_step(opened.db, run_id, step)
+        groups = samples_of_step(opened, run_id, step)
     for group in groups:
         if as_json:
             print_json(group)
@@ -104,10 +104,10 @@ def verify(run: str, directory: Path, as_json: bool) -> None:
 @json_option
 def backup(destination: Path, directory: Path, as_json: bool) -> None:
     """Write a consistent copy of the ledger to the file DESTINATION, also while the coordinator runs."""
-    from paceline.cli.samples import back_up
+    from services.coordinator.backup import back_up
 
     with contextlib.closing(open_ledger(directory / LEDGER_NAME)) as opened:
-        size_bytes = back_up(opened.db, destination)
+        size_bytes = back_up(opened, destination)
     if as_json:
         print_json({"path": str(destination), "size_bytes": size_bytes})
     else:

@@ -1,22 +1,22 @@
-"""Reads what a run left in the ledger: the samples of a step, all of them as a table, and a copy of the whole. With or
-without a coordinator.
-"""
+"""Reads what a run left in the ledger: the samples of a step, and all of them as a table. With or without a coordinator."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.errors import NotFound
 from paceline.wire import decode_completions, decode_rewards
 
+if TYPE_CHECKING:
+    from services.coordinator.ledger import Ledger
 
-def samples_of_step(db: sqlite3.Connection, run_id: str, step: int) -> list[dict[str, Any]]:
+
+def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, Any]]:
     """The groups of a step's batch, in the batch's order: prompt, columns, and for each completion its text, tokens,
     versions and rewards by function (null where a function said None).
 
@@ -24,15 +24,14 @@ def samples_of_step(db: sqlite3.Connection, run_id: str, step: int) -> list[dict
     """
     from paceline.spec_io import spec_from_yaml
     from protos.paceline.v1.exchange_pb2 import GroupResult
+    from services.coordinator.payloads import read_frame
 
-    rows = db.execute(
-        "SELECT g.*, p.header, p.arrays FROM groups g LEFT JOIN payloads p ON p.run_id = g.run_id"
-        " AND p.group_id = g.group_id AND p.kind = 'result' WHERE g.run_id = ? AND g.step = ? ORDER BY g.rank_order",
-        (run_id, step),
+    rows = ledger.db.execute(
+        "SELECT * FROM groups WHERE run_id = ? AND step = ? ORDER BY rank_order", (run_id, step)
     ).fetchall()
     if not rows:
-        last = db.execute("SELECT MAX(step) FROM batches WHERE run_id = ?", (run_id,)).fetchone()[0]
-        spec = db.execute("SELECT spec_yaml FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+        last = ledger.db.execute("SELECT MAX(step) FROM batches WHERE run_id = ?", (run_id,)).fetchone()[0]
+        spec = ledger.db.execute("SELECT spec_yaml FROM runs WHERE run_id = ?", (run_id,)).fetchone()
         algorithm = (
             "" if spec is None or (parsed := spec_from_yaml(spec[0])).examples is None else parsed.algorithm
         )
@@ -42,13 +41,18 @@ def samples_of_step(db: sqlite3.Connection, run_id: str, step: int) -> list[dict
             )
         known = "it has none yet" if last is None else f"its batches are of steps 0 to {last}"
         raise NotFound(f"step {step} of run {run_id} has no batch; {known}")
-    if any(row["header"] is None for row in rows):
-        raise NotFound(f"the samples of step {step} were not kept: the run has logger.keep_samples false")
-    return [_group(row, GroupResult.FromString(row["header"])) for row in rows]
+    groups = []
+    for row in rows:
+        payload = ledger.payload(run_id, row["group_id"])
+        if payload is None:
+            raise NotFound(f"the samples of step {step} were not kept: the run has logger.keep_samples false")
+        header, arrays = (read_frame(frame) for frame in payload)
+        groups.append(_group(row, GroupResult.FromString(header), arrays))
+    return groups
 
 
-def _group(row: sqlite3.Row, result: Any) -> dict[str, Any]:
-    prompt_ids, completions = decode_completions(row["arrays"], result.finish_reasons, result.texts)
+def _group(row: sqlite3.Row, result: Any, arrays: bytes) -> dict[str, Any]:
+    prompt_ids, completions = decode_completions(arrays, result.finish_reasons, result.texts)
     functions = json.loads(row["functions"])
     rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(completions))
     return {
@@ -77,7 +81,7 @@ def _group(row: sqlite3.Row, result: Any) -> dict[str, Any]:
     }
 
 
-def export_samples(db: sqlite3.Connection, run_id: str, weights: list[float], destination: Path) -> int:
+def export_samples(ledger: Ledger, run_id: str, weights: list[float], destination: Path) -> int:
     """Writes every completion that the run has trained on as a row of the Parquet file `destination`; returns how many.
 
     Rows are in the order of training, a row group for each step, so memory holds one step. `weights` are those of the
@@ -88,7 +92,7 @@ def export_samples(db: sqlite3.Connection, run_id: str, weights: list[float], de
 
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")
-    steps = db.execute(
+    steps = ledger.db.execute(
         "SELECT step FROM batches WHERE run_id = ? AND trained = 1 ORDER BY step", (run_id,)
     ).fetchall()
     if not steps:
@@ -100,7 +104,7 @@ def export_samples(db: sqlite3.Connection, run_id: str, weights: list[float], de
             for step in steps:
                 table = [
                     row
-                    for group in samples_of_step(db, run_id, step["step"])
+                    for group in samples_of_step(ledger, run_id, step["step"])
                     for row in _completion_rows(group, weights)
                 ]
                 writer.write_table(pyarrow.Table.from_pylist(table, schema=schema))
@@ -164,18 +168,3 @@ def _completion_rows(group: dict[str, Any], weights: list[float]) -> list[dict[s
             }
         )
     return rows
-
-
-def back_up(db: sqlite3.Connection, destination: Path) -> int:
-    """A consistent copy of the ledger, while a coordinator may be writing to it; returns its size in bytes.
-
-    The copy appears whole under its name or not at all. Raises NotFound when the destination's folder is not there.
-    """
-    if not destination.parent.is_dir():
-        raise NotFound(f"no folder {destination.parent}; make it first")
-    partial = destination.with_name(destination.name + ".partial")
-    partial.unlink(missing_ok=True)
-    with contextlib.closing(sqlite3.connect(partial)) as copy:
-        db.backup(copy)
-    partial.replace(destination)
-    return destination.stat().st_size

@@ -14,6 +14,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.admission import must_wait
 from services.coordinator.balance import balance
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
+from services.coordinator.payloads import Frame
 
 
 def give_part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
@@ -110,8 +111,11 @@ def _fix(exchange: Exchange, run: ActiveRun, step: int, chain: str, now_s: float
             json.dumps(_metrics(run, chosen, step, wait_s)),
         ),
     )
-    for place, group in enumerate(chosen):
-        exchange.set_group(run, group["group_id"], state="batched", step=step, rank_order=place)
+    exchange.db.executemany(
+        "UPDATE groups SET state = 'batched', step = ?, rank_order = ? WHERE run_id = ? AND group_id = ?",
+        [(step, place, run.run_id, group["group_id"]) for place, group in enumerate(chosen)],
+    )
+    exchange.places_changed()
     exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
     exchange.first_asked_s = {s: t for s, t in exchange.first_asked_s.items() if abs(s) > step}
     return True
@@ -135,6 +139,11 @@ def _in_order(exchange: Exchange, run: ActiveRun, step: int) -> list[sqlite3.Row
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
     """The oldest scored groups, when there are enough and no live group has to be waited for."""
     spec = run.spec.async_grpo
+    number = exchange.db.execute(
+        "SELECT COUNT(*) FROM groups WHERE run_id = ? AND class = 'train' AND state = 'scored'", (run.run_id,)
+    ).fetchone()[0]
+    if number < run.batch:
+        return None
     scored = exchange.db.execute(
         "SELECT * FROM groups WHERE run_id = ? AND class = 'train' AND state = 'scored' ORDER BY slot, group_id",
         (run.run_id,),
@@ -146,7 +155,8 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
     if len(usable) < run.batch:
         return None
     live = exchange.db.execute(
-        "SELECT COALESCE(oldest_step, lease_step) AS oldest FROM groups WHERE run_id = ? AND class = 'train'"
+        "SELECT COALESCE(oldest_step, lease_step) AS oldest FROM groups INDEXED BY groups_by_state"
+        " WHERE run_id = ? AND class = 'train'"
         " AND state IN ('leased', 'generated')",
         (run.run_id,),
     ).fetchall()
@@ -176,19 +186,16 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
     reply.batch.state, reply.batch.step, reply.batch.chain = pb.BATCH_STATE_READY, asked.step, batch["chain"]
     reply.batch.traceparent = step_traceparent(run.run_id, asked.step)
     reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
-    payloads = []
+    payloads: list[Frame] = []
     for group in split_batch(exchange.db, run.run_id, asked.step, asked.world_size)[asked.rank]:
-        payload = exchange.db.execute(
-            "SELECT arrays FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'result'",
-            (run.run_id, group["group_id"]),
-        ).fetchone()
+        payload = exchange.ledger.payload(run.run_id, group["group_id"])
         if payload is None:
             return exchange.refuse(
                 request, f"step {asked.step} is before the oldest checkpoint, its samples are gone"
             )
         rewards = np.frombuffer(group["rewards"], "<f4").tolist()
         reply.batch.groups.add(group_id=group["group_id"], digest=group["digest"], rewards=rewards)
-        payloads.append(payload["arrays"])
+        payloads.append(payload.arrays)
     return Outcome(reply, payloads)
 
 
@@ -207,11 +214,12 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
     metrics = {}
     if batch is not None:
         totals = exchange.db.execute(
-            "SELECT COUNT(*) AS n, SUM(tokens) AS tokens FROM groups WHERE run_id = ? AND step = ?",
+            "SELECT COUNT(*) AS n, SUM(tokens) AS tokens FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
             (run.run_id, step),
         ).fetchone()
         exchange.db.execute(
-            "UPDATE groups SET state = 'trained' WHERE run_id = ? AND step = ?", (run.run_id, step)
+            "UPDATE groups INDEXED BY step_groups SET state = 'trained' WHERE run_id = ? AND step = ?",
+            (run.run_id, step),
         )
         if not run.spec.logger.keep_samples:
             _prune(exchange, run)
@@ -233,9 +241,9 @@ def _prune(exchange: Exchange, run: ActiveRun) -> None:
     ).fetchone()["step"]
     if oldest is not None:
         exchange.db.execute(
-            "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
-            " (SELECT group_id FROM groups WHERE run_id = ? AND step < ?)",
-            (run.run_id, run.run_id, oldest),
+            "DELETE FROM payloads WHERE run_id = ? AND"
+            " (SELECT step FROM groups g WHERE g.run_id = payloads.run_id AND g.group_id = payloads.group_id) < ?",
+            (run.run_id, oldest),
         )
 
 

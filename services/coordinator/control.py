@@ -38,13 +38,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def List(self, request: run_pb2.ListRequest, context: Context) -> run_pb2.ListResponse:
-        rows = self._coordinator.ledger.runs()
+        rows = self._coordinator.committed.runs()
         return run_pb2.ListResponse(runs=[self._run(row["run_id"]) for row in rows])
 
     async def Watch(
         self, request: run_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[run_pb2.WatchResponse]:
-        ledger, after = self._coordinator.ledger, request.after
+        ledger, after = self._coordinator.committed, request.after
         try:
             ledger.run(request.run_id)
         except NotFound as error:
@@ -82,7 +82,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.ResumeResponse(run=self._run(request.run_id))
 
     def _run(self, run_id: str) -> run_pb2.Run:
-        ledger = self._coordinator.ledger
+        ledger = self._coordinator.committed
         row = ledger.run(run_id)
         spec = self._coordinator.spec(run_id)
         return run_pb2.Run(
@@ -132,7 +132,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.ListMembersRequest, context: Context
     ) -> worker_pb2.ListMembersResponse:
         now_s, response = time.monotonic(), worker_pb2.ListMembersResponse()
-        held = self._coordinator.ledger.held()
+        held = self._coordinator.committed.held()
         for member in self._coordinator.members.all():
             entry = response.members.add(
                 member_id=member.member_id,

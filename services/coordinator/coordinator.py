@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from paceline.data import PromptSource, open_prompts, open_rows
-from paceline.errors import Conflict, DataError, SpecError
+from paceline.errors import Conflict, DataError, LedgerFault, SpecError
 from paceline.example_rows import check_example
 from paceline.groups import Version
 from paceline.spec import RunSpec
@@ -25,7 +25,7 @@ from paceline.spec_io import spec_from_yaml, spec_to_yaml
 from paceline.storage import Folder
 from paceline.tracing import step_traceparent
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator import evaluation, poison, retention
+from services.coordinator import evaluation, leases, poison, retention
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.exchange_server import ExchangeServer
 from services.coordinator.journal import Journal
@@ -53,6 +53,8 @@ class Coordinator:
         min_free_bytes: int = 0,
     ):
         self.ledger = ledger
+        self.committed = Ledger(ledger.path, read_only=True)
+        """What others are told is read here: a transaction under way does not show."""
         self.directory = directory
         self.members = members
         self.lock = asyncio.Lock()
@@ -68,6 +70,8 @@ class Coordinator:
         self._epoch = 0
         self._named: tuple[str, list[str]] = ("", [])
         self._finished_session = 0
+        self._fault: LedgerFault | None = None
+        ledger.on_fault = self._on_fault
 
     async def recover(self) -> None:
         """Takes up the run that was active. Before anyone may connect: a worker that asks about a run which is not
@@ -80,8 +84,12 @@ class Coordinator:
         await self._start_next()
 
     async def run_forever(self) -> None:
-        """Starts queued runs and expires silent members, until cancelled."""
+        """Starts queued runs and expires silent members, until cancelled. Raises LedgerFault when the disk has refused a
+        transaction, whosever it was: a worker that is told of it would only come back for ever.
+        """
         while True:
+            if self._fault is not None:
+                raise self._fault
             await self._start_next()
             for member in self.members.silent(time.monotonic()):
                 silent_s = time.monotonic() - member.last_report_s
@@ -90,7 +98,11 @@ class Coordinator:
             for member in self.members.quiet(time.monotonic()):
                 await self._suspect(member, f"silent for {time.monotonic() - member.last_report_s:.0f} s")
             await self._warn(self.watchdog.look(time.monotonic()))
+            self.ledger.remove_unused_segments()
             await asyncio.sleep(TICK_S)
+
+    def _on_fault(self, fault: LedgerFault) -> None:
+        self._fault = fault
 
     # Runs
 
@@ -232,10 +244,11 @@ class Coordinator:
         """Closes sockets and files; the ledger is its opener's to close."""
         self.server.close()
         self.journal.close()
+        self.committed.close()
 
     def spec(self, run_id: str) -> RunSpec:
         """The spec of a run. Raises NotFound."""
-        return spec_from_yaml(self.ledger.run(run_id)["spec_yaml"])
+        return spec_from_yaml(self.committed.run(run_id)["spec_yaml"])
 
     async def _finish_if_done(self) -> None:
         run = self.exchange.active
@@ -312,7 +325,7 @@ class Coordinator:
         run = self.exchange.active
         async with self.lock:
             with self.ledger.transaction():
-                released = self.exchange.release_member(member.member_id, crashed=crashed)
+                released = leases.release_member(self.exchange, member.member_id, crashed=crashed)
                 if run is not None:
                     evaluation.unpin_member(self.exchange, run, member.member_id)
                 notices = self.exchange.take_notices()
@@ -444,9 +457,9 @@ class Coordinator:
             self.exchange.versions[member.member_id] = member.version
             self.journal.note_pause(ack)
             async with self.lock:
-                with self.ledger.transaction():
-                    published = self.ledger.run(run.run_id)["published_step"]
-                    self.ledger.update_run(run.run_id, published_step=max(published, ack.version.step))
+                if ack.version.step > self.ledger.run(run.run_id)["published_step"]:
+                    with self.ledger.transaction():
+                        self.ledger.update_run(run.run_id, published_step=ack.version.step)
             self.server.wake("lease")
         for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
             learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))

@@ -10,11 +10,15 @@ import json
 import sqlite3
 from typing import TYPE_CHECKING
 
+from google.protobuf.message import DecodeError
+
 from paceline.errors import PacelineError
 from paceline.groups import Group
 from paceline.storage import Folder
 from paceline.wire import decode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.ledger import Ledger
+from services.coordinator.payloads import read_frame
 
 if TYPE_CHECKING:
     from services.coordinator.verify import Record, VerifyReport
@@ -58,19 +62,22 @@ def payloads(record: Record, report: VerifyReport) -> None:
     """The arrays that are still stored give the digest, the tokens, the age and the rewards' shape on record."""
     groups = {g["group_id"]: g for g in record.groups}
     found: set[int] = set()
-    for payload in record.db.execute(
-        "SELECT group_id, header, arrays FROM payloads WHERE run_id = ? AND kind = 'result'", (record.run_id,)
+    for stored in record.db.execute(
+        "SELECT * FROM payloads WHERE run_id = ? AND kind = 'result'", (record.run_id,)
     ):
-        row, subject = groups.get(payload["group_id"]), f"group {payload['group_id']}"
+        row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
         if row is None:
             continue  # of an evaluation
         found.add(row["group_id"])
-        header = pb.GroupResult.FromString(payload["header"])
         try:
+            payload = record.ledger.payloads.payload(stored)
+            header = pb.GroupResult.FromString(read_frame(payload.header))
             prompt_ids, completions = decode_completions(
-                payload["arrays"], header.finish_reasons, header.texts
+                read_frame(payload.arrays), header.finish_reasons, header.texts
             )
-        except PacelineError as error:
+        except (PacelineError, DecodeError) as error:
+            if _was_pruned(record, row["group_id"]):
+                continue
             report.problem(subject, f"its arrays cannot be read: {error}")
             continue
         group = Group(row["group_id"], prompt_ids, completions)
@@ -88,6 +95,21 @@ def payloads(record: Record, report: VerifyReport) -> None:
         if row["state"] in STATES_WITH_RESULT and row["group_id"] not in found:
             report.problem(f"group {row['group_id']}", f"it is {row['state']}, but its arrays are not stored")
     report.facts["payloads"] = len(found)
+
+
+def _was_pruned(record: Record, group_id: int) -> bool:
+    """Whether a coordinator that goes on has let go of the group's bulk since the snapshot was taken."""
+    now = Ledger(record.ledger.path, read_only=True)
+    try:
+        return (
+            now.db.execute(
+                "SELECT 1 FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'result'",
+                (record.run_id, group_id),
+            ).fetchone()
+            is None
+        )
+    finally:
+        now.close()
 
 
 def checkpoints(record: Record, report: VerifyReport) -> None:

@@ -1,8 +1,9 @@
 """The exchange: leases out, groups in, scores in, batches out. Every answer is what the ledger already holds.
 
-A pure state machine over the ledger: `handle()` takes one request inside a transaction and says what to reply; the
-server (exchange_server.py) commits, then sends. No state of a group lives in memory, so a restart continues from
-the file. What others have to know afterwards (a step was trained, the run cannot go on) is left in `notices`.
+This file holds what every handler needs: the run, who is there, and how to answer. A pure state machine over the
+ledger: `handlers.py` takes one request inside a transaction and says what to reply; the server (exchange_server.py)
+commits, then sends. No state of a group lives in memory, so a restart continues from the file. What others have to
+know afterwards (a step was trained, the run cannot go on) is left in `notices`.
 
 A group's way: admitted → leased → generated → scored → batched(step) → trained(step), or dropped(reason) from any
 state before batched. `leases.py` and `scores.py` hold the first half, `batches.py` the second, `evaluation.py` the
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from paceline.data import PromptSource
-from paceline.errors import WireError
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.ledger import Ledger
+from services.coordinator.payloads import Frame
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Outcome:
     """What to answer. `empty`: nothing could be given, so the request may wait for as long as it asked to."""
 
     reply: pb.ExchangeReply
-    payloads: list[bytes] = field(default_factory=list)
+    payloads: list[Frame] = field(default_factory=list)
     empty: bool = False
 
 
@@ -88,6 +89,10 @@ class Exchange:
         self.reserved: dict[int, str] = {}
         """Worker that empties its hands for a group that must be held alone, by group id."""
 
+        self._freed = False
+        self._counted = (0, 0)
+        """A slot, and how many groups that are in no batch yet stand before it. Nothing but a shorter way to count."""
+
     @property
     def db(self) -> sqlite3.Connection:
         """The ledger's connection."""
@@ -101,48 +106,6 @@ class Exchange:
         """The notices since the last call."""
         notices, self.notices = self.notices, []
         return notices
-
-    def handle(self, request: pb.ExchangeRequest, frames: list[bytes], now_s: float) -> Outcome:
-        """Answers one request. Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing."""
-        from services.coordinator import batches, leases, scores
-
-        if request.protocol != PROTOCOL:
-            return self.refuse(
-                request,
-                f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side",
-            )
-        if request.term != self.ledger.term:
-            return self.stale(
-                request, f"term {request.term} has passed, the coordinator is in {self.ledger.term}"
-            )
-        kind = request.WhichOneof("body")
-        run = self.active
-        if run is None or request.run_id != run.run_id:
-            if kind == "batch":
-                return batches.end(self, request)
-            return self.stale(request, f"run {request.run_id!r} is not the current one")
-        if kind in ("lease", "task") and request.member_id not in self.members:
-            return Outcome(self.reply(request, pb.REPLY_STATUS_OK), empty=True)
-        try:
-            match kind:
-                case "lease":
-                    return leases.give(self, run, request)
-                case "group":
-                    return leases.take_result(self, run, request, frames)
-                case "lease_return":
-                    return leases.take_back(self, run, request, frames)
-                case "task":
-                    return scores.give(self, run, request)
-                case "score":
-                    return scores.take_result(self, run, request)
-                case "batch":
-                    return batches.give_part(self, run, request, now_s)
-                case "receipt":
-                    return batches.take_receipt(self, run, request)
-                case _:
-                    return self.refuse(request, "the request has no body that this coordinator knows")
-        except WireError as error:
-            return self.refuse(request, str(error))
 
     # What the handlers share
 
@@ -166,6 +129,28 @@ class Exchange:
             (*columns.values(), run.run_id, group_id),
         )
 
+    def take_freed(self) -> bool:
+        """Whether a group was dropped since the last call: another one can be admitted in its place."""
+        freed, self._freed = self._freed, False
+        return freed
+
+    def num_ahead(self, run: ActiveRun, slot: int) -> int:
+        """Groups in places before `slot` that are open and in no batch yet. Counted from the last place that was asked for,
+        as leases go out in the order of places.
+        """
+        start, ahead = self._counted if self._counted[0] <= slot else (0, 0)
+        ahead += self.db.execute(
+            "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            " AND state IN ('admitted', 'leased', 'generated', 'scored') AND slot >= ? AND slot < ?",
+            (run.run_id, start, slot),
+        ).fetchone()[0]
+        self._counted = (slot, ahead)
+        return int(ahead)
+
+    def places_changed(self) -> None:
+        """A group entered, or left, the open ones at a place that was counted before."""
+        self._counted = (0, 0)
+
     def drop(self, run: ActiveRun, row: sqlite3.Row, reason: str, tokens: int | None = None) -> None:
         """Ends a group as dropped(reason) and frees its place; its tokens move in the books."""
         tokens = row["tokens"] if tokens is None else tokens
@@ -174,6 +159,8 @@ class Exchange:
             "DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"])
         )
         self.reserved.pop(row["group_id"], None)
+        self.places_changed()
+        self._freed = True
         self.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"]))
         if row["class"] != "train":
             return
@@ -192,24 +179,6 @@ class Exchange:
                 message=f"{in_a_row} groups in a row were dropped, the last as {reason!r}, without one that could "
                 "train (grpo.max_generation_batches); look at the rewards and the data",
             )
-
-    def release_member(self, member_id: str, *, crashed: bool = False) -> int:
-        """Takes back every lease and task of a member that is gone; returns how many leases."""
-        from services.coordinator import poison
-
-        if crashed and self.active is not None:
-            poison.on_crash(self, self.active, member_id)
-        self.reserved = {group: holder for group, holder in self.reserved.items() if holder != member_id}
-        self.versions.pop(member_id, None)
-        self.members.discard(member_id)
-        released = self.db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE member_id = ? AND state = 'leased'",
-            (member_id,),
-        ).rowcount
-        self.db.execute(
-            "UPDATE groups SET scorer_id = NULL WHERE scorer_id = ? AND state = 'generated'", (member_id,)
-        )
-        return released
 
     def end_run(self, run: ActiveRun) -> None:
         """Drops what is still open as run_ended, and forgets evaluations that were not finished."""

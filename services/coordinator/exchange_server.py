@@ -1,9 +1,17 @@
 """The data plane: a ZeroMQ ROUTER in front of the exchange.
 
-Invariants. Nothing is sent that was not asked for. All requests that have arrived are answered in one transaction,
-committed to the disk before the first answer leaves (group commit). A request that could be given nothing is parked
-until something changes or its own wait ends; a worker has at most one parked request of a kind (a rank: one), so the
-parking lot is bounded by the members. Whatever bytes arrive, they are answered or dropped, and the loop goes on.
+Invariants. Nothing is sent that was not asked for. Every answer leaves after the commit of what it says, and a commit
+that refers to a group's bytes begins after their sync. Requests that have arrived by then share one transaction (group
+commit). A request that could be given nothing is parked until something changes or its own wait ends; a worker has at
+most one parked request of a kind (a rank: one), so the parking lot is bounded by the members. Whatever bytes arrive,
+they are answered or dropped, and the loops go on.
+
+Four tasks, in the order in which a message passes them; each waits only for the one before it and for its own thread:
+
+  receive   reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
+  store     checks, hashes and syncs groups on a thread (intake.py), so that leases do not wait behind them
+  answer    one transaction after another, leases first; the sync of its commit is waited for on a thread
+  deliver   reads arrays of tasks and batches from the disk on a thread, then sends them
 """
 
 from __future__ import annotations
@@ -12,18 +20,36 @@ import asyncio
 import logging
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import zmq
-import zmq.asyncio
 
-from paceline.errors import Conflict, WireError
-from paceline.wire import MAX_MESSAGE_BYTES, parse_header
+from paceline.errors import Conflict, LedgerFault, WireError
+from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_header
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import Exchange, Notice, Outcome
+from services.coordinator.handlers import handle
+from services.coordinator.intake import Arrived, take_in
+from services.coordinator.payloads import StoredFrame, read_frame
 
-MAX_REQUESTS_PER_COMMIT = 512
+MIN_TRANSACTION_S = 0.01
+"""How long requests other than for leases are taken into one transaction, or for as long as the last commit took: what
+arrives meanwhile waits for both."""
+
+MAX_RECEIVED_AT_ONCE = 256
+"""Messages that are read before other tasks have their turn."""
+
+MAX_SYNC_BYTES = 8 << 20
+"""Groups are stored in portions of about this size. A larger sync moves more bytes a second, and makes everything that
+waits for the disk wait longer."""
+
+MAX_PENDING_BYTES = 128 << 20
+"""Groups in memory that are not committed; beyond it they stay in ZeroMQ's and the senders' hands. Less than a segment
+(`PayloadStore.old_segments`), save for one message."""
+
 MAX_WAIT_S = 30.0
 """Longest time for which a request is parked, whatever it asks for."""
 
@@ -32,7 +58,7 @@ TICK_S = 0.2
 
 WAKES = {
     "group": {"task"},
-    "score": {"batch", "lease"},
+    "score": {"batch"},
     "receipt": {"batch", "lease"},
     "lease_return": {"lease"},
 }
@@ -46,9 +72,15 @@ class Waiting:
     """A request with the address to answer to."""
 
     identity: bytes
-    request: pb.ExchangeRequest
-    frames: list[bytes]
+    arrived: Arrived
     deadline_s: float
+    size: int = 0
+    """Bytes of its payload frames."""
+
+    @property
+    def request(self) -> pb.ExchangeRequest:
+        """What it asks."""
+        return self.arrived.request
 
     @property
     def kind(self) -> str:
@@ -62,7 +94,7 @@ class Waiting:
 
 
 class ExchangeServer:
-    """Runs the loop; `lock` keeps the control plane's transactions apart from its own.
+    """Runs the loops; `lock` keeps the control plane's transactions apart from its own.
 
     `record` writes down what happened in the same transaction; `act` does the rest after its commit.
     """
@@ -80,17 +112,29 @@ class ExchangeServer:
         self._lock = lock
         self._record = record
         self._act = act
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(
-            zmq.SNDHWM, 0
-        )  # every reply was asked for; its number is bounded by the requests
+        # Every reply was asked for; their number is bounded by the requests.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self.port = self._bind(host, port)
         self._parked: dict[tuple[str, str, int], Waiting] = {}
         self._wake: set[str] = set()
-        self._bell = asyncio.Event()
+        self._readable, self._room = asyncio.Event(), asyncio.Event()
+        self._groups: deque[Waiting] = deque()
+        """Group results that are not on the disk."""
+        self._pending_bytes = 0
+        """Of group results that are not answered."""
+        self._leases: deque[Waiting] = deque()
+        """Requests for leases. They come first: a sampler without work waits for them."""
+        self._others: deque[Waiting] = deque()
+        """What else can be answered: group results that are on the disk, and every other kind."""
+        self._commit_s = 0.0
+        """How long the last commit waited for the disk."""
+        self._outgoing: deque[tuple[Waiting, Outcome]] = deque()
+        """Answers with arrays that have to be read."""
+        self._to_store, self._bell, self._to_deliver = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def wake(self, *kinds: str) -> None:
         """Looks again at the parked requests of these kinds: something outside the exchange changed."""
@@ -98,19 +142,17 @@ class ExchangeServer:
         self._bell.set()
 
     async def serve(self) -> None:
-        """Answers until cancelled."""
-        tick_s = time.monotonic()
-        while True:
-            arrived = await self._receive()
-            kinds = set(self._wake)
-            self._wake.clear()
-            for waiting in arrived:
-                kinds |= WAKES.get(waiting.kind, set())
-            if time.monotonic() - tick_s > TICK_S:
-                kinds |= {"lease", "task", "batch"}
-                tick_s = time.monotonic()
-            if arrived or (kinds and self._parked):
-                await self._answer(arrived, kinds)
+        """Answers until cancelled. Raises LedgerFault when the disk refuses."""
+        try:
+            with ThreadPoolExecutor(1, "store") as storer, ThreadPoolExecutor(1, "deliver") as reader:
+                async with asyncio.TaskGroup() as tasks:
+                    for task in (self._receive(), self._store(storer), self._answer(), self._deliver(reader)):
+                        tasks.create_task(task)
+        except ExceptionGroup as group:
+            fault, _ = group.split(LedgerFault)
+            if fault is not None:
+                raise fault.exceptions[0] from None
+            raise
 
     def close(self) -> None:
         """Sends what is queued, then closes the socket."""
@@ -130,60 +172,133 @@ class ExchangeServer:
                 "Choose another --exchange-port"
             ) from None
 
-    async def _receive(self) -> list[Waiting]:
-        """What has arrived; waits for the first message, a wake-up, or a tick."""
-        ready, bell = (
-            asyncio.ensure_future(self._socket.poll(TICK_S * 1000)),
-            asyncio.ensure_future(self._bell.wait()),
-        )
+    # Receive
+
+    async def _receive(self) -> None:
+        """Reads whenever the socket has something. Its descriptor tells of changes only, so it is read until empty."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.FD, self._readable.set)
         try:
-            await asyncio.wait((ready, bell), return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                if self._pending_bytes >= MAX_PENDING_BYTES:
+                    loop.remove_reader(self._socket.FD)
+                    self._room.clear()
+                    await self._room.wait()
+                    loop.add_reader(self._socket.FD, self._readable.set)
+                self._readable.clear()
+                if self._read_some():
+                    await self._readable.wait()
+                else:
+                    await asyncio.sleep(0)
         finally:
-            ready.cancel()
-            bell.cancel()
-        self._bell.clear()
-        arrived: list[Waiting] = []
-        while len(arrived) < MAX_REQUESTS_PER_COMMIT:
+            loop.remove_reader(self._socket.FD)
+
+    def _read_some(self) -> bool:
+        """Whether that was all that had arrived."""
+        for _ in range(MAX_RECEIVED_AT_ONCE):
+            if self._pending_bytes >= MAX_PENDING_BYTES:
+                return False
             try:
-                frames = await self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                break
-            waiting = await self._parse(frames)
-            if waiting:
-                arrived.append(waiting)
-        return arrived
+                return True
+            self._take(frames)
+        return False
 
-    async def _parse(self, frames: list[bytes]) -> Waiting | None:
-        identity, header, *payloads = frames if len(frames) > 1 else [frames[0], b""]
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        identity, header, *payloads = frames if len(frames) > 1 else [frames[0], zmq.Frame(b"")]
         try:
-            request = parse_header(pb.ExchangeRequest, header)
+            request = parse_header(pb.ExchangeRequest, header.bytes)
         except WireError as error:
-            log.warning("refused a message from %s: %s", identity.hex()[:16], error)
+            log.warning("refused a message from %s: %s", identity.bytes.hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
-            await self._send(identity, Outcome(reply))
-            return None
+            self._send(identity.bytes, reply, [])
+            return
         body = getattr(request, request.WhichOneof("body") or "", None)
-        wait_s = min(
-            MAX_WAIT_S, getattr(body, "wait_s", 0.0)
-        )  # in this order: not-a-number becomes the limit
-        return Waiting(identity, request, payloads, time.monotonic() + wait_s)
+        # In this order: not-a-number becomes the limit.
+        wait_s = min(MAX_WAIT_S, getattr(body, "wait_s", 0.0))
+        buffers: list[Buffer] = [frame.buffer for frame in payloads]
+        size = sum(len(buffer) for buffer in buffers)
+        waiting = Waiting(identity.bytes, Arrived(request, buffers), time.monotonic() + wait_s, size)
+        if waiting.kind == "group":
+            self._pending_bytes += waiting.size
+            self._groups.append(waiting)
+            self._to_store.set()
+        else:
+            (self._leases if waiting.kind == "lease" else self._others).append(waiting)
+            self._bell.set()
 
-    async def _answer(self, arrived: list[Waiting], kinds: set[str]) -> None:
-        """One transaction for everything; answers leave after its commit."""
-        now_s = time.monotonic()
+    # Store
+
+    async def _store(self, thread: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._to_store.wait()
+            portion, size = [], 0
+            while self._groups and size < MAX_SYNC_BYTES:
+                portion.append(self._groups.popleft())
+                size += portion[-1].size
+            if not self._groups:
+                self._to_store.clear()
+            payloads = self._exchange.ledger.payloads
+            await loop.run_in_executor(thread, take_in, payloads, [waiting.arrived for waiting in portion])
+            self._others.extend(portion)
+            self._bell.set()
+
+    # Answer
+
+    async def _answer(self) -> None:
+        """One transaction after another, for as long as there is something to answer."""
+        tick_s = time.monotonic()
+        while True:
+            if not (self._leases or self._others or self._wake):
+                self._bell.clear()
+                try:
+                    async with asyncio.timeout(TICK_S):
+                        await self._bell.wait()
+                except TimeoutError:
+                    pass
+            kinds, self._wake = self._wake, set()
+            if time.monotonic() - tick_s > TICK_S:
+                kinds |= {"lease", "task", "batch"}
+                tick_s = time.monotonic()
+            if self._leases or self._others or (kinds and self._parked):
+                await self._commit(kinds)
+
+    async def _commit(self, kinds: set[str]) -> None:
+        """One transaction for what is there; answers leave after its commit."""
+        now_s, taken = time.monotonic(), 0
         answers: list[tuple[Waiting, Outcome]] = []
-        async with self._lock:
-            with self._exchange.ledger.transaction():
-                for waiting in arrived:
+        async with self._lock, self._exchange.ledger.transaction_off_loop():
+            while self._leases:
+                self._settle(self._leases.popleft(), now_s, answers)
+            end_s = time.monotonic() + max(MIN_TRANSACTION_S, self._commit_s)
+            while self._others:
+                waiting = self._others.popleft()
+                self._settle(waiting, now_s, answers)
+                kinds |= WAKES.get(waiting.kind, set())
+                taken += waiting.size if waiting.kind == "group" else 0
+                if time.monotonic() > end_s:
+                    break
+            if self._exchange.take_freed():
+                kinds.add("lease")
+            for key, waiting in list(self._parked.items()):
+                if waiting.kind in kinds or waiting.deadline_s <= now_s:
+                    del self._parked[key]
                     self._settle(waiting, now_s, answers)
-                for key, waiting in list(self._parked.items()):
-                    if waiting.kind in kinds or waiting.deadline_s <= now_s:
-                        del self._parked[key]
-                        self._settle(waiting, now_s, answers)
-                notices = self._exchange.take_notices()
-                self._record(notices)
+            notices = self._exchange.take_notices()
+            self._record(notices)
+            began_s = time.monotonic()
+        self._commit_s = time.monotonic() - began_s
         for waiting, outcome in answers:
-            await self._send(waiting.identity, outcome)
+            if any(isinstance(frame, StoredFrame) for frame in outcome.payloads):
+                self._outgoing.append((waiting, outcome))
+                self._to_deliver.set()
+            else:
+                self._send(waiting.identity, outcome.reply, [read_frame(frame) for frame in outcome.payloads])
+        self._pending_bytes -= taken
+        self._room.set()
+        self._readable.set()  # sending may have used up the descriptor's signal
         if notices:
             await self._act(notices)
 
@@ -205,22 +320,40 @@ class ExchangeServer:
         self._exchange.db.execute("SAVEPOINT request")
         notices = len(self._exchange.notices)
         try:
-            outcome = self._exchange.handle(waiting.request, waiting.frames, now_s)
-        except sqlite3.Error:
+            outcome = handle(self._exchange, waiting.arrived, now_s)
+        except (sqlite3.Error, LedgerFault):
             raise  # the ledger itself is in trouble: nothing may be acknowledged any more
         except Exception as error:
             log.exception("a %s request from %s failed", waiting.kind, waiting.request.member_id)
             self._exchange.db.execute("ROLLBACK TO request")
             del self._exchange.notices[notices:]
+            self._exchange.places_changed()
             outcome = self._exchange.refuse(waiting.request, f"the coordinator failed on it: {error!r}")
         self._exchange.db.execute("RELEASE request")
         return outcome
 
-    async def _send(self, identity: bytes, outcome: Outcome) -> None:
+    # Deliver
+
+    async def _deliver(self, thread: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._to_deliver.wait()
+            waiting, outcome = self._outgoing.popleft()
+            if not self._outgoing:
+                self._to_deliver.clear()
+            frames = await loop.run_in_executor(thread, _read_all, outcome)
+            self._send(waiting.identity, outcome.reply, frames)
+            self._readable.set()
+
+    def _send(self, identity: bytes, reply: pb.ExchangeReply, payloads: list[bytes]) -> None:
         try:
             # DONTWAIT: a peer that is gone or does not read must not hold up the others; it will ask again.
-            await self._socket.send_multipart(
-                [identity, outcome.reply.SerializeToString(), *outcome.payloads], zmq.DONTWAIT
+            self._socket.send_multipart(
+                [identity, reply.SerializeToString(), *payloads], zmq.DONTWAIT, copy=False
             )
         except zmq.ZMQError as error:
             log.warning("a reply to %s could not be sent: %s", identity.hex()[:16], error)
+
+
+def _read_all(outcome: Outcome) -> list[bytes]:
+    return [read_frame(frame) for frame in outcome.payloads]

@@ -14,6 +14,8 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
+from services.coordinator.intake import Arrived
+from services.coordinator.payloads import Frame, read_frame
 
 
 def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
@@ -22,7 +24,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     reply.lease.SetInParent()
     if request.lease.HasField("held"):
         _release_lost(exchange, run, request)
-    payloads: list[bytes] = []
+    payloads: list[Frame] = []
     version = exchange.versions.get(request.member_id)
     if version is None or run.prompts is None:
         return Outcome(reply, empty=True)
@@ -69,6 +71,7 @@ def admit(exchange: Exchange, run: ActiveRun) -> None:
         ).fetchone()
         if freed["slot"] is not None:
             slot = freed["slot"]
+            exchange.places_changed()
             exchange.db.execute("DELETE FROM free_slots WHERE run_id = ? AND slot = ?", (run_id, slot))
         else:
             slot, next_slot = next_slot, next_slot + 1
@@ -107,7 +110,7 @@ def _leasable(
     if places <= 0:
         return []
     rows = exchange.db.execute(
-        "SELECT * FROM groups WHERE run_id = ? AND class = 'train' AND state = 'admitted'"
+        "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train' AND state = 'admitted'"
         " ORDER BY slot, group_id LIMIT ?",
         (run.run_id, places),
     ).fetchall()
@@ -117,12 +120,7 @@ def _leasable(
         if run.spec.async_grpo.order == "in_order":
             step = row["slot"] // run.batch
         else:
-            ahead = exchange.db.execute(
-                "SELECT COUNT(*) AS n FROM groups WHERE run_id = ? AND class = 'train'"
-                " AND state IN ('admitted', 'leased', 'generated', 'scored') AND slot < ?",
-                (run.run_id, row["slot"]),
-            ).fetchone()["n"]
-            step = lease_step(next_batch, ahead, run.batch)
+            step = lease_step(next_batch, exchange.num_ahead(run, row["slot"]), run.batch)
         if not may_lease(version.step, step, run.max_age):
             break
         leasable.append((row, step))
@@ -136,7 +134,7 @@ def _lease(
     row: sqlite3.Row,
     version: Version,
     reply: pb.ExchangeReply,
-    payloads: list[bytes],
+    payloads: list[Frame],
     *,
     step: int = 0,
     pinned: Version | None = None,
@@ -164,11 +162,12 @@ def _lease(
         lease.pinned_version.session, lease.pinned_version.step = pinned
     with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
         pass  # a moment, not a while: it marks when and to whom the group was given
-    prefix = _payload(exchange, run, group_id, "prefix")
+    prefix = exchange.ledger.payload(run.run_id, group_id, "prefix") if row["attempt"] else None
     if prefix is not None:
-        payloads.append(prefix["arrays"])
+        payloads.append(prefix.arrays)
         lease.prefix_frame = len(payloads)
-        lease.prefix_finish_reasons.extend(pb.LeaseReturn.FromString(prefix["header"]).finish_reasons)
+        returned = pb.LeaseReturn.FromString(read_frame(prefix.header))
+        lease.prefix_finish_reasons.extend(returned.finish_reasons)
         oldest = min(oldest, row["oldest_step"])
     exchange.set_group(
         run, group_id, state="leased", member_id=member_id, attempt=lease.attempt, lease_step=oldest
@@ -181,18 +180,17 @@ def group_seed(run: ActiveRun, group_id: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-def take_result(
-    exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, frames: list[bytes]
-) -> Outcome:
-    """A generated group. The first valid result of any attempt wins while the group waits for one."""
+def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+    """A generated group that has been checked and stored. The first valid result of any attempt wins while the group waits
+    for one.
+    """
+    request, group = arrived.request, arrived.group
     result = request.group
     row = exchange.group(run, result.group_id)
     if row is None:
         return exchange.stale(request, f"no group {result.group_id} in run {run.run_id}")
-    if len(frames) != 1:
-        return exchange.refuse(request, f"a group result has one payload frame, not {len(frames)}")
-    prompt_ids, completions = decode_completions(frames[0], result.finish_reasons, result.texts)
-    group = Group(result.group_id, prompt_ids, completions)
+    if group is None or arrived.place is None:
+        return exchange.refuse(request, arrived.fault)
     if row["state"] not in ("admitted", "leased"):
         if result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
@@ -201,19 +199,11 @@ def take_result(
         return exchange.stale(
             request, f"attempt {result.attempt} of group {result.group_id} was never leased"
         )
-    if group.digest() != result.digest:
-        return exchange.refuse(request, f"the digest of group {result.group_id} does not match its arrays")
-    if any(c.finish_reason not in ("stop", "length") for c in completions):
-        return exchange.refuse(
-            request, f"group {result.group_id} has unfinished completions; hand the lease back"
-        )
     expected = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
-    if len(completions) != expected:
+    if len(group.completions) != expected:
         return exchange.refuse(
-            request, f"group {result.group_id} has {len(completions)} completions, not {expected}"
+            request, f"group {result.group_id} has {len(group.completions)} completions, not {expected}"
         )
-    if group.num_tokens == 0:
-        return exchange.refuse(request, f"group {result.group_id} has no tokens")
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
     elif not evaluation.is_pinned(exchange, run, row, group):
@@ -223,8 +213,8 @@ def take_result(
         "DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run.run_id, result.group_id)
     )
     exchange.db.execute(
-        "INSERT INTO payloads VALUES (?, ?, 'result', ?, ?)",
-        (run.run_id, result.group_id, result.SerializeToString(), frames[0]),
+        "INSERT INTO payloads VALUES (?, ?, 'result', x'', x'', ?, ?, ?, ?, ?, ?)",
+        (run.run_id, result.group_id, *arrived.place),
     )
     poison.clear(exchange, run, result.group_id)
     exchange.set_group(
@@ -233,17 +223,16 @@ def take_result(
         state="generated",
         member_id=None,
         tokens=group.num_tokens,
-        sequence_tokens=group.num_tokens + len(completions) * len(prompt_ids),
+        sequence_tokens=group.num_tokens + len(group.completions) * len(group.prompt_ids),
         oldest_step=group.oldest_step,
         digest=result.digest,
     )
     return exchange.committed(request)
 
 
-def take_back(
-    exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, frames: list[bytes]
-) -> Outcome:
+def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """A lease handed back: by a worker that drains, perhaps with unfinished samples, or because of a bad prompt."""
+    request, frames = arrived.request, arrived.frames
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
     if row is None or row["state"] != "leased" or row["attempt"] != returned.attempt:
@@ -265,7 +254,7 @@ def take_back(
                 f"group {returned.group_id} came back with {len(completions)} samples, not {expected}",
             )
         exchange.db.execute(
-            "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'prefix', ?, ?)",
+            "INSERT OR REPLACE INTO payloads (run_id, group_id, kind, header, arrays) VALUES (?, ?, 'prefix', ?, ?)",
             (run.run_id, returned.group_id, returned.SerializeToString(), frames[0]),
         )
         oldest = Group(returned.group_id, prompt_ids, completions).oldest_step
@@ -274,8 +263,18 @@ def take_back(
     return exchange.committed(request)
 
 
-def _payload(exchange: Exchange, run: ActiveRun, group_id: int, kind: str) -> sqlite3.Row | None:
-    row: sqlite3.Row | None = exchange.db.execute(
-        "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run.run_id, group_id, kind)
-    ).fetchone()
-    return row
+def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
+    """Takes back every lease and task of a member that is gone; returns how many leases."""
+    if crashed and exchange.active is not None:
+        poison.on_crash(exchange, exchange.active, member_id)
+    exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
+    exchange.versions.pop(member_id, None)
+    exchange.members.discard(member_id)
+    released = exchange.db.execute(
+        "UPDATE groups SET state = 'admitted', member_id = NULL WHERE member_id = ? AND state = 'leased'",
+        (member_id,),
+    ).rowcount
+    exchange.db.execute(
+        "UPDATE groups SET scorer_id = NULL WHERE scorer_id = ? AND state = 'generated'", (member_id,)
+    )
+    return released

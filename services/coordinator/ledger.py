@@ -1,25 +1,29 @@
-"""The ledger: the durable record of every group from admission to its end, in one SQLite file.
+"""The ledger: the durable record of every group from admission to its end, in one SQLite file and its segments.
 
-Promises: what a transaction wrote is on the disk before `transaction()` returns, so an acknowledgement sent after
-it survives a power cut; a second process that opens the same file is refused; every opening is a new term.
-Nobody but the coordinator's one event loop writes, one transaction at a time.
+Promises: what a transaction wrote is on the disk before it returns, so an acknowledgement sent after it survives a
+power cut; a second process that opens the same file is refused; every opening is a new term. Nobody but the
+coordinator's one event loop writes, one transaction at a time; a thread waits for the disk in its place where it
+would wait long (`transaction_off_loop`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.errors import Conflict, NotFound
+from paceline.errors import Conflict, LedgerFault, NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.schema import SCHEMA, SCHEMA_VERSION
+from services.coordinator.payloads import Payload, PayloadStore
+from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 
 OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
 ACTIVE_STATES = ("running", "paused")
@@ -31,7 +35,11 @@ class Ledger:
     def __init__(self, path: Path, *, read_only: bool = False):
         path = path.resolve()  # the lock is beside the file itself, whatever links to it
         self.path = path
+        self.payloads = PayloadStore(path)
+        self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
+        """Told of every transaction that the disk refused: the ledger's owner has to end."""
         self._lock: IO[str] | None = None
+        self._committer = ThreadPoolExecutor(1, "ledger-commit")
         if read_only:
             if not path.is_file():
                 raise NotFound(f"no ledger at {path}")
@@ -53,20 +61,55 @@ class Ledger:
 
     def close(self) -> None:
         """Closes the file; the next opener may take the lock."""
+        self._committer.shutdown()
         self.db.close()
+        self.payloads.close()
         if self._lock is not None:
             self._lock.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing; durable when it returns."""
-        self.db.execute("BEGIN IMMEDIATE")
+        """All or nothing; durable when it returns. Raises LedgerFault when the disk refuses."""
+        with self._faults_named(), self._rolled_back():
+            self.db.execute("BEGIN IMMEDIATE")
+            yield
+            self.db.execute("COMMIT")
+
+    @asynccontextmanager
+    async def transaction_off_loop(self) -> AsyncIterator[None]:
+        """As `transaction`, but other tasks go on while the disk is waited for. A commit that has begun ends, whoever
+        cancels it.
+        """
+        with self._faults_named(), self._rolled_back():
+            self.db.execute("BEGIN IMMEDIATE")
+            yield
+            loop = asyncio.get_running_loop()
+            commit = loop.run_in_executor(self._committer, self.db.execute, "COMMIT")
+            try:
+                await asyncio.shield(commit)
+            finally:
+                await asyncio.wait([commit])
+
+    @contextmanager
+    def _rolled_back(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self.db.execute("ROLLBACK")
+            if self.db.in_transaction:  # SQLite itself ends it after some errors
+                self.db.execute("ROLLBACK")
             raise
-        self.db.execute("COMMIT")
+
+    @contextmanager
+    def _faults_named(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            fault = LedgerFault(
+                f"the ledger {self.path} cannot be written: {error}; make room, or repair the disk, then start the "
+                "coordinator again"
+            )
+            self.on_fault(fault)
+            raise fault from error
 
     # Runs
 
@@ -142,13 +185,30 @@ class Ledger:
             (run_id, after, limit),
         ).fetchall()
 
+    # Payloads
+
+    def payload(self, run_id: str, group_id: int, kind: str = "result") -> Payload | None:
+        """A group's texts and arrays, or what an earlier attempt left as `prefix`, if they are kept."""
+        row = self.db.execute(
+            "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
+        ).fetchone()
+        return self.payloads.payload(row) if row else None
+
+    def remove_unused_segments(self) -> None:
+        """Gives back the space of the segments that nothing refers to any more, after the commit that made it so."""
+        self.payloads.remove(
+            number
+            for number in self.payloads.old_segments()
+            if self._first(f"SELECT 1 FROM payloads WHERE segment = {number}") is None
+        )
+
     # Books
 
     def groups_by_state(self, run_id: str) -> dict[str, int]:
         """Training groups by state; the ended ones from durable counters."""
         rows = self.db.execute(
-            "SELECT state, COUNT(*) AS n FROM groups WHERE run_id = ? AND class = 'train'"
-            " AND state NOT IN ('trained', 'dropped') GROUP BY state",
+            "SELECT state, COUNT(*) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            f" AND state IN {OPEN_STATES} GROUP BY state",
             (run_id,),
         )
         counts = dict.fromkeys(OPEN_STATES, 0) | {row["state"]: row["n"] for row in rows}
@@ -160,8 +220,8 @@ class Ledger:
     def live_tokens(self, run_id: str) -> int:
         """Committed tokens of groups that are neither trained nor dropped."""
         row = self.db.execute(
-            "SELECT COALESCE(SUM(tokens), 0) AS n FROM groups WHERE run_id = ? AND class = 'train'"
-            " AND state NOT IN ('trained', 'dropped')",
+            "SELECT COALESCE(SUM(tokens), 0) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            f" AND state IN {OPEN_STATES}",
             (run_id,),
         ).fetchone()
         return int(row["n"])
@@ -259,16 +319,18 @@ class Ledger:
 
     def _open_schema(self, read_only: bool) -> None:
         version = self.db.execute("PRAGMA user_version").fetchone()[0]
-        if version in (0, SCHEMA_VERSION) and not read_only:
-            self.db.execute("PRAGMA journal_mode = WAL")
-            self.db.execute("PRAGMA synchronous = FULL")
-        if version == 0 and not read_only:
-            self.db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        elif version != SCHEMA_VERSION:
+        if version not in (0, SCHEMA_VERSION, *UPGRADES) or (version != SCHEMA_VERSION and read_only):
+            remedy = "start its coordinator once" if version in UPGRADES else "use the Paceline that wrote it"
             raise Conflict(
-                f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; "
-                "use the Paceline that wrote it"
+                f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
             )
+        if read_only:
+            return
+        self.db.execute("PRAGMA journal_mode = WAL")
+        self.db.execute("PRAGMA synchronous = FULL")
+        while version != SCHEMA_VERSION:
+            script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
+            self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
 
     def _next_term(self) -> int:
         with self.transaction():

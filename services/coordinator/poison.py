@@ -97,9 +97,9 @@ def clear(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
 
 def _held(exchange: Exchange, run: ActiveRun, member_id: str) -> list[sqlite3.Row]:
     return exchange.db.execute(
-        "SELECT * FROM groups WHERE run_id = ? AND ((state = 'leased' AND member_id = ?)"
-        " OR (state = 'generated' AND scorer_id = ?))",
-        (run.run_id, member_id, member_id),
+        "SELECT * FROM groups WHERE state = 'leased' AND member_id = ? AND run_id = ? UNION ALL"
+        " SELECT * FROM groups WHERE state = 'generated' AND scorer_id = ? AND run_id = ?",
+        (member_id, run.run_id) * 2,
     ).fetchall()
 
 

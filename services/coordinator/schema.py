@@ -1,7 +1,25 @@
-"""The ledger's tables. One SQLite file in WAL mode is all that the coordinator keeps."""
+"""The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (payloads.py)."""
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Grows with every change of the tables: a ledger of another format is refused at once, not found out in a run."""
+
+UPGRADES = {
+    2: """
+ALTER TABLE payloads ADD COLUMN segment INTEGER;
+ALTER TABLE payloads ADD COLUMN start INTEGER;
+ALTER TABLE payloads ADD COLUMN header_size INTEGER;
+ALTER TABLE payloads ADD COLUMN header_crc INTEGER;
+ALTER TABLE payloads ADD COLUMN arrays_size INTEGER;
+ALTER TABLE payloads ADD COLUMN arrays_crc INTEGER;
+CREATE INDEX segment_payloads ON payloads (segment) WHERE segment IS NOT NULL;
+DROP INDEX open_groups;
+CREATE INDEX groups_by_state ON groups (run_id, class, state, slot, group_id);
+CREATE INDEX held_tasks ON groups (scorer_id) WHERE state = 'generated';
+CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
+    WHERE state = 'generated' AND scorer_id IS NULL;
+""",
+}
+"""What makes a ledger of an older format one of the next; done when a coordinator opens it."""
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -51,9 +69,13 @@ CREATE TABLE groups (
     reason TEXT,                               -- why dropped
     PRIMARY KEY (run_id, group_id)
 ) WITHOUT ROWID;
-CREATE INDEX open_groups ON groups (run_id, class, state, slot, group_id)
-    WHERE state NOT IN ('trained', 'dropped');
+-- What no index serves reads every group that the run ever had (tests/services/test_costs.py). A partial index serves only
+-- queries that have its condition word for word, and SQLite has to be told (INDEXED BY) not to prefer the primary key.
+CREATE INDEX groups_by_state ON groups (run_id, class, state, slot, group_id);
 CREATE INDEX held_groups ON groups (member_id) WHERE state = 'leased';
+CREATE INDEX held_tasks ON groups (scorer_id) WHERE state = 'generated';
+CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
+    WHERE state = 'generated' AND scorer_id IS NULL;
 CREATE INDEX step_groups ON groups (run_id, step, rank_order) WHERE step IS NOT NULL;
 
 CREATE TABLE payloads (                        -- apart from groups, so that scans stay small
@@ -61,9 +83,16 @@ CREATE TABLE payloads (                        -- apart from groups, so that sca
     group_id INTEGER NOT NULL,
     kind TEXT NOT NULL,                        -- result, or prefix: handed back unfinished
     header BLOB NOT NULL,                      -- GroupResult or LeaseReturn: texts and finish reasons
-    arrays BLOB NOT NULL,                      -- safetensors frame as it came
+    arrays BLOB NOT NULL,                      -- safetensors frame as it came; both are empty when there is a segment
+    segment INTEGER,                           -- where they are instead: number of the file,
+    start INTEGER,                             -- offset of the header, which the arrays follow,
+    header_size INTEGER,                       -- sizes in bytes
+    header_crc INTEGER,                        -- and CRC-32 of either
+    arrays_size INTEGER,
+    arrays_crc INTEGER,
     PRIMARY KEY (run_id, group_id, kind)
 );
+CREATE INDEX segment_payloads ON payloads (segment) WHERE segment IS NOT NULL;
 
 CREATE TABLE counters (                        -- durable counts, so that nothing has to count rows
     run_id TEXT NOT NULL,

@@ -13,6 +13,7 @@ from paceline.wire import decode_rewards
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
+from services.coordinator.payloads import Frame, read_frame
 
 
 def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
@@ -21,19 +22,17 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     reply.task.SetInParent()
     if request.task.HasField("held"):
         _release_lost(exchange, run, request)
-    payloads = []
+    payloads: list[Frame] = []
     rows = exchange.db.execute(
-        "SELECT * FROM groups WHERE run_id = ? AND state = 'generated' AND scorer_id IS NULL"
+        "SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ? AND state = 'generated' AND scorer_id IS NULL"
         " ORDER BY score_failures, slot, group_id LIMIT ?",
         (run.run_id, request.task.room + poison.num_reserved(exchange)),
     ).fetchall()
     chosen = poison.choose(exchange, run, request.member_id, rows, request.task.room)
     for row in chosen:
-        payload = exchange.db.execute(
-            "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'result'",
-            (run.run_id, row["group_id"]),
-        ).fetchone()
-        result = pb.GroupResult.FromString(payload["header"])
+        payload = exchange.ledger.payload(run.run_id, row["group_id"])
+        assert payload is not None
+        result = pb.GroupResult.FromString(read_frame(payload.header))
         reply.task.tasks.add(
             group_id=row["group_id"],
             attempt=row["score_attempt"] + 1,
@@ -43,7 +42,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
             digest=row["digest"],
             traceparent=group_traceparent(run.run_id, row["group_id"]),
         )
-        payloads.append(payload["arrays"])
+        payloads.append(payload.arrays)
         exchange.set_group(
             run, row["group_id"], scorer_id=request.member_id, score_attempt=row["score_attempt"] + 1
         )

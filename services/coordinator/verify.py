@@ -47,7 +47,7 @@ class VerifyReport:
 class Record:
     """The rows of one run that more than one comparison reads."""
 
-    db: sqlite3.Connection
+    ledger: Ledger
     run: sqlite3.Row
     spec: RunSpec
     counters: dict[str, int]
@@ -56,6 +56,11 @@ class Record:
     batches: list[sqlite3.Row]
     of_step: dict[int, list[sqlite3.Row]]
     """Groups that carry a step, in the order of its batch."""
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """The ledger's connection, in one snapshot."""
+        return self.ledger.db
 
     @property
     def run_id(self) -> str:
@@ -100,7 +105,7 @@ def _read(ledger: Ledger, run_id: str) -> Record:
         if group["step"] is not None:
             of_step.setdefault(group["step"], []).append(group)
     spec = spec_from_yaml(run["spec_yaml"])
-    return Record(ledger.db, run, spec, ledger.counters(run_id), groups, batches, of_step)
+    return Record(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step)
 
 
 def _groups(record: Record, report: VerifyReport) -> None:

@@ -22,6 +22,8 @@ from paceline.wire import PROTOCOL, encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
+from services.coordinator.handlers import handle
+from services.coordinator.intake import Arrived, take_in
 from services.coordinator.ledger import Ledger
 
 RUN_ID = "sums-1"
@@ -59,8 +61,11 @@ class Writer:
         request = pb.ExchangeRequest(
             protocol=PROTOCOL, term=self.ledger.term, run_id=RUN_ID, member_id=member_id, session=1, **body
         )
+        arrived = Arrived(request, frames or [])
+        if frames:
+            take_in(self.ledger.payloads, [arrived])
         with self.ledger.transaction():
-            outcome = self.exchange.handle(request, frames or [], 0.0)
+            outcome = handle(self.exchange, arrived, 0.0)
         assert outcome.reply.status in (pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED), outcome.reply.message
         return outcome
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from paceline.wire import PROTOCOL, decode_completions, encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
+from services.coordinator.handlers import handle
+from services.coordinator.intake import Arrived, take_in
+from services.coordinator.leases import release_member
 from services.coordinator.ledger import Ledger
+from services.coordinator.payloads import read_frame
 
 OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
 DUPLICATE, STALE, INVALID = pb.REPLY_STATUS_DUPLICATE, pb.REPLY_STATUS_STALE, pb.REPLY_STATUS_INVALID
@@ -96,10 +101,13 @@ class World:
         request.term = request.term or self.ledger.term
         request.run_id = request.run_id or self.run_id
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
+        arrived = Arrived(parsed, list(frames))
+        if parsed.WhichOneof("body") == "group":
+            take_in(self.ledger.payloads, [arrived])
         with self.ledger.transaction():
-            outcome = self.exchange.handle(parsed, list(frames), self.now_s)
+            outcome = handle(self.exchange, arrived, self.now_s)
         self.notices += self.exchange.take_notices()
-        return outcome
+        return replace(outcome, payloads=[read_frame(frame) for frame in outcome.payloads])
 
     def new_session(self) -> int:
         """A learner starts (again)."""
@@ -111,7 +119,7 @@ class World:
     def release(self, member_id: str, *, crashed: bool = False) -> int:
         """A member is gone, as the coordinator takes note of it."""
         with self.ledger.transaction():
-            released = self.exchange.release_member(member_id, crashed=crashed)
+            released = release_member(self.exchange, member_id, crashed=crashed)
             evaluation.unpin_member(self.exchange, self.run, member_id)
         self.notices += self.exchange.take_notices()
         return released
@@ -266,9 +274,13 @@ class Reward:
         return list(outcome.reply.task.tasks)
 
     def send(self, task: pb.ScoreTask, **fields: Any) -> Outcome:
+        """Sends a score with these fields."""
+        return self.world.send(self.message(task, **fields))
+
+    def message(self, task: pb.ScoreTask, **fields: Any) -> pb.ExchangeRequest:
         """A score with these fields."""
         score = {"group_id": task.group_id, "attempt": task.attempt, "digest": task.digest} | fields
-        return self.world.send(pb.ExchangeRequest(member_id=self.member_id, score=pb.ScoreResult(**score)))
+        return pb.ExchangeRequest(member_id=self.member_id, score=pb.ScoreResult(**score))
 
     def score(self, task: pb.ScoreTask, rewards: Sequence[float] | None = None) -> int:
         """Scores 0, 1, 0, 1 … or `rewards`; returns the reply's status."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,8 +16,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from exchange_drivers import make_spec
 
-from protos.paceline.v1 import run_pb2, run_pb2_grpc
+from paceline.spec_io import spec_to_yaml
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 60.0
 COMMAND = [sys.executable, "-m", "services.coordinator.main", "--port", "0"]
@@ -101,3 +106,28 @@ def test_sigterm_does_not_wait_for_a_watcher(start: Start, tmp_path: Path) -> No
         assert process.wait(DEADLINE_S) == 0
         with pytest.raises(grpc.RpcError):
             list(events)
+
+
+def test_a_disk_that_refuses_ends_it_with_the_reason(start: Start, tmp_path: Path) -> None:
+    """A worker's stream meets the fault. It must not merely break, or workers would come back to it for ever."""
+    process, address = start(tmp_path / "runs")
+    channel = grpc.insecure_channel(address)
+    spec = spec_to_yaml(make_spec(tmp_path, logger={"tensorboard": False}))
+    runs = run_pb2_grpc.RunServiceStub(channel)
+    run_id = runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec)).run.run_id
+    for event in runs.Watch(run_pb2.WatchRequest(run_id=run_id)):
+        if "running" in event.json:
+            break
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1, 1))  # from now on every write to a file fails
+    hello = worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
+    stream = worker_pb2_grpc.WorkerServiceStub(channel).Connect(
+        iter([worker_pb2.ConnectRequest(hello=hello)])
+    )
+    with pytest.raises(grpc.RpcError):
+        list(stream)
+    _, said = process.communicate(timeout=DEADLINE_S)
+    channel.close()
+    assert process.returncode == 1
+    assert re.search(
+        r"Error: the ledger .*ledger\.sqlite cannot be written: .*; make room, or repair the disk", said
+    )

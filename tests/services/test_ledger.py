@@ -15,6 +15,138 @@ from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger import Ledger
 from services.coordinator.schema import SCHEMA, SCHEMA_VERSION
 
+FORMAT_2 = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE runs (
+    run_id TEXT PRIMARY KEY,
+    sequence INTEGER NOT NULL,
+    spec_yaml TEXT NOT NULL,
+    state TEXT NOT NULL,
+    message TEXT NOT NULL DEFAULT '',
+    directory TEXT NOT NULL,
+    submitted_s REAL NOT NULL,
+    cursor INTEGER NOT NULL DEFAULT 0,
+    next_slot INTEGER NOT NULL DEFAULT 0,
+    session INTEGER NOT NULL DEFAULT 0,
+    next_batch INTEGER NOT NULL DEFAULT 0,
+    next_step INTEGER NOT NULL DEFAULT 0,
+    published_step INTEGER NOT NULL DEFAULT -1,
+    chain TEXT NOT NULL DEFAULT '',
+    dropped_in_a_row INTEGER NOT NULL DEFAULT 0,
+    export_path TEXT NOT NULL DEFAULT ''
+);
+
+CREATE TABLE groups (
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    class TEXT NOT NULL,
+    state TEXT NOT NULL,
+    slot INTEGER NOT NULL,
+    prompt_json TEXT NOT NULL,
+    columns_json TEXT NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    member_id TEXT,
+    lease_step INTEGER,
+    score_attempt INTEGER NOT NULL DEFAULT 0,
+    score_failures INTEGER NOT NULL DEFAULT 0,
+    scorer_id TEXT,
+    tokens INTEGER NOT NULL DEFAULT 0,
+    sequence_tokens INTEGER NOT NULL DEFAULT 0,
+    oldest_step INTEGER,
+    digest TEXT,
+    rewards BLOB,
+    functions TEXT,
+    reward REAL,
+    step INTEGER,
+    rank_order INTEGER,
+    reason TEXT,
+    PRIMARY KEY (run_id, group_id)
+) WITHOUT ROWID;
+CREATE INDEX open_groups ON groups (run_id, class, state, slot, group_id)
+    WHERE state NOT IN ('trained', 'dropped');
+CREATE INDEX held_groups ON groups (member_id) WHERE state = 'leased';
+CREATE INDEX step_groups ON groups (run_id, step, rank_order) WHERE step IS NOT NULL;
+
+CREATE TABLE payloads (
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    header BLOB NOT NULL,
+    arrays BLOB NOT NULL,
+    PRIMARY KEY (run_id, group_id, kind)
+);
+
+CREATE TABLE counters (
+    run_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    value INTEGER NOT NULL,
+    PRIMARY KEY (run_id, name)
+) WITHOUT ROWID;
+
+CREATE TABLE free_slots (run_id TEXT NOT NULL, slot INTEGER NOT NULL, PRIMARY KEY (run_id, slot)) WITHOUT ROWID;
+
+CREATE TABLE deaths (
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    member_id TEXT NOT NULL,
+    PRIMARY KEY (run_id, group_id, member_id)
+) WITHOUT ROWID;
+
+CREATE TABLE batches (
+    run_id TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    trained INTEGER NOT NULL DEFAULT 0,
+    metrics_json TEXT NOT NULL DEFAULT '{}',
+    PRIMARY KEY (run_id, step)
+) WITHOUT ROWID;
+
+CREATE TABLE receipts (
+    run_id TEXT NOT NULL,
+    session INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    rank INTEGER NOT NULL,
+    world_size INTEGER NOT NULL,
+    group_ids TEXT NOT NULL,
+    digests TEXT NOT NULL,
+    tokens INTEGER NOT NULL,
+    PRIMARY KEY (run_id, session, step, rank)
+) WITHOUT ROWID;
+
+CREATE TABLE checkpoints (
+    run_id TEXT NOT NULL,
+    session INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    path TEXT NOT NULL,
+    sha256 TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    removed INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (run_id, session, step)
+) WITHOUT ROWID;
+
+CREATE TABLE evaluations (
+    run_id TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    member_id TEXT,
+    pinned_session INTEGER,
+    pinned_step INTEGER,
+    done INTEGER NOT NULL DEFAULT 0,
+    result_json TEXT NOT NULL DEFAULT '{}',
+    PRIMARY KEY (run_id, step)
+) WITHOUT ROWID;
+
+CREATE TABLE events (
+    run_id TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    json TEXT NOT NULL,
+    PRIMARY KEY (run_id, sequence)
+) WITHOUT ROWID;
+PRAGMA user_version = 2;
+"""
+
 
 def test_every_opening_is_a_new_term(tmp_path: Path) -> None:
     terms = []
@@ -49,7 +181,7 @@ def test_a_second_opener_is_refused_until_the_first_closes(tmp_path: Path) -> No
     second.close()
 
 
-@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, 77])
+@pytest.mark.parametrize("version", [1, 77])
 def test_a_foreign_format_is_refused_and_left_as_it_is(tmp_path: Path, version: int) -> None:
     path = tmp_path / "ledger.sqlite"
     db = sqlite3.connect(path)
@@ -70,10 +202,45 @@ def test_a_foreign_format_is_refused_and_left_as_it_is(tmp_path: Path, version: 
     Ledger(path).close()
 
 
+def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> None:
+    """The tables of format 2, as it wrote them, become those of a new ledger; what was in them is there."""
+    path = tmp_path / "ledger.sqlite"
+    db = sqlite3.connect(path)
+    db.executescript(FORMAT_2)
+    db.execute("INSERT INTO payloads VALUES ('a-1', 7, 'result', x'01', x'0203')")
+    db.commit()
+    db.close()
+    with pytest.raises(Conflict, match="has format 2, this Paceline reads 3; start its coordinator once"):
+        Ledger(path, read_only=True)
+    ledger = Ledger(path)
+    assert ledger.payload("a-1", 7) == (b"\x01", b"\x02\x03")
+    new = Ledger(tmp_path / "new" / "ledger.sqlite")
+    assert columns(ledger) == columns(new)
+    ledger.close()
+    new.close()
+    Ledger(path, read_only=True).close()
+
+
+def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
+    """What SQLite knows of every table's and index's columns."""
+    names = [
+        row["name"]
+        for row in ledger.db.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite%'")
+    ]
+    return {
+        name: [
+            tuple(row)
+            for kind in ("table", "index")
+            for row in ledger.db.execute(f"PRAGMA {kind}_info({name})")
+        ]
+        for name in sorted(names)
+    }
+
+
 def test_other_tables_are_another_format() -> None:
     """Who changes a table gives the format the next number, here and there: older ledgers lack what was added."""
     words = " ".join(re.sub(r"--.*", "", SCHEMA).split())
-    assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (2, "a8e2c87f3e0b51b8")
+    assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (3, "db4ebaddebd9f628")
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path) -> None:

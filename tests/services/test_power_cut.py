@@ -1,7 +1,8 @@
 """A copy of the ledger that was taken at any instant opens, verifies and resumes.
 
 The copy is the file and its write-ahead log, the log cut at any byte: what a disk holds when the power goes while SQLite
-writes. What was acknowledged before the cut was synced before (`test_ledger.py`), so it lies before the cut.
+writes. What was acknowledged before the cut was synced before (`test_sync_order.py`), so it lies before the cut. Of the
+segments no byte is there beyond those that the surviving log refers to: they were synced before it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def test_whatever_the_power_leaves_verifies_and_goes_on(tmp_path: Path, seed: in
         log = wal(world.path).read_bytes()
         cut = rng.randrange(start_bytes, len(log) + 1)
         wal(after / "ledger.sqlite").write_bytes(log[:cut])
+        leave_what_was_synced(world.ledger.payloads.folder, after / "ledger.sqlite")
         trained = int(world.row["next_step"])
     finally:
         world.close()
@@ -74,6 +76,22 @@ def test_whatever_the_power_leaves_verifies_and_goes_on(tmp_path: Path, seed: in
         assert resumed.ledger.open_groups(resumed.run_id) == 0
     finally:
         resumed.close()
+
+
+def leave_what_was_synced(segments: Path, ledger: Path) -> None:
+    """Copies the segments that `ledger` refers to, each up to the end of the last record."""
+    reader = Ledger(ledger, read_only=True)
+    try:
+        ends = reader.db.execute(
+            "SELECT segment, MAX(start + header_size + arrays_size) AS end FROM payloads WHERE segment NOT NULL"
+            " GROUP BY segment"
+        ).fetchall()
+        reader.payloads.folder.mkdir()
+        for row in ends:
+            name = f"{row['segment']:08d}.seg"
+            (reader.payloads.folder / name).write_bytes((segments / name).read_bytes()[: row["end"]])
+    finally:
+        reader.close()
 
 
 def problems(world: World) -> None:

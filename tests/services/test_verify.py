@@ -148,7 +148,14 @@ TAMPERED = {
     "a digest": ("UPDATE groups SET digest = 'x' WHERE group_id = 2", "group 2: its arrays give the digest"),
     "an age": ("UPDATE groups SET oldest_step = 7 WHERE group_id = 2", "group 2: its oldest version is 0"),
     "rewards": ("UPDATE groups SET rewards = X'00000000' WHERE group_id = 2", "group 2: it has 1 rewards"),
-    "arrays": ("UPDATE payloads SET arrays = X'00' WHERE group_id = 2", "group 2: its arrays cannot be read"),
+    "arrays": (
+        "UPDATE payloads SET arrays = X'00', segment = NULL WHERE group_id = 2",
+        "group 2: its arrays cannot be read",
+    ),
+    "a place": (
+        "UPDATE payloads SET start = start + 1 WHERE group_id = 2",
+        "group 2: its arrays cannot be read",
+    ),
     "arrays of a batch": (
         "DELETE FROM payloads WHERE group_id = (SELECT MIN(group_id) FROM groups WHERE state = 'batched')",
         "but its arrays are not stored",

@@ -1,0 +1,277 @@
+"""The load of benchmarks/exchange.py: workers that speak the real protocol and compute nothing.
+
+Every rollout worker is a member with a gRPC stream and a DEALER socket of its own. All sockets are driven by one loop
+around one poller, so that the load takes as little of the machine as it can from the coordinator: a group's bytes are
+made once for each policy version and sent again and again under other group ids.
+
+  members   one thread, an asyncio loop: hello, heartbeats, acknowledged versions
+  exchange  the calling thread: leases, groups, scores, batches, receipts
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import zmq
+
+from paceline.groups import Completion, Group, VersionSpan
+from paceline.wire import PROTOCOL, encode_completions
+from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.paceline.v1 import exchange_pb2 as pb
+
+COMPLETIONS = 4
+BYTES_PER_TOKEN = 12
+"""Token id, log-probability, and 4 characters of text."""
+
+REWARD_WORKERS = 2
+CHANNELS = 8
+PUBLISH_S = 1.0
+"""Pause between two versions that the workers acknowledge, as a publisher needs it."""
+
+RETRY_S = 0.02
+"""Pause of a worker that was given no lease."""
+
+
+class Members:
+    """The control streams of all workers."""
+
+    def __init__(self, address: str, names: dict[str, common_pb2.Role.ValueType]):
+        self.run_id = ""
+        self.session = 0
+        self.term = 0
+        self.endpoint = ""
+        self.ready = threading.Event()
+        self._address = address
+        self._names = names
+        self._outboxes: dict[str, asyncio.Queue[worker_pb2.ConnectRequest]] = {}
+        self._waiting = set(names)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+
+    def acknowledge(self, step: int) -> None:
+        """Every rollout worker holds version `step` now. From any thread."""
+        self._loop.call_soon_threadsafe(self._acknowledge, step)
+
+    def stop(self) -> None:
+        """Ends the streams."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        # Channels with the same options would share a connection.
+        options = [[("paceline.channel", index)] for index in range(CHANNELS)]
+        channels = [grpc.aio.insecure_channel(self._address, options=option) for option in options]
+        streams = [
+            asyncio.create_task(self._stream(channels[index % CHANNELS], name, role))
+            for index, (name, role) in enumerate(self._names.items())
+        ]
+        await self._stop.wait()
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        for channel in channels:
+            await channel.close()
+
+    async def _stream(self, channel: grpc.aio.Channel, name: str, role: common_pb2.Role.ValueType) -> None:
+        outbox = self._outboxes[name] = asyncio.Queue()
+        hello = worker_pb2.Hello(role=role, member_id=name, protocol=PROTOCOL)
+        outbox.put_nowait(worker_pb2.ConnectRequest(hello=hello))
+        async for directive in worker_pb2_grpc.WorkerServiceStub(channel).Connect(_reports(outbox)):
+            match directive.WhichOneof("directive"):
+                case "welcome":
+                    self.term, self.endpoint = directive.welcome.term, directive.welcome.exchange_endpoint
+                case "run":
+                    self.run_id = directive.run.run_id
+                    self.session = max(self.session, directive.run.session)
+                    report = worker_pb2.RunReport(run_id=self.run_id, session=directive.run.session)
+                    outbox.put_nowait(worker_pb2.ConnectRequest(run_report=report))
+                    if role == common_pb2.ROLE_ROLLOUT:
+                        outbox.put_nowait(self._ack(name, 0))
+                    self._waiting.discard(name)
+                    if not self._waiting:
+                        self.ready.set()
+
+    def _acknowledge(self, step: int) -> None:
+        for name, role in self._names.items():
+            if role == common_pb2.ROLE_ROLLOUT:
+                self._outboxes[name].put_nowait(self._ack(name, step))
+
+    def _ack(self, name: str, step: int) -> worker_pb2.ConnectRequest:
+        ack = worker_pb2.WeightAck(run_id=self.run_id, member_id=name, ok=True)
+        ack.version.session, ack.version.step = 1, step
+        return worker_pb2.ConnectRequest(weight_ack=ack)
+
+
+async def _reports(
+    outbox: asyncio.Queue[worker_pb2.ConnectRequest],
+) -> AsyncIterator[worker_pb2.ConnectRequest]:
+    while True:
+        try:
+            yield await asyncio.wait_for(outbox.get(), 1.0)
+        except TimeoutError:
+            yield worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat())
+
+
+class Load:
+    """What goes over the exchange: a lease, a group and the next lease for each rollout worker, and what follows."""
+
+    def __init__(
+        self, members: Members, workers: int, group_bytes: int, context: zmq.Context[zmq.Socket[bytes]]
+    ):
+        self.lease_s: list[float] = []
+        """Seconds from every lease request to its answer."""
+        self.committed = 0
+        """Groups that were acknowledged."""
+        self.step = 0
+        """Steps trained."""
+        self._members = members
+        self._tokens = group_bytes // (COMPLETIONS * BYTES_PER_TOKEN)
+        self._version = -1
+        self._publish_s = 0.0
+        self._publish(0)
+        self._poller = zmq.Poller()
+        self._on_reply: dict[
+            zmq.Socket[bytes], Callable[[zmq.Socket[bytes], pb.ExchangeReply, Any], None]
+        ] = {}
+        self._names: dict[zmq.Socket[bytes], str] = {}
+        self._asked_s: dict[zmq.Socket[bytes], float] = {}
+        self._retries: deque[tuple[float, zmq.Socket[bytes]]] = deque()
+        self._context = context
+        for index in range(workers):
+            self._ask_lease(self._connect(f"rollout-{index}", self._on_rollout))
+        self._unscored: dict[zmq.Socket[bytes], int] = {}
+        for index in range(REWARD_WORKERS):
+            self._ask_task(self._connect(f"reward-{index}", self._on_reward))
+        self._ask_batch(self._connect("learner-0", self._on_learner))
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Answers what comes."""
+        while not done():
+            for socket, _ in self._poller.poll(5):
+                header, *payloads = socket.recv_multipart(copy=False)
+                self._on_reply[socket](socket, pb.ExchangeReply.FromString(header.buffer), payloads)
+            now_s = time.perf_counter()
+            while self._retries and self._retries[0][0] <= now_s:
+                self._ask_lease(self._retries.popleft()[1])
+
+    def close(self) -> None:
+        """Closes the sockets."""
+        for socket in self._names:
+            socket.close()
+
+    def _connect(self, name: str, on_reply: Any) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._members.endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        self._on_reply[socket], self._names[socket] = on_reply, name
+        return socket
+
+    def _send(self, socket: zmq.Socket[bytes], payloads: tuple[bytes, ...] = (), **body: Any) -> None:
+        request = pb.ExchangeRequest(
+            protocol=PROTOCOL,
+            term=self._members.term,
+            run_id=self._members.run_id,
+            session=self._members.session,
+            member_id=self._names[socket],
+            request_id=1,
+            **body,
+        )
+        socket.send_multipart([request.SerializeToString(), *payloads], copy=False)
+
+    # Rollout
+
+    def _publish(self, step: int) -> None:
+        """From now on groups are of version `step`; the workers' acknowledgements are on their way."""
+        if step:
+            self._members.acknowledge(step)
+        self._version, self._publish_s = step, time.perf_counter()
+        random = np.random.default_rng(step)
+        completions = [
+            Completion(
+                random.integers(0, 50_000, self._tokens, dtype=np.int32),
+                random.normal(-1, 0.1, self._tokens).astype(np.float32),
+                (VersionSpan(1, step, 0, self._tokens),),
+                "stop",
+                "".join(map(chr, random.integers(97, 123, 4 * self._tokens))),
+            )
+            for _ in range(COMPLETIONS)
+        ]
+        prompt_ids = np.arange(1, 20, dtype=np.int32)
+        self._payload = encode_completions(prompt_ids, completions)
+        self._result = pb.GroupResult(
+            texts=[completion.text for completion in completions],
+            finish_reasons=["stop"] * COMPLETIONS,
+            digest=Group(0, prompt_ids, tuple(completions)).digest(),
+        )
+
+    def _ask_lease(self, socket: zmq.Socket[bytes]) -> None:
+        self._asked_s[socket] = time.perf_counter()
+        self._send(socket, lease=pb.LeaseRequest(room=COMPLETIONS))
+
+    def _on_rollout(self, socket: zmq.Socket[bytes], reply: pb.ExchangeReply, payloads: Any) -> None:
+        if reply.WhichOneof("body") != "lease":
+            assert reply.status == pb.REPLY_STATUS_COMMITTED, reply.message
+            self.committed += 1
+            self._ask_lease(socket)
+            return
+        now_s = time.perf_counter()
+        self.lease_s.append(now_s - self._asked_s[socket])
+        if not reply.lease.leases:
+            self._retries.append((now_s + RETRY_S, socket))
+            return
+        (lease,) = reply.lease.leases
+        self._result.group_id, self._result.attempt = lease.group_id, lease.attempt
+        self._send(socket, (self._payload,), group=self._result)
+
+    # Reward
+
+    def _ask_task(self, socket: zmq.Socket[bytes]) -> None:
+        self._unscored[socket] = 0
+        self._send(socket, task=pb.TaskRequest(room=64, wait_s=10.0))
+
+    def _on_reward(self, socket: zmq.Socket[bytes], reply: pb.ExchangeReply, payloads: Any) -> None:
+        if reply.WhichOneof("body") != "task":
+            assert reply.status == pb.REPLY_STATUS_COMMITTED, reply.message
+            self._unscored[socket] -= 1
+        for task in reply.task.tasks:
+            self._unscored[socket] += 1
+            score = pb.ScoreResult(
+                group_id=task.group_id,
+                attempt=task.attempt,
+                digest=task.digest,
+                rewards=[0.0, 1.0] * (COMPLETIONS // 2),
+                functions=["exact_match"],
+            )
+            self._send(socket, score=score)
+        if self._unscored[socket] == 0:
+            self._ask_task(socket)
+
+    # Learner
+
+    def _ask_batch(self, socket: zmq.Socket[bytes]) -> None:
+        self._send(socket, batch=pb.BatchRequest(step=self.step, rank=0, world_size=1, wait_s=10.0))
+
+    def _on_learner(self, socket: zmq.Socket[bytes], reply: pb.ExchangeReply, payloads: Any) -> None:
+        if reply.WhichOneof("body") == "batch":
+            if reply.batch.state != pb.BATCH_STATE_READY:
+                self._ask_batch(socket)
+                return
+            groups = [pb.BatchGroup(group_id=g.group_id, digest=g.digest) for g in reply.batch.groups]
+            tokens = len(groups) * COMPLETIONS * self._tokens
+            receipt = pb.Receipt(step=self.step, rank=0, world_size=1, groups=groups, tokens=tokens)
+            self._send(socket, receipt=receipt)
+            return
+        assert reply.status == pb.REPLY_STATUS_COMMITTED, reply.message
+        self.step += 1
+        if time.perf_counter() - self._publish_s > PUBLISH_S:
+            self._publish(self.step)
+        self._ask_batch(socket)

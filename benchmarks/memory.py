@@ -1,0 +1,107 @@
+"""Resident memory of every service over a long run: it must not grow with the number of groups.
+
+    python benchmarks/memory.py [--groups 10000] [--early 1000] [--json]
+
+A random Qwen3 of hidden size 32 and one layer, 32 groups of 2 completions a step, at most 8 new tokens, weights published
+after every step and checkpoints every 10: all services as processes of their own. Printed for each role, its child
+processes included: MB after `--early` groups were trained, after all of them, and the growth between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import psutil
+
+from paceline.client import Client, state_name
+from paceline.demo.model import make_model
+from paceline.demo.task import write_data
+from paceline.spec import RunSpec
+from paceline.spec_io import parse_spec
+from paceline.up import LocalCluster
+
+ROLES = ("coordinator", "rollout", "reward", "learner")
+GROUPS_PER_STEP = 32
+
+
+def measure(folder: Path, groups: int, early: int) -> dict[str, dict[str, float]]:
+    """MB of each role after `early` and after `groups` trained groups."""
+    spec = make_spec(folder, groups)
+    moments = {early // GROUPS_PER_STEP: "early", groups // GROUPS_PER_STEP: "end"}
+    found: dict[str, dict[str, float]] = {}
+    with LocalCluster(folder / "runs", spec.cluster) as cluster, Client(cluster.address) as client:
+        run = client.submit(spec)
+        for event in client.watch(run.run_id):
+            if event.kind == "step" and event.content["step"] + 1 in moments:
+                found[moments[event.content["step"] + 1]] = {role: rss_mb(cluster, role) for role in ROLES}
+        ended = client.get(run.run_id)
+        if state_name(ended) != "succeeded":
+            raise SystemExit(f"the run {state_name(ended)}: {ended.message}; see {cluster.directory}/logs")
+    return {
+        role: {"early_mb": found["early"][role], "end_mb": found["end"][role]}
+        | {"growth_mb": found["end"][role] - found["early"][role]}
+        for role in ROLES
+    }
+
+
+def rss_mb(cluster: LocalCluster, role: str) -> float:
+    """Resident memory of a role's processes and their children."""
+    parents = [psutil.Process(pid) for pid in cluster.pids(role).values()]
+    family = [process for parent in parents for process in (parent, *parent.children(recursive=True))]
+    return sum(process.memory_info().rss for process in family) / 1e6
+
+
+def make_spec(folder: Path, groups: int) -> RunSpec:
+    """A run of that many groups, and two steps more so that it has not ended when the last one is counted."""
+    make_model(folder / "model", seed=0, hidden=32, layers=1)
+    write_data(folder / "task", 0)
+    return parse_spec(
+        {
+            "policy": {
+                "model_name": str(folder / "model"),
+                "max_total_sequence_length": 32,
+                "generation": {"max_new_tokens": 8, "max_batch_size": 64},
+            },
+            "data": {"train": str(folder / "task" / "train.jsonl")},
+            "rewards": [{"function": "exact_match"}],
+            "grpo": {
+                "num_prompts_per_step": GROUPS_PER_STEP,
+                "num_generations_per_prompt": 2,
+                "max_num_steps": groups // GROUPS_PER_STEP + 2,
+            },
+            "checkpointing": {"save_period": 10},
+            "logger": {"tensorboard": False, "keep_samples": False},
+            "cluster": {"rollout_workers": 1, "reward_workers": 1, "learner_ranks": 1},
+        }
+    )
+
+
+def main() -> None:
+    """Parses, measures, prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--groups", type=int, default=10_000)
+    parser.add_argument("--early", type=int, default=1_000)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(Path(folder), arguments.groups, arguments.early)
+    if arguments.json:
+        print(json.dumps({"groups": arguments.groups, "early": arguments.early, **figures}))
+        return
+    print(
+        f"{'':>12} {'after ' + str(arguments.early):>14} {'after ' + str(arguments.groups):>14} {'growth':>10}   MB"
+    )
+    for role, values in figures.items():
+        print(f"{role:>12} {values['early_mb']:14.1f} {values['end_mb']:14.1f} {values['growth_mb']:10.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Segments: what was appended is read back or refused, never something else; space comes back whole."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
+
+from paceline.errors import LedgerFault
+from services.coordinator import payloads
+from services.coordinator.ledger import Ledger
+from services.coordinator.payloads import Payload, PayloadStore, Place, read_frame
+
+
+def look_up(store: PayloadStore, place: Place) -> tuple[bytes, bytes]:
+    """A record, by a row like the ledger's."""
+    db = sqlite3.connect(":memory:")
+    db.row_factory = sqlite3.Row
+    names = ", ".join(f"? AS {name}" for name in Place._fields)
+    payload = store.payload(db.execute(f"SELECT {names}", place).fetchone())
+    db.close()
+    return read_frame(payload.header), read_frame(payload.arrays)
+
+
+def test_records_come_back_from_whichever_segment_they_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", 100)
+    monkeypatch.setattr(payloads, "MAX_OPEN_SEGMENTS", 2)
+    store = PayloadStore(tmp_path / "ledger")
+    records = [(b"h%d" % i, bytes([i]) * (10 * i)) for i in range(12)]
+    places = [place for i in range(0, 12, 3) for place in store.append(records[i : i + 3])]
+    assert len({place.segment for place in places}) == 3
+    assert [look_up(store, place) for place in places] == records
+    again = PayloadStore(tmp_path / "ledger")
+    assert [look_up(again, place) for place in reversed(places)] == records[::-1]
+    (after,) = again.append([(b"", b"new term")])
+    assert after.segment == 4  # never behind what another process may have torn
+    assert look_up(store, after) == (b"", b"new term")
+    store.close()
+    again.close()
+
+
+def test_a_write_that_the_system_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, sizes = os.writev, [1, 2, 3, 5]
+
+    def cut_short(fd: int, parts: list[memoryview]) -> int:
+        return write(fd, [memoryview(b"".join(parts))[: sizes.pop() if sizes else None]])
+
+    monkeypatch.setattr(payloads.os, "writev", cut_short)
+    store = PayloadStore(tmp_path / "ledger")
+    places = store.append([(b"ab", b"cdefgh"), (b"", b""), (b"i", b"jklm")])
+    assert [look_up(store, place) for place in places] == [(b"ab", b"cdefgh"), (b"", b""), (b"i", b"jklm")]
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["a bit", "the end", "the file"])
+def test_what_is_damaged_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
+    store = PayloadStore(tmp_path / "ledger")
+    (place,) = store.append([(b"header", b"arrays")])
+    (path,) = store.folder.iterdir()
+    whole = path.read_bytes()
+    match damage:
+        case "a bit":
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        case "the end":
+            path.write_bytes(whole[:-1])
+        case "the file":
+            path.unlink()
+    with pytest.raises(LedgerFault, match=rf"{path} is (damaged|missing).*restore a backup"):
+        look_up(store, place)
+    store.close()
+
+
+def test_a_disk_that_refuses_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = PayloadStore(tmp_path / "ledger")
+    monkeypatch.setattr(payloads.os, "fdatasync", full)
+    with pytest.raises(
+        LedgerFault, match=r"groups cannot be written to .*: No space left on device; make room"
+    ):
+        store.append([(b"h", b"a")])
+    store.close()
+
+
+def test_segments_go_when_nothing_refers_to_them(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", 1)  # a group each
+    world = make_world(logger={"keep_samples": False})
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    for step in range(3):
+        rollout.hold(step)
+        fill(rollout, reward, 2)
+        learner.train(step)
+        world.ledger.remove_unused_segments()
+    held = frames_of(world, 0)
+    with world.ledger.transaction():
+        world.ledger.db.execute(
+            "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, 1, 3, 'elsewhere', '', ?)",
+            (world.run_id, world.row["chain"]),
+        )
+    world.ledger.remove_unused_segments()
+    assert segments(world) == [1, 2, 3, 4, 5, 6]
+    rollout.hold(3)
+    fill(rollout, reward, 2)
+    learner.train(3)
+    world.ledger.remove_unused_segments()
+    assert segments(world) == [7, 8]
+    assert len(read_frame(held.arrays)) > 0  # who has it in hand can still read it
+    world.restart()
+    assert segments(world) == [7, 8]
+
+
+def segments(world: World) -> list[int]:
+    return sorted(int(path.stem) for path in world.ledger.payloads.folder.iterdir())
+
+
+def frames_of(world: World, group_id: int) -> Payload:
+    payload = world.ledger.payload(world.run_id, group_id)
+    assert payload is not None
+    return payload
+
+
+def test_a_reader_leaves_the_folder_alone(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    reader = Ledger(tmp_path / "ledger.sqlite", read_only=True)
+    assert not reader.payloads.folder.exists()
+    reader.close()
+    ledger.close()
