@@ -129,9 +129,15 @@ def _groups(record: Record, report: VerifyReport) -> None:
 
 
 def _places(record: Record, report: VerifyReport) -> None:
-    """A step only where the state has one, and a place for one group at a time."""
+    """A step only where the state has one, and a place for one group at a time.
+
+    The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
+    """
+    fixed_last = record.run["next_step"]
     for group in record.groups:
         subject = f"group {group['group_id']}"
+        if group["reason"] == "run_ended" and group["state"] == "dropped" and group["step"] == fixed_last:
+            continue
         if group["state"] not in (*OPEN_STATES, "trained", "dropped"):
             report.problem(subject, f"its state {group['state']!r} is unknown")
         elif (group["step"] is not None) != (group["state"] in STATES_WITH_STEP):

@@ -192,6 +192,19 @@ def test_arrays_that_were_pruned_are_no_problem(trained: World) -> None:
     assert inspect(trained).problems == []
 
 
+def test_a_run_that_ended_with_a_batch_fixed_drops_its_groups(trained: World) -> None:
+    run = trained.exchange.active
+    assert run is not None
+    with trained.ledger.transaction():
+        trained.exchange.end_run(run)
+    report = inspect(trained)
+    assert report.problems == []
+    assert report.facts["open"] == 0
+    assert report.facts["dropped"]["run_ended"] >= 2
+    trained.ledger.db.execute("UPDATE groups SET step = 1 WHERE reason = 'run_ended' AND step = 3")
+    assert any("it is dropped, but its step is 1" in problem for problem in inspect(trained).problems)
+
+
 def test_a_supervised_run_has_receipts_only(make_world: MakeWorld) -> None:
     world = make_world(algorithm="sft", sft={"max_num_steps": 2}, check=False)
     learner = Learner(world, world_size=2)
