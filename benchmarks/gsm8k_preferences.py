@@ -180,13 +180,15 @@ def run_fold(
     rows = [json.loads(line) for line in (folder / "data" / "train.jsonl").read_text().splitlines()]
     texts = [row["prompt"] + text for row in rows for text in (row["chosen"], *row["rejected"])]
     model = make_model(folder / "model", texts, options)
-    taught = train(make_spec("sft", model, folder / "data", options.sft_steps, 3e-3))
-    start = export_pretrained(
-        folder / "taught",
-        gather_weights(taught.model, None),
-        model_name=str(model),
-        tokenizer_name=str(model),
-    )
+    start = model
+    if options.sft_steps:
+        taught = train(make_spec("sft", model, folder / "data", options.sft_steps, 3e-3))
+        start = export_pretrained(
+            folder / "taught",
+            gather_weights(taught.model, None),
+            model_name=str(model),
+            tokenizer_name=str(model),
+        )
     results = {}
     for algorithm, lr, section in (
         ("dpo", options.dpo_lr, {"reference_policy_kl_penalty": 0.1}),
@@ -206,7 +208,7 @@ def main() -> None:
     parser.add_argument("--only-folds", type=int, help="stop after this many folds")
     parser.add_argument("--questions", type=int, help="use the first this many questions")
     parser.add_argument("--steps", type=int, default=150, help="of dpo and of rm")
-    parser.add_argument("--sft-steps", type=int, default=150)
+    parser.add_argument("--sft-steps", type=int, default=150, help="0: from random weights")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--dpo-lr", type=float, default=1e-3)
