@@ -24,11 +24,12 @@ async def until_stuck(engine: Engine, stall_s: float) -> None:
     """Returns when the engine has sequences to decode and has not answered a probe for `stall_s` seconds; else never."""
     for number in itertools.count():
         await asyncio.sleep(stall_s / PROBES_PER_LIMIT)
-        if engine.num_running and not await _answers(engine, f"probe/{number}", stall_s):
+        if engine.num_running and not await answers(engine, f"probe/{number}", stall_s):
             return
 
 
-async def _answers(engine: Engine, request_id: str, within_s: float) -> bool:
+async def answers(engine: Engine, request_id: str, within_s: float) -> bool:
+    """Whether the engine answers the probe `request_id` within so many seconds."""
     request = GenerationRequest(request_id, PROMPT_IDS, SamplingParams(max_new_tokens=1), seed=0)
     asked = asyncio.create_task(engine.generate(request))
     try:

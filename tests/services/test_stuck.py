@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+from paceline.demo.model import make_model
 from paceline.errors import Unavailable
 from paceline.groups import Completion
-from rollout.engine import GenerationRequest, empty_completion
-from services.stuck import until_stuck
+from paceline.spec import RunSpec
+from rollout.engine import GenerationRequest, SamplingParams, create_engine, empty_completion
+from services.stuck import PROMPT_IDS, answers, until_stuck
 
 DEADLINE_S = 30.0
 
@@ -51,3 +54,31 @@ async def test_one_that_answers_or_refuses_is_not() -> None:
         watching.cancel()
         await asyncio.wait((watching,))
         assert len(set(engine.aborted)) == len(engine.aborted), "each probe has a name of its own"
+
+
+async def test_a_real_engine_with_a_full_batch_and_a_queue_answers(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", seed=0, hidden=32, layers=1, heads=2)
+    spec = RunSpec.model_validate(
+        {
+            "policy": {
+                "model_name": str(tmp_path / "model"),
+                "max_total_sequence_length": 64,
+                "generation": {"max_new_tokens": 60, "max_batch_size": 2},
+            },
+            "data": {"train": "rows.jsonl"},
+            "rewards": [{"function": "exact_match"}],
+        }
+    )
+    engine = create_engine(spec, load_weights=True)
+    params = SamplingParams(max_new_tokens=60, min_new_tokens=60)
+    try:
+        running = [
+            asyncio.create_task(engine.generate(GenerationRequest(f"{i}", PROMPT_IDS, params, seed=i)))
+            for i in range(40)
+        ]
+        assert await answers(engine, "probe/0", DEADLINE_S)
+        assert not all(task.done() for task in running), "it had to wait for what runs"
+        for completion in await asyncio.gather(*running):
+            assert len(completion.token_ids) == 60, "a probe disturbs nobody"
+    finally:
+        await engine.close()

@@ -1,0 +1,61 @@
+"""A group that really kills whoever works on it: found, lent alone, dropped; the run ends well without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.client import Client
+from paceline.spec import ClusterSection, RunSpec
+from paceline.up import LocalCluster
+from services.coordinator.ledger import Ledger
+from services.coordinator.verify import verify
+
+REWARD = """
+import os, pathlib, signal
+
+def deadly(prompts, completions, **columns):
+    chosen = pathlib.Path({chosen!r})
+    if not chosen.exists():
+        chosen.write_text(prompts[0])
+    if chosen.read_text() == prompts[0]:
+        os.kill(os.getppid(), signal.SIGKILL)
+    return [sum(c.isdigit() for c in text) / 4 for text in completions]
+"""
+"""Kills the reward service whenever it scores the prompt that it was asked about first."""
+
+
+@pytest.mark.slow
+def test_a_group_that_kills_its_worker_is_dropped_and_the_run_ends_well(
+    make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    source, chosen = tmp_path / "deadly.py", tmp_path / "chosen"
+    source.write_text(REWARD.format(chosen=str(chosen)))
+    spec = make_spec(
+        rewards=[{"function": f"{source}:deadly"}],
+        grpo={"num_prompts_per_step": 4, "max_num_steps": 4},
+        data={"validation": None},
+    )
+    sizes = ClusterSection(rollout_workers=1, reward_workers=2)
+    options = ["--heartbeat-timeout", "6"]  # a crash counts when it was not mended within half of that
+    with (
+        LocalCluster(tmp_path / "runs", sizes, coordinator_options=options) as cluster,
+        Client(cluster.address) as client,
+    ):
+        run = client.wait(client.submit(spec).run_id, timeout_s=400)
+        deaths = [death for index in range(2) for death in cluster.deaths("reward", index)]
+        warnings = [e.content["message"] for e in client.watch(run.run_id) if e.kind == "warning"]
+
+    assert run.step == 4, run.message
+    assert run.groups["dropped:poison"] == 1
+    assert deaths == [f"reward-{i} was killed by SIGKILL" for i in sorted(int(d[7]) for d in deaths)]
+    assert len(deaths) == 4, "two crashes among others, two alone"
+    assert any("from now on it is lent alone" in message for message in warnings)
+    assert any("look at its prompt" in message for message in warnings)
+    with contextlib.closing(Ledger(tmp_path / "runs" / "ledger.sqlite", read_only=True)) as ledger:
+        assert verify(ledger, run.run_id).problems == []
+        row = ledger.db.execute("SELECT * FROM groups WHERE reason = 'poison'").fetchone()
+    assert chosen.read_text() in row["prompt_json"]
