@@ -77,8 +77,9 @@ def test_a_run_learns_evaluates_checkpoints_and_exports(
     assert [line["step"] for line in lines] == list(range(24))
     versions = {line["step"]: line for line in metrics(summary, cluster, "weights")}
     assert versions.keys() == set(range(25))
-    assert all(version["acknowledged"] <= version["members"] <= 2 for version in versions.values())
-    assert versions[24]["acknowledged"] >= 1, "a version may be skipped for a newer one, the last may not"
+    # A worker may be named after a version was staged, or be left out of an epoch for a moment; a version may be skipped.
+    assert all(max(version["acknowledged"], version["members"]) <= 2 for version in versions.values())
+    assert versions[24]["acknowledged"] >= 1, "the last version is skipped by nobody"
     assert {
         *("epoch", "session", "size_bytes", "gather_s", "wait_s", "form_s", "transfer_s", "answer_s"),
         *("publish_s", "swap_s", "pause_s", "failures"),
