@@ -2,15 +2,20 @@
 
     python benchmarks/exchange.py [--seconds 20] [--workers 200] [--json]
 
-Rollout workers lease and hand in groups of random tokens as fast as they are acknowledged, two reward workers score them,
-a learner of one rank takes the batches and sends receipts, all over the real protocol (exchange_load.py). Two loads one
-after the other, each on a coordinator of its own: groups of 100 kB and of 400 kB, arrays and texts together. Before and
-after each load the disk that the ledger is on is measured: appends of one group's size, each followed by fdatasync.
+Rollout workers lease and hand in groups of random tokens as fast as they are acknowledged, all over the real protocol
+(exchange_load.py). Three loads one after the other, each on a coordinator of its own, arrays and texts together:
+
+  whole life  groups of 100 kB; two reward workers score them, a learner of one rank takes the batches, sends receipts
+  whole life  groups of 400 kB
+  commit      groups of 400 kB that are leased, generated and committed, and nothing else: the ledger against the disk
+
+Before and after each load the disk that the ledger is on is measured: appends of one group's size, each followed by
+fdatasync.
 
 Printed for each load, over the time after a warm-up: groups trained and acknowledged per second, their bytes, the disk's,
 the 99th percentile of all lease requests, and the CPU time of the coordinator for a group. With --json the last line is
-one object: `groups_per_s` of the load with 100 kB, `payload_mb_per_s` and `disk_mb_per_s` of that with 400 kB, and the worse
-`lease_p99_ms` of the two; beside them both loads in full.
+one object: `groups_per_s` of the first load, `payload_mb_per_s` and `disk_mb_per_s` of the last, and the worst `lease_p99_ms`
+of all; beside them all loads in full.
 
 That every acknowledgement follows its sync is shown by tests/services/test_sync_order.py, from the system calls.
 """
@@ -40,24 +45,29 @@ GROUPS_PER_STEP = 128
 MAX_AGE = 15
 """Versions are acknowledged about once a second, so several steps are generated with one."""
 
+MAX_AGE_UNTRAINED = 255
+"""Of the load that trains nothing: 32,768 groups are admitted before the rule closes the door."""
+
 WARM_UP_S = 3.0
 
 
-def measure(group_bytes: int, workers: int, seconds: float, folder: Path) -> dict[str, Any]:
+def measure(
+    group_bytes: int, workers: int, seconds: float, folder: Path, *, whole_life: bool
+) -> dict[str, Any]:
     """One load on a coordinator of its own."""
     disk = [measure_disk(folder, group_bytes)]
     cluster = LocalCluster(folder / "runs", ClusterSection())
     try:
         address = cluster.start_coordinator()
         with Client(address) as client:
-            client.submit(make_spec(folder))
+            client.submit(make_spec(folder, MAX_AGE if whole_life else MAX_AGE_UNTRAINED))
         roles = {f"rollout-{index}": common_pb2.ROLE_ROLLOUT for index in range(workers)}
         roles |= {f"reward-{index}": common_pb2.ROLE_REWARD for index in range(REWARD_WORKERS)}
         roles["learner-0"] = common_pb2.ROLE_LEARNER
         members = Members(address, roles)
         members.ready.wait()
         context = zmq.Context()
-        load = Load(members, workers, group_bytes, context)
+        load = Load(members, workers, group_bytes, context, whole_life=whole_life)
         figures = run(load, psutil.Process(cluster.pids("coordinator")[0]), seconds)
         load.close()
         context.term()
@@ -68,7 +78,7 @@ def measure(group_bytes: int, workers: int, seconds: float, folder: Path) -> dic
     figures["payload_mb_per_s"] = figures["groups_per_s"] * group_bytes / 1e6
     figures["disk_mb_per_s"] = float(np.mean(disk))
     figures["share_of_disk"] = figures["payload_mb_per_s"] / figures["disk_mb_per_s"]
-    return {"group_bytes": group_bytes} | figures
+    return {"group_bytes": group_bytes, "whole_life": whole_life} | figures
 
 
 def run(load: Load, coordinator: psutil.Process, seconds: float) -> dict[str, Any]:
@@ -124,7 +134,7 @@ def measure_disk(folder: Path, chunk_bytes: int, seconds: float = 2.0) -> float:
         path.unlink()
 
 
-def make_spec(folder: Path) -> RunSpec:
+def make_spec(folder: Path, max_age: int) -> RunSpec:
     """A run that does not end, over short prompts, which lets go of what was trained."""
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps({"prompt": str(i), "answer": str(i)}) + "\n" for i in range(1000)))
@@ -137,7 +147,7 @@ def make_spec(folder: Path) -> RunSpec:
                 "num_generations_per_prompt": COMPLETIONS,
                 "max_num_steps": 1_000_000,
             },
-            "async_grpo": {"max_trajectory_age_steps": MAX_AGE},
+            "async_grpo": {"max_trajectory_age_steps": max_age},
             "rewards": [{"function": "exact_match"}],
             "logger": {"tensorboard": False},
         }
@@ -151,14 +161,17 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load, after the warm-up")
     parser.add_argument("--workers", type=int, default=200, help="simulated rollout workers")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 400_000], help="bytes of a group")
     parser.add_argument("--directory", type=Path, help="where the ledger lies; a temporary folder by default")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     loads = []
-    for group_bytes in arguments.sizes:
+    for group_bytes, whole_life in ((100_000, True), (400_000, True), (400_000, False)):
         with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-            loads.append(measure(group_bytes, arguments.workers, arguments.seconds, Path(folder)))
+            loads.append(
+                measure(
+                    group_bytes, arguments.workers, arguments.seconds, Path(folder), whole_life=whole_life
+                )
+            )
     small, large = loads[0], loads[-1]
     if arguments.json:
         summary = {

@@ -121,10 +121,18 @@ async def _reports(
 
 
 class Load:
-    """What goes over the exchange: a lease, a group and the next lease for each rollout worker, and what follows."""
+    """What goes over the exchange: a lease, a group and the next lease for each rollout worker; with `whole_life` also
+    scores, batches and receipts.
+    """
 
     def __init__(
-        self, members: Members, workers: int, group_bytes: int, context: zmq.Context[zmq.Socket[bytes]]
+        self,
+        members: Members,
+        workers: int,
+        group_bytes: int,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        whole_life: bool,
     ):
         self.lease_s: list[float] = []
         """Seconds from every lease request to its answer."""
@@ -147,6 +155,8 @@ class Load:
         self._context = context
         for index in range(workers):
             self._ask_lease(self._connect(f"rollout-{index}", self._on_rollout))
+        if not whole_life:
+            return
         self._unscored: dict[zmq.Socket[bytes], int] = {}
         for index in range(REWARD_WORKERS):
             self._ask_task(self._connect(f"reward-{index}", self._on_reward))
