@@ -42,7 +42,7 @@ class ProcessGuard:
         self.environment = {VARIABLE: mark, "SPT_NOENV": "1"}
         """What the engine's processes need in theirs. (SPT_NOENV keeps setproctitle from overwriting the mark.)"""
         guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, mark, self.directory],
+            [sys.executable, "-I", "-S", __file__, mark, self.directory, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -85,22 +85,29 @@ class ProcessGuard:
 class _Engine:
     """The processes with one mark, as /proc shows them, and the shared memory seen with them."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, owner: int) -> None:
+        self._owner = owner
         self._mark = f"{VARIABLE}={mark}".encode()
         self._others = set(os.listdir(SHARED_MEMORY))
         self._files: set[str] = set()
+        self._owners_files: set[str] = set()
 
     def look(self) -> list[int]:
         """The process ids; takes note of their shared memory."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         pids = [pid for pid in pids if self._mark in _read(pid, "environ").split(b"\0")]
         for pid in pids:
-            for line in _read(pid, "maps").decode(errors="replace").splitlines():
-                name = line.partition(SHARED_MEMORY)[2].removesuffix(" (deleted)")
-                # Only what came to be in our time, and no folders: a user may keep a model there.
-                if name and "/" not in name and name not in self._others:
-                    self._files.add(name)
+            self._files |= self._mapped(pid)
+        self._owners_files |= self._mapped(self._owner)
         return pids
+
+    def _mapped(self, pid: int) -> set[str]:
+        """What a process has mapped of shared memory: only what came to be in our time, and nothing in folders, since a
+        user may keep a model there.
+        """
+        lines = _read(pid, "maps").decode(errors="replace").splitlines()
+        names = {line.partition(SHARED_MEMORY)[2].removesuffix(" (deleted)") for line in lines}
+        return {name for name in names if name and "/" not in name} - self._others
 
     def end(self) -> None:
         """Kills and removes. Python's resource trackers come last, they remove shared memory by themselves."""
@@ -112,7 +119,9 @@ class _Engine:
                 if pid not in trackers or late:
                     self._kill(pid)
             time.sleep(0.02)
-        for name in self._files:
+        # The owner's semaphores are its resource tracker's to remove, but that may have been killed with it.
+        owner_lives = bool(_read(self._owner, "maps"))
+        for name in self._files if owner_lives else self._files | self._owners_files:
             with _Ignoring(OSError):
                 os.unlink(SHARED_MEMORY + name)
 
@@ -149,12 +158,12 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-def _guard(mark: str, directory: str) -> None:
+def _guard(mark: str, directory: str, owner: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)
-    engine = _Engine(mark)
+    engine = _Engine(mark, owner)
     interval_s = STARTING_S
     while True:
         told, _, _ = select.select([0], [], [], interval_s)
@@ -173,4 +182,4 @@ def _guard(mark: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    _guard(sys.argv[1], sys.argv[2])
+    _guard(sys.argv[1], sys.argv[2], int(sys.argv[3]))
