@@ -18,7 +18,7 @@ def harmless(one: Round) -> bool:
     return not [text for text in one.problems if " after " not in text]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_three_rounds_of_each_fault_and_a_dead_learner_rank(tmp_path: Path) -> None:
     with ElasticRun(tmp_path, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S) as run:
         soak = Soak(run)
