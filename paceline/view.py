@@ -41,6 +41,7 @@ def run_facts(run: Run) -> Facts:
         "groups": dict(run.groups),
         "tokens": dict(run.tokens),
         "age_s": run.age_s,
+        "warnings": list(run.warnings),
     }
 
 

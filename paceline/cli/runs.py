@@ -24,6 +24,9 @@ def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: 
             print_json(facts)
         else:
             click.echo(f"run {facts['run_id']} is {facts['state']}: {facts['directory']}")
+            if not and_watch:  # else they are among the run's events
+                for warning in facts["warnings"]:
+                    click.echo(f"warning: {warning}", err=True)
         if and_watch:
             follow(client, facts["run_id"], as_json=as_json)
 

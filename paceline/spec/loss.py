@@ -100,6 +100,13 @@ class LossSection(Section):
                 f"truncated_importance_sampling_ratio_min {floor} is not below "
                 f"truncated_importance_sampling_ratio {cap}"
             )
+        kind = self.truncated_importance_sampling_type
+        if cap is None and (kind != "tis" or floor):
+            raise ValueError(
+                f"truncated_importance_sampling_type {kind!r} and truncated_importance_sampling_ratio_min {floor} with "
+                "truncated_importance_sampling_ratio null: without an upper bound there is no weight for them to act on; "
+                "set the ratio, or leave them out"
+            )
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
             raise ValueError(
                 "use_kl_in_reward is true with reference_policy_kl_penalty 0: nothing to subtract"

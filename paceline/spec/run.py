@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from paceline.spec.data import DataSection, RewardFunctionSection
 from paceline.spec.distillation import DistillationSection
+from paceline.spec.doubts import doubts
 from paceline.spec.grpo import AsyncGrpoSection, GrpoSection
 from paceline.spec.loss import LossSection, preset_of
 from paceline.spec.policy import PolicySection
@@ -72,6 +73,11 @@ class RunSpec(Section):
     def seed(self) -> int:
         """The seed of the algorithm in use."""
         return (self.examples or self.grpo).seed
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and doubtful, a sentence each; said when the spec is submitted."""
+        return doubts(self)
 
     @model_validator(mode="before")
     @classmethod

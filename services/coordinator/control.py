@@ -96,6 +96,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             groups=ledger.groups_by_state(run_id),
             tokens=ledger.token_books(run_id),
             age_s=time.time() - row["submitted_s"],
+            warnings=spec.warnings,
         )
 
 

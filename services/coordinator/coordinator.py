@@ -125,6 +125,8 @@ class Coordinator:
                 self.ledger.add_run(run_id, spec_to_yaml(spec), str(directory))
                 queued = {"state": "queued"} | ({"submission": submission} if submission else {})
                 self.ledger.add_event(run_id, "state", queued)
+                for warning in spec.warnings:
+                    self.ledger.add_event(run_id, "warning", {"message": warning})
             self._make_run_directory(directory, spec)
         log.info("run %s is queued", run_id)
         await self._tell_watchers()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -53,7 +54,11 @@ def call(*arguments: str, coordinator: str = "127.0.0.1:1") -> Result:
     return CliRunner().invoke(main, arguments, env={"PACELINE_COORDINATOR": coordinator})
 
 
-def lines_of(result: Result) -> list[dict[str, object]]:
+def lines_of_events(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def lines_of(result: Result) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -140,6 +145,23 @@ def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_pa
     assert (refused.exit_code, refused.stderr) == (1, "Error: run again-2 is queued, not paused\n")
     assert call("cancel", "again-2", coordinator=at).stdout == "run again-2 is cancelled\n"
     assert lines_of(call("cancel", "sums-1", "--json", coordinator=at))[0]["state"] == "cancelled"
+
+
+def test_what_is_doubtful_is_said_at_submit_and_stays_among_the_events(
+    cluster: LocalCluster, spec_path: Path
+) -> None:
+    at, setting = cluster.address, "loss_fn.truncated_importance_sampling_ratio=null"
+    said = call("submit", str(spec_path), setting, coordinator=at)
+    assert said.exit_code == 0
+    assert said.stderr.startswith("warning: async_grpo.max_trajectory_age_steps 1 with loss_fn.truncated")
+    call("cancel", "sums-1", coordinator=at)
+    events = lines_of_events(call("watch", "sums-1", "--json", coordinator=at))
+    assert [f"warning: {e['content']['message']}\n" for e in events if e["kind"] == "warning"] == [
+        said.stderr
+    ]
+    as_json = lines_of(call("submit", str(spec_path), setting, "--json", coordinator=at))
+    assert [f"warning: {text}\n" for text in as_json[0]["warnings"]] == [said.stderr]
+    assert call("submit", str(spec_path), coordinator=at).stderr == ""
 
 
 def test_watch_shows_how_a_run_ended(cluster: LocalCluster, spec_path: Path) -> None:

@@ -85,6 +85,10 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         ({"geometric_mask": (1.01, 0.99)}, ("geometric_mask", "(1.01, 0.99)")),
         ({"veto": (2.0, 1.0)}, ("veto", "(2.0, 1.0)")),
         ({"truncated_importance_sampling_ratio_min": 2.0}, ("ratio_min 2.0", "ratio 2.0")),
+        (
+            {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": None},
+            ("'icepop'", "ratio null"),
+        ),
         ({"use_kl_in_reward": True}, ("use_kl_in_reward", "reference_policy_kl_penalty 0")),
         ({"preset": "rloo", "use_kl_in_reward": False}, ("'k1'", "no gradient")),
     ],
@@ -125,3 +129,29 @@ def test_sections_that_contradict_each_other(sections: dict[str, Any], parts: tu
 def test_log_linear_is_for_several_updates() -> None:
     spec = spec_with(loss_fn={"proximal_policy": "log_linear"}, policy={"num_updates_per_step": 2})
     assert spec.loss_fn.proximal_policy == "log_linear"
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "age", "doubtful"),
+    [
+        ({}, 8, False),
+        ({"truncated_importance_sampling_ratio": None}, 0, False),
+        ({"truncated_importance_sampling_ratio": None}, 1, True),
+        ({"truncated_importance_sampling_ratio": None, "veto": (1e-4, 100)}, 1, True),
+        ({"preset": "dppo"}, 8, False),
+        ({"preset": "decoupled_ppo"}, 8, False),
+    ],
+)
+def test_older_samples_without_a_correction_are_doubtful(
+    loss_fn: dict[str, Any], age: int, doubtful: bool
+) -> None:
+    spec = spec_with(loss_fn=loss_fn, async_grpo={"max_trajectory_age_steps": age})
+    assert bool(spec.warnings) == doubtful
+    for warning in spec.warnings:
+        assert f"max_trajectory_age_steps {age}" in warning
+        assert "truncated_importance_sampling_ratio" in warning
+
+
+def test_examples_have_no_age() -> None:
+    loss_fn = {"truncated_importance_sampling_ratio": None}
+    assert spec_with(algorithm="sft", loss_fn=loss_fn).warnings == ()

@@ -137,7 +137,7 @@ class ExchangeRequest(_message.Message):
 
     @_builtins.property
     def score(self) -> Global___ScoreResult:
-        """Scores of one group; no payload."""
+        """Scores of one group; one payload frame when the task wanted the reference."""
 
     @_builtins.property
     def batch(self) -> Global___BatchRequest:
@@ -208,7 +208,7 @@ class ExchangeReply(_message.Message):
 
     @_builtins.property
     def batch(self) -> Global___BatchReply:
-        """Answer to BatchRequest; one payload frame for each group."""
+        """Answer to BatchRequest; one payload frame for each group, then those that `reference_frame` names."""
 
     def __init__(
         self,
@@ -545,6 +545,7 @@ class ScoreTask(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    WANTS_REFERENCE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     attempt: _builtins.int
@@ -557,6 +558,8 @@ class ScoreTask(_message.Message):
     """Digest of the completions; the score carries it back."""
     traceparent: _builtins.str
     """W3C trace context of the group."""
+    wants_reference: _builtins.bool
+    """Whether the score has to come with what the run's reference (a teacher, or the policy as it was) says of every token."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The decoded completions."""
@@ -571,10 +574,11 @@ class ScoreTask(_message.Message):
         texts: _abc.Iterable[_builtins.str] | None = ...,
         digest: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        wants_reference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "columns_json", b"columns_json", "digest", b"digest", "group_id", b"group_id", "prompt_json", b"prompt_json", "texts", b"texts", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "columns_json", b"columns_json", "digest", b"digest", "group_id", b"group_id", "prompt_json", b"prompt_json", "texts", b"texts", "traceparent", b"traceparent", "wants_reference", b"wants_reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,7 +586,9 @@ Global___ScoreTask: _TypeAlias = ScoreTask  # noqa: Y015
 
 @_typing.final
 class ScoreResult(_message.Message):
-    """Scores of one group."""
+    """Scores of one group. Payload, where the task wanted the reference: reference_logprobs [ΣT] f32, the log-probability of
+    each completion token under the reference at the sampler's temperature, in the order of the group's token_ids.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -694,7 +700,7 @@ class BatchReply(_message.Message):
     """Seconds from the first request for this step to the fixing of its batch."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]:
-        """Groups of this rank, in the order of their payload frames (as GroupResult)."""
+        """Groups of this rank, in the order of their payload frames (as GroupResult), which come before all others."""
 
     def __init__(
         self,
@@ -723,10 +729,15 @@ class BatchGroup(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
+    REFERENCE_FRAME_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     digest: _builtins.str
     """Its digest."""
+    reference_frame: _builtins.int
+    """In a part: what the reference says of the tokens is in the payload frame of this index (one-based; 0: none), as in
+    ScoreResult.
+    """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """In a part: rewards [C, F] row by row, NaN where a function said None. Empty in a receipt."""
@@ -737,10 +748,11 @@ class BatchGroup(_message.Message):
         group_id: _builtins.int = ...,
         digest: _builtins.str = ...,
         rewards: _abc.Iterable[_builtins.float] | None = ...,
+        reference_frame: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group_id", b"group_id", "rewards", b"rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group_id", b"group_id", "reference_frame", b"reference_frame", "rewards", b"rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

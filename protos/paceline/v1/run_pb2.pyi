@@ -115,6 +115,7 @@ class Run(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Unique on this coordinator."""
     state: Global___RunState.ValueType
@@ -139,6 +140,10 @@ class Run(_message.Message):
     def tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """The token books: generated, trained, dropped, live; wasted apart."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is allowed and doubtful about the spec, a sentence each."""
+
     def __init__(
         self,
         *,
@@ -152,10 +157,11 @@ class Run(_message.Message):
         groups: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         age_s: _builtins.float = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "directory", b"directory", "groups", b"groups", "max_num_steps", b"max_num_steps", "message", b"message", "run_id", b"run_id", "spec_yaml", b"spec_yaml", "state", b"state", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "directory", b"directory", "groups", b"groups", "max_num_steps", b"max_num_steps", "message", b"message", "run_id", b"run_id", "spec_yaml", b"spec_yaml", "state", b"state", "step", b"step", "tokens", b"tokens", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
