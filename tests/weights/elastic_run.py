@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,19 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from learner.checkpoint import load
+from learner.checkpoint_manifest import read_manifest
 from paceline.client import Client
 from paceline.demo.model import make_model
 from paceline.demo.task import answer, problem
 from paceline.groups import Version
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec_io import parse_spec
+from paceline.storage import Folder
 from paceline.up import LocalCluster
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from protos.paceline.v1.common_pb2 import Role
+from services.coordinator.ledger import Ledger
 
 HERE = Path(__file__).parent
 DEADLINE_S = 600.0
@@ -90,6 +95,35 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait(DEADLINE_S)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a worker answered to `PROMPT`."""
+
+    version: Version
+    greedy: list[int]
+    random: list[int]
+    logprobs: list[float]
+    """Of the tokens of `random`."""
+
+    def difference(self, folder: Path) -> str:
+        """How this differs from what transformers makes of the weights in `folder`; empty if it does not."""
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        prompt = tokenizer(PROMPT, add_special_tokens=False).input_ids
+
+        def logits(tokens: list[int]) -> torch.Tensor:
+            with torch.no_grad():
+                found: torch.Tensor = model(torch.tensor([[*prompt, *tokens]])).logits
+            return found[0, len(prompt) - 1 : -1]
+
+        best = logits(self.greedy).argmax(-1).tolist()
+        if best != self.greedy:
+            return f"greedy tokens {self.greedy}, should be {best}"
+        expected = logits(self.random).log_softmax(-1).gather(1, torch.tensor(self.random)[:, None])[:, 0]
+        off = float((expected - torch.tensor(self.logprobs)).abs().max())
+        return f"log-probabilities are off by {off:.2e}" if off > LOGPROB_TOLERANCE else ""
 
 
 class ElasticRun:
@@ -155,8 +189,6 @@ class ElasticRun:
 
     def member_events(self, worker: Worker) -> list[str]:
         """What became of a worker, by the run's events."""
-        from services.coordinator.ledger import Ledger
-
         with contextlib.closing(Ledger(self.cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
             events = [json.loads(e["json"]) for e in ledger.events(self.run_id, 0) if e["kind"] == "member"]
         return [event["what"] for event in events if event["member_id"].startswith(f"{worker.name}-")]
@@ -211,30 +243,68 @@ class ElasticRun:
             until("an export", lambda: self._learner("Export", learner_pb2.ExportRequest(name=name))).path
         )
 
-    def wrong_weights(self, worker: Worker, folder: Path, version: Version) -> str:
-        """How a worker's greedy tokens and log-probabilities differ from those of the weights in `folder`; empty if not."""
+    def sampled(self, worker: Worker) -> Sampled:
+        """A greedy and a random sample, both whole under one version: the one that the worker says it has."""
         member = self.member(worker)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        prompt = tokenizer(PROMPT, add_special_tokens=False).input_ids
-        for temperature in (1e-4, 1.0):
-            (said,) = self.client.generate(
-                PROMPT, temperature=temperature, max_new_tokens=12, seed=5, worker=member.address
+
+        def both() -> Sampled | None:
+            greedy, random = (
+                self.client.generate(
+                    PROMPT, temperature=temperature, max_new_tokens=12, seed=5, worker=member.address
+                )
+                for temperature in (1e-4, 1.0)
             )
-            versions = {(span.version.session, span.version.step) for span in said.spans}
-            if versions != {tuple(version)}:
-                return f"{worker.name} sampled under {versions}, the learner is at {tuple(version)}"
-            ids = torch.tensor([[*prompt, *said.token_ids]])
-            with torch.no_grad():
-                logits = model(ids).logits[0, len(prompt) - 1 : -1]
-            if temperature < 1 and logits.argmax(-1).tolist() != list(said.token_ids):
-                return f"{worker.name}: greedy tokens {list(said.token_ids)}, should be {logits.argmax(-1).tolist()}"
-            expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-            if temperature == 1.0:
-                off = float((expected - torch.tensor(said.logprobs)).abs().max())
-                if off > LOGPROB_TOLERANCE:
-                    return f"{worker.name}: log-probabilities are off by {off:.2e}"
-        return ""
+            versions = {
+                Version(span.version.session, span.version.step)
+                for (said,) in (greedy, random)
+                for span in said.spans
+            }
+            if len(versions) != 1:
+                return None  # an update came in between
+            return Sampled(
+                versions.pop(),
+                list(greedy[0].token_ids),
+                list(random[0].token_ids),
+                list(random[0].logprobs),
+            )
+
+        found: Sampled = until(f"{worker.name} samples under one version", both)
+        return found
+
+    def wrong_weights(self, worker: Worker, folder: Path, version: Version) -> str:
+        """How a worker's tokens and log-probabilities differ from those of the weights in `folder`, which are those of
+        `version`; empty if not."""
+        sampled = self.sampled(worker)
+        if sampled.version != version:
+            return f"{worker.name} samples under {tuple(sampled.version)}, the learner is at {tuple(version)}"
+        difference = sampled.difference(folder)
+        return f"{worker.name}: {difference}" if difference else ""
+
+    def replayed(self, step: int) -> Path:
+        """The weights after `step` steps as a Hugging Face folder, trained once more from the record by `paceline replay`."""
+        output = self.directory / f"replay-{step}-{time.monotonic_ns()}"
+        with contextlib.closing(Ledger(self.cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
+            rows = ledger.db.execute(
+                "SELECT step FROM checkpoints WHERE run_id = ? AND removed = 0 AND step < ?",
+                (self.run_id, step),
+            )
+            start = max((row["step"] for row in rows), default=0)
+        arguments = ["replay", str(self.cluster.directory / self.run_id), "--output", str(output), "--json"]
+        arguments += ["--from", str(start), "--to", str(step), "--device", "cpu"]
+        done = subprocess.run(
+            [sys.executable, "-c", "from paceline.cli import main; main()", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=True,
+        )
+        facts = json.loads(done.stdout)
+        model = AutoModelForCausalLM.from_pretrained(self._spec.policy.model_name, dtype=torch.float32)
+        path = facts["checkpoint"]
+        load(path, expected_sha256=read_manifest(Folder(path))[1], model=model)
+        model.save_pretrained(output / "model")
+        AutoTokenizer.from_pretrained(self._spec.policy.model_name).save_pretrained(output / "model")
+        return output / "model"
 
     def _learner(self, method: str, request: Any) -> Any:
         """The learner's answer; None when there is none now."""

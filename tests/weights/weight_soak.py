@@ -104,13 +104,25 @@ class Soak:
         os.kill(ranks[number % len(ranks)], signal.SIGKILL)
         for worker in waiting:
             worker.send(signal.SIGUSR2)
-            if wrong := self.run.wrong_weights(worker, weights, old):
-                result.problems.append(f"while the learner was away: {wrong}")
+        said = {worker.name: self.run.sampled(worker) for worker in waiting}
         for worker in waiting:
             until(
                 f"{worker.name} has a version of the next session",
                 lambda worker=worker: (self.run.version(worker) or old).session > old.session,
             )
+        # Where another rank than the sender was killed, the sender may have lived long enough to complete the version.
+        references = {old: weights}
+        for name, sampled in said.items():
+            version = sampled.version
+            if version.session != old.session or version < old:
+                result.problems.append(f"{name} sampled under {tuple(version)} after {tuple(old)}")
+                continue
+            if version not in references:
+                references[version] = self.run.replayed(version.step)
+            if difference := sampled.difference(references[version]):
+                result.problems.append(
+                    f"while the learner was away: {name} at {tuple(version)}: {difference}"
+                )
         self._plain = waiting
         self._compare(result, waiting, [])
         return result
