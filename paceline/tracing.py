@@ -1,7 +1,8 @@
 """Traces: one for each group from lease to training, one for each step, in W3C's format in every header.
 
-The ids are functions of run and group, so every service finds the same trace without a look-up. Spans go to the
-OpenTelemetry SDK and, when OTEL_EXPORTER_OTLP_ENDPOINT is set, out by OTLP; without it they cost next to nothing.
+The ids are functions of run and group, so every service finds the same trace without a look-up. Spans, and the metrics
+that the services make instruments for, go to the OpenTelemetry SDK and, when OTEL_EXPORTER_OTLP_ENDPOINT is set, out by
+OTLP; without it they cost next to nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.propagate import extract
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -37,13 +42,26 @@ def set_up_tracing(service: str) -> None:
     if not os.environ.get(ENDPOINT_VARIABLE):
         return
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider(resource=Resource.create({"service.name": f"paceline-{service}"}))
+    provider = TracerProvider(resource=_resource(service))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
+
+
+def set_up_metrics(service: str) -> None:
+    """Exports this process's metrics when an OTLP endpoint is configured, every OTEL_METRIC_EXPORT_INTERVAL milliseconds
+    (60,000) and at its end; once per process."""
+    if not os.environ.get(ENDPOINT_VARIABLE):
+        return
+    from opentelemetry import metrics
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+    metrics.set_meter_provider(MeterProvider([reader], resource=_resource(service)))
 
 
 def shut_down_tracing() -> None:
@@ -61,6 +79,12 @@ def span(name: str, traceparent: str = "", **attributes: str | int | float) -> I
         name, context=context, attributes=attributes
     ) as current:
         yield current
+
+
+def _resource(service: str) -> Resource:
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create({"service.name": f"paceline-{service}"})
 
 
 def _traceparent(text: str) -> str:

@@ -18,6 +18,7 @@ from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Members
 from services.coordinator.recorder import SUMMARY_NAME, Recorder, write_summary
+from services.coordinator.weight_meters import WeightMeters
 from services.coordinator.weight_records import VersionRecord, WeightRecords
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,12 @@ class Journal:
         self._learner: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._versions = WeightRecords()
+        self._meters = WeightMeters()
+        self._run_id = ""
 
-    def open(self, directory: Path, *, tensorboard: bool) -> None:
+    def open(self, run_id: str, directory: Path, *, tensorboard: bool) -> None:
         """Begins, or goes on with, the files of a run."""
+        self._run_id = run_id
         self._recorder = Recorder(directory, tensorboard=tensorboard)
         self._learner, self._weights, self._versions = {}, {}, WeightRecords()
 
@@ -135,6 +139,7 @@ class Journal:
 
     def _write_versions(self, records: list[VersionRecord]) -> None:
         for record in records:
+            self._meters.record(self._run_id, record)
             self._record("weights", record.version.step, record.metrics())
 
     def _note_validation(

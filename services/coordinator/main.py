@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from paceline.tracing import set_up_tracing
+from paceline.tracing import set_up_metrics, set_up_tracing
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.coordinator.control import RunServicer, WorkerServicer
 from services.coordinator.coordinator import Coordinator
@@ -77,6 +77,7 @@ def main(
     """The coordinator: runs, members, exchange and ledger."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("coordinator")
+    set_up_metrics("coordinator")
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,5 @@
-"""Spans of all services, received as a collector would: one trace for a group from lease to score, one for a step."""
+"""Spans and metrics of all services, received as a collector would: one trace for a group from lease to score, one for a
+step, and what every version of the weights cost."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from paceline.client import Client
@@ -34,20 +36,45 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
+class MetricsCollector(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """Keeps the newest number of values in each histogram, and the newest value of each gauge, by metric."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.runs: set[str] = set()
+
+    def Export(
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        for resource in request.resource_metrics:
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    for point in metric.histogram.data_points:
+                        self.values[metric.name] = float(point.count)
+                    for point in metric.gauge.data_points:
+                        self.values[metric.name] = point.as_double
+                        self.runs |= {
+                            a.value.string_value for a in point.attributes if a.key == "paceline.run"
+                        }
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
 def trace_id(traceparent: str) -> str:
     return traceparent.split("-")[1]
 
 
-def test_a_group_and_a_step_each_have_one_trace_over_all_services(
+def test_a_group_and_a_step_each_have_one_trace_over_all_services_and_a_version_its_metrics(
     make_spec: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collector = Collector()
+    collector, metrics = Collector(), MetricsCollector()
     server = grpc.server(ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     monkeypatch.setenv(ENDPOINT_VARIABLE, f"http://127.0.0.1:{port}")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "200")
     try:
         sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
         with LocalCluster(tmp_path, sizes) as cluster, Client(cluster.address) as client:
@@ -64,3 +91,11 @@ def test_a_group_and_a_step_each_have_one_trace_over_all_services(
         *("wait", "train", "publish"),
         *("weights.prepare", "weights.transfer", "weights.receive", "weights.swap"),
     }
+    # The versions of the start and after each step; one that was overtaken reached nobody.
+    assert metrics.runs == {run.run_id}
+    assert metrics.values["paceline.weights.wait"] == 4.0
+    assert metrics.values["paceline.weights.version"] == 3.0
+    assert metrics.values["paceline.weights.members"] == 1.0
+    for name in ("size", "gather", "transfer", "swap", "pause"):
+        assert 1.0 <= metrics.values[f"paceline.weights.{name}"] <= 4.0
+    assert metrics.values["paceline.weights.epoch"] >= 1.0
