@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,16 @@ def until(what: str, found: Callable[[], Any], deadline_s: float = DEADLINE_S) -
 
 
 class Worker:
-    """A rollout service, with or without a fault in it."""
+    """A rollout service, with or without a fault in it. `prefix` is a program that becomes it."""
 
-    def __init__(self, name: str, address: str, log: Path, fault: dict[str, str] | None = None):
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        log: Path,
+        fault: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ):
         self.name = name
         self.report = log.with_suffix(".report")
         environment = os.environ | {
@@ -74,7 +81,7 @@ class Worker:
         self.started_s = time.time()
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *program, "--coordinator", address, "--port", "0", "--name", name],
+                [*prefix, sys.executable, *program, "--coordinator", address, "--port", "0", "--name", name],
                 env=environment,
                 stdout=output,
                 stderr=output,
@@ -156,12 +163,12 @@ class ElasticRun:
         self.client.close()
         self.cluster.stop()
 
-    def start_worker(self, fault: dict[str, str] | None = None) -> Worker:
+    def start_worker(self, fault: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> Worker:
         """One more rollout worker."""
         name = f"elastic-{self._number}"
         self._number += 1
         log = self.directory / "runs" / "logs" / f"{name}.log"
-        self.workers[name] = Worker(name, self.address, log, fault)
+        self.workers[name] = Worker(name, self.address, log, fault, prefix)
         return self.workers[name]
 
     def end_worker(self, worker: Worker) -> None:
