@@ -58,13 +58,15 @@ class TrainSequence:
     """[T] bool: which completion tokens train; None is all. The others are read, and nothing more."""
     verdict: Verdict | None = None
     """What the data set says of the completion; None where it says nothing (`grpo`, `sft`)."""
+    reference_logprobs_T: FloatArray | None = None
+    """[T] log π_ref (of a teacher or of the policy as it was), where the reward pool has asked for it."""
     truncated: bool = False
     """Cut off at its token limit: the value of its last state stands for what was still to come (`gae`)."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
             raise InvalidInput(f"group {self.group_id} has an empty prompt; nothing predicts its first token")
-        for name in ("behaviour_logprobs_T", "versions_T", "trained_T"):
+        for name in ("behaviour_logprobs_T", "versions_T", "reference_logprobs_T", "trained_T"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.completion_ids):
                 raise InvalidInput(
@@ -90,7 +92,8 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainS
     grpo.overlong_filtering a completion that was cut off keeps its place, but no token.
 
     Raises:
-        InvalidInput: a group without rewards, or with another number of them than the spec has functions.
+        InvalidInput: a group without rewards, or with another number of them than the spec has functions; one without
+            the reference's log-probabilities where the reward pool has to serve them.
     """
     weights_F = [reward.weight for reward in spec.rewards]
     sequences = []
@@ -110,6 +113,11 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainS
         ):
             cut_off = spec.grpo.overlong_filtering and completion.finish_reason == "length"
             trained = slice(0, 0 if cut_off else None)
+            reference_T = completion.reference_logprobs
+            if spec.pool_serves_reference and reference_T is None:
+                raise InvalidInput(
+                    f"group {group.group_id} has no log-probabilities of the reference, which the reward pool serves"
+                )
             sequences.append(
                 TrainSequence(
                     group.group_id,
@@ -119,6 +127,7 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainS
                     float(advantage),
                     completion.versions()[trained],
                     rewards_F,
+                    reference_logprobs_T=None if reference_T is None else reference_T[trained],
                     truncated=completion.finish_reason == "length",
                 )
             )
@@ -147,6 +156,8 @@ class PackedRow:
     group_ids_S: tuple[int, ...]
     versions_N: Tensor | None = None
     """int64: step of the version that sampled the token; None for supervised data."""
+    reference_N: Tensor | None = None
+    """log π_ref where it came with the batch; None where it is asked in the step, or nobody needs it."""
     verdicts_S: tuple[Verdict, ...] = ()
     """What the data set says of each sequence; empty where it says nothing."""
 
@@ -188,6 +199,9 @@ def pack_row(sequences: Sequence[TrainSequence], device: torch.device) -> Packed
         versions_N=None
         if any(s.versions_T is None for s in sequences)
         else integers(np.concatenate([_trained(s.versions_T, s) for s in sequences])),
+        reference_N=None
+        if any(s.reference_logprobs_T is None for s in sequences)
+        else floats(np.concatenate([_trained(s.reference_logprobs_T, s) for s in sequences])),
         verdicts_S=tuple(s.verdict for s in sequences if s.verdict is not None),
     )
 

@@ -64,13 +64,13 @@ def objective_of(spec: RunSpec) -> Objective:
 
 
 def needs_reference(spec: RunSpec) -> bool:
-    """Whether steps ask a frozen copy of the model as it was."""
+    """Whether steps ask a frozen model in the learner: a copy of the policy as it was, or a teacher."""
     match spec.algorithm:
-        case "grpo":
-            return spec.loss_fn.reference_policy_kl_penalty > 0
+        case "grpo" | "distillation":
+            return spec.frozen_policy is not None and not spec.pool_serves_reference
         case "dpo":
             return not spec.dpo.precompute
-        case "kto" | "distillation":
+        case "kto":
             return True
         case _:
             return False

@@ -35,7 +35,8 @@ from learner.collectives import world_size
 from learner.cpu_linear import use_onednn_linear
 from learner.logprobs import chunked_logprobs
 from paceline.errors import InvalidInput
-from paceline.prompts import load_tokenizer
+from paceline.head import check_head
+from paceline.prompts import check_same_tokenizer
 from paceline.spec import PolicySection, RunSpec
 
 
@@ -86,18 +87,9 @@ def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedMod
 
 def load_teacher(spec: RunSpec, device: torch.device) -> PreTrainedModel:
     """The teacher of `distillation`, frozen, in the compute type. Raises InvalidInput; also for another tokenizer."""
-    name = spec.distillation.teacher_model_name
-    assert name is not None, "the spec refuses distillation without a teacher"
-    teacher = spec.policy.model_copy(update={"model_name": name, "tokenizer_name": None})
-    own, theirs = load_tokenizer(spec.policy).get_vocab(), load_tokenizer(teacher).get_vocab()
-    if own != theirs:
-        differing = sorted(
-            token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)
-        )
-        raise InvalidInput(
-            f"distillation.teacher_model_name {name!r} has another tokenizer than the student (first differing token "
-            f"{differing[0]!r}); its probabilities would be of other tokens. Take a teacher of the same family"
-        )
+    teacher = spec.frozen_policy
+    assert teacher is not None, "the spec refuses distillation without a teacher"
+    check_same_tokenizer(spec.policy, teacher)
     return load_reference(teacher, device)
 
 
@@ -175,12 +167,11 @@ def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrained
 
 def _check_architecture(config: PretrainedConfig, name: str) -> None:
     """Refuses what would train on wrong numbers in silence."""
-    text = config.get_text_config()
-    for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
-        value = getattr(text, key, None)
-        if value is not None and value != neutral:
-            raise InvalidInput(f"policy.model_name {name!r}: {key} {value} of its logits is not supported")
-    foreign = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    check_head(config, name)
+    foreign = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if foreign:
         raise InvalidInput(
             f"policy.model_name {name!r}: layers of type {', '.join(sorted(foreign))} would carry state from one "

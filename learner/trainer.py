@@ -55,7 +55,7 @@ class Trainer:
             else load_policy(spec.policy, device, spec.seed)
         )
         self.reference: PreTrainedModel | None = None
-        if spec.algorithm == "distillation":
+        if needs_reference(spec) and spec.algorithm == "distillation":
             self.reference = load_teacher(spec, device)
         elif needs_reference(spec):
             lora = spec.policy.lora_cfg.enabled
@@ -197,18 +197,23 @@ class Trainer:
             verdicts: Sequence[Verdict | None] = [None] if self.spec.algorithm == "sft" else pair
             sequences = [TrainSequence(-1, zero, zero, verdict=verdict) for verdict in verdicts]
             return MicroBatch(pack_row(sequences, self.device), is_dummy=True)
-        sequence = TrainSequence(-1, zero, zero, np.zeros(1, np.float32), versions_T=zero)
+        known_T = np.zeros(1, np.float32) if self.spec.pool_serves_reference else None
+        sequence = TrainSequence(
+            -1, zero, zero, np.zeros(1, np.float32), versions_T=zero, reference_logprobs_T=known_T
+        )
         row = pack_row([sequence], self.device)
         return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)
 
     @torch.no_grad()
     def _ask_frozen_policies(self, updates: list[Update]) -> None:
-        """π_prox where it is not π itself or is needed before the loss, π_ref where the KL penalty is on."""
+        """π_prox where it is not π itself or is needed before the loss, π_ref where it is needed, unless it came with the batch."""
         for micro in (micro for update in updates for micro in update.micro_batches):
             if needs_proximal(self.spec):
                 micro.proximal_N = self._logprobs(self.model, micro.row)[0]
             if self.reference is not None:
                 micro.reference_N = self._reference_logprobs(micro.row)
+            elif self.spec.pool_serves_reference:
+                micro.reference_N = micro.row.reference_N
 
     @torch.no_grad()
     def _measure_batch_kl(self, measured: Sequence[TrainSequence], updates: Sequence[Update]) -> None:

@@ -50,6 +50,8 @@ class Completion:
     """`stop` (a stop token), `length` (max_new_tokens or the model's length) or `abort` (handed back unfinished)."""
     text: str = ""
     """The decoded completion without special tokens; what reward functions read."""
+    reference_logprobs: FloatArray | None = None
+    """[T] by the run's reference (a teacher, or the policy as it was), in nats, where the reward pool serves it."""
 
     @property
     def oldest_step(self) -> int:

@@ -31,6 +31,20 @@ def load_tokenizer(policy: PolicySection) -> Any:
         ) from None
 
 
+def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
+    """Raises InvalidInput unless both give every token the same number."""
+    own, theirs = load_tokenizer(policy).get_vocab(), load_tokenizer(teacher).get_vocab()
+    if own != theirs:
+        differing = sorted(
+            token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)
+        )
+        raise InvalidInput(
+            f"distillation.teacher_model_name {teacher.model_name!r} has another tokenizer than the student (first "
+            f"differing token {differing[0]!r}); its probabilities would be of other tokens. Take a teacher of the same "
+            "family"
+        )
+
+
 def encode_prompt(tokenizer: Any, prompt: Any, template: str) -> IntArray:
     """[P] token ids of a prompt: messages by the chat template, text as it is.
 

@@ -70,6 +70,7 @@ class LocalCluster:
         self._failed = threading.Event()
         self._gpus = {
             "rollout": share_gpus(cluster.rollout_gpus, cluster.rollout_workers),
+            "reward": share_gpus(cluster.reward_gpus, cluster.reward_workers, "reward"),
             "learner": [_learner_gpus(cluster)],
         }
         self._services: dict[str, list[Service]] = {role: [] for role in ROLES}
@@ -212,7 +213,7 @@ class LocalCluster:
             self.on_failure()
 
 
-def share_gpus(gpus: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
+def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> list[tuple[int, ...]]:
     """The GPUs of each worker: equal parts, or one GPU for several workers. Raises SpecError when that leaves a rest."""
     if not gpus:
         return [()] * workers
@@ -222,7 +223,7 @@ def share_gpus(gpus: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
     if workers % len(gpus) == 0:
         return [(gpus[index % len(gpus)],) for index in range(workers)]
     raise SpecError(
-        f"cluster.rollout_gpus has {len(gpus)} GPUs for cluster.rollout_workers {workers}; one number has to divide "
+        f"cluster.{role}_gpus has {len(gpus)} GPUs for cluster.{role}_workers {workers}; one number has to divide "
         "the other"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -91,6 +92,20 @@ def decode_completions(
     return prompt_ids, tuple(completions)
 
 
+def encode_reference(logprobs: Sequence[FloatArray]) -> bytes:
+    """Payload frame of what the reference says of a group's tokens, one [T] for each completion; `exchange.proto`,
+    ScoreResult, names it."""
+    return safetensors.numpy.save({"reference_logprobs": _concatenated(logprobs, np.float32)})
+
+
+def decode_reference(payload: Buffer) -> FloatArray:
+    """[ΣT] the reference's log-probabilities of a payload frame. Raises WireError."""
+    logprobs = _array(_load(payload), "reference_logprobs", "f4", 1)
+    if not np.isfinite(logprobs).all():
+        raise WireError("reference_logprobs holds values that are not finite")
+    return logprobs
+
+
 def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray:
     """[C, F] from the rows of a header. Raises WireError when they do not divide evenly."""
     if num_completions == 0 or len(rewards) % num_completions:
@@ -98,11 +113,24 @@ def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray
     return np.array(rewards, np.float32).reshape(num_completions, -1)
 
 
-def decode_group(group_id: int, payload: Buffer, rewards: Sequence[float]) -> Group:
-    """A group as a learner rank gets it: arrays and rewards, without texts. Raises WireError."""
+def decode_group(
+    group_id: int, payload: Buffer, rewards: Sequence[float], reference: Buffer | None = None
+) -> Group:
+    """A group as a learner rank gets it: arrays and rewards, without texts; with the `reference` payload also what that
+    says of the tokens. Raises WireError."""
     count = len(_array(_load(payload), "lengths", "i4", 1))
     prompt_ids, completions = decode_completions(payload, [""] * count, [""] * count)
+    if reference is not None:
+        completions = _with_reference(completions, decode_reference(reference))
     return Group(group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, count))
+
+
+def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -> tuple[Completion, ...]:
+    ends = np.cumsum([len(completion.token_ids) for completion in completions])
+    if ends[-1] != len(logprobs):
+        raise WireError(f"{len(logprobs)} reference_logprobs, but the group has {ends[-1]} tokens")
+    parts = np.split(logprobs, ends[:-1])
+    return tuple(replace(c, reference_logprobs=part) for c, part in zip(completions, parts, strict=True))
 
 
 def _load(payload: Buffer) -> dict[str, np.ndarray]:

@@ -286,10 +286,10 @@ class LearnerRun:
     def _sequences(self, part: pb.BatchReply) -> list[TrainSequence]:
         if self._examples is not None:
             return self._examples.part(self.step, self._rank.rank, self._rank.world_size)
-        groups = [
-            decode_group(group.group_id, payload, group.rewards)
-            for group, payload in zip(part.groups, self._payloads, strict=True)
-        ]
+        groups = []
+        for place, group in enumerate(part.groups):
+            reference = self._payloads[group.reference_frame - 1] if group.reference_frame else None
+            groups.append(decode_group(group.group_id, self._payloads[place], group.rewards, reference))
         return sequences_from_groups(groups, self._spec)
 
     def _send_receipt(

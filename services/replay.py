@@ -88,7 +88,9 @@ def read_part(
         payload = ledger.payload(run_id, row["group_id"])
         assert payload is not None, "plan_replay has looked"
         rewards = np.frombuffer(row["rewards"], "<f4").tolist()
-        group = decode_group(row["group_id"], read_frame(payload.arrays), rewards)
+        asked = ledger.payload(run_id, row["group_id"], "reference")
+        reference = None if asked is None else read_frame(asked.arrays)
+        group = decode_group(row["group_id"], read_frame(payload.arrays), rewards, reference)
         if check_digests and group.digest() != row["digest"]:
             raise Conflict(
                 f"group {row['group_id']} of step {step} is not what was trained; its digest differs"

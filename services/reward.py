@@ -1,7 +1,7 @@
 """The reward service: score tasks in, rewards out.
 
 `RewardWorker` belongs to the pool and answers `RewardService`. User functions run in processes of their own (reward/),
-so nothing that they do stops the service. Started by `paceline serve reward` (also `paceline-reward`).
+so nothing that they do stops the service; a run's reference, if the pool serves it, on a thread of the service. Started by `paceline serve reward` (also `paceline-reward`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from paceline.errors import Conflict, InvalidInput, PacelineError
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec_io import spec_from_yaml
 from paceline.tracing import set_up_tracing, span
-from paceline.wire import PROTOCOL, decode_completions
+from paceline.wire import PROTOCOL, decode_completions, encode_reference
 from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from reward.builtin import BUILTIN_FUNCTIONS
+from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.advertise import advertised_host
@@ -54,6 +55,7 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
         self._assignment: worker_pb2.RunAssignment | None = None
         self._spec: RunSpec | None = None
         self._runner: RewardRunner | None = None
+        self._reference: ReferenceScorer | None = None
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._scored = 0
@@ -71,8 +73,11 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
                 continue
             try:
                 spec = spec_from_yaml(assignment.spec_yaml)
-                async with RewardRunner(spec.rewards, self._num_processes) as runner:
-                    self._spec, self._runner = spec, runner
+                async with (
+                    RewardRunner(spec.rewards, self._num_processes) as runner,
+                    ReferenceScorer(spec) as reference,
+                ):
+                    self._spec, self._runner, self._reference = spec, runner, reference
                     await self._report_ready()
                     await self._score_forever(assignment.run_id, spec, runner)
             except PacelineError as error:
@@ -81,7 +86,7 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
                 await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
                 await self._changed.wait()
             finally:
-                self._spec = self._runner = None
+                self._spec = self._runner = self._reference = None
 
     def stop(self) -> None:
         """Takes no further task."""
@@ -128,9 +133,11 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
         """One task, from text to the exchange's word."""
         started_s = time.monotonic()
         score = pb.ScoreResult(group_id=task.group_id, attempt=task.attempt, digest=task.digest)
+        frames: list[bytes] = []
         with span("score", task.traceparent, group_id=task.group_id, attempt=task.attempt):
             try:
                 result = await self._run_functions(runner, task, payload)
+                frames = [] if result.failure is not None else await self._ask_reference(task, payload)
             except InvalidInput as error:
                 score.error = str(error)
             else:
@@ -144,7 +151,9 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
                     score.rewards.extend(result.rewards_CF.ravel().tolist())
                     score.functions.extend(reward.label for reward in spec.rewards)
         score.score_s = time.monotonic() - started_s
-        reply, _ = await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score))
+        reply, _ = await self.membership.request(
+            pb.ExchangeRequest(run_id=run_id, score=score), [] if score.error else frames
+        )
         if reply.status == pb.REPLY_STATUS_INVALID:
             log.error("the score of group %d was refused: %s", task.group_id, reply.message)
             refused = pb.ScoreResult(
@@ -170,6 +179,15 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
         return await runner.score(
             [prompt] * count, texts, ids, {name: [value] * count for name, value in columns.items()}
         )
+
+    async def _ask_reference(self, task: pb.ScoreTask, payload: bytes) -> list[bytes]:
+        """The payload frame of the score: none where the task does not want it."""
+        if not task.wants_reference:
+            return []
+        assert self._reference is not None, "tasks are asked for by a worker that has set up the run"
+        prompt_ids, completions = decode_completions(payload, [""] * len(task.texts), task.texts)
+        ids = [completion.token_ids for completion in completions]
+        return [encode_reference(await self._reference.ask(prompt_ids, ids))]
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         match directive.WhichOneof("directive"):

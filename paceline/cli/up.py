@@ -83,7 +83,9 @@ def run_here(
     specs = [*([spec] if spec else []), *(one for _, one in opened)]
     sizes = next((one.cluster for one in specs if one.examples is None), specs[0].cluster)
     if all(one.examples is not None for one in specs):
-        sizes = sizes.model_copy(update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": ()})
+        sizes = sizes.model_copy(
+            update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
+        )
     say = functools.partial(click.echo, err=True)
     cluster = LocalCluster(directory, sizes, host=host, port=_port(host, port), grace_s=grace_s, say=say)
     with _ends_with_signals(), contextlib.ExitStack() as stack:

@@ -60,6 +60,9 @@ class LossSection(Section):
     """β: weight of the KL to the reference policy; 0 loads no reference."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL; `k1` has no gradient as a loss and is refused there with β > 0."""
+    reference_policy_pool: Literal["learner", "reward"] = "learner"
+    """Who asks the reference policy: the learner in every step, or the reward workers once for every group, which then
+    each hold a copy of it in place of the learner."""
     use_kl_in_reward: bool = False
     """Subtract β·KL from the reward instead of adding it to the loss."""
     entropy_bonus: NonNegativeFloat = 0.0
@@ -106,6 +109,11 @@ class LossSection(Section):
                 f"truncated_importance_sampling_type {kind!r} and truncated_importance_sampling_ratio_min {floor} with "
                 "truncated_importance_sampling_ratio null: without an upper bound there is no weight for them to act on; "
                 "set the ratio, or leave them out"
+            )
+        if self.reference_policy_pool == "reward" and self.reference_policy_kl_penalty == 0:
+            raise ValueError(
+                "reference_policy_pool is 'reward' with reference_policy_kl_penalty 0: there is no reference to ask; set the "
+                "penalty, or leave the pool out"
             )
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
             raise ValueError(

@@ -70,6 +70,22 @@ class RunSpec(Section):
         return self.algorithm == "grpo" and self.grpo.advantage == "gae"
 
     @property
+    def frozen_policy(self) -> PolicySection | None:
+        """What rollouts are compared with token by token: the teacher, or for a KL penalty the policy as it was."""
+        if self.algorithm == "distillation":
+            name = {"model_name": self.distillation.teacher_model_name, "tokenizer_name": None}
+            return self.policy.model_copy(update=name)
+        penalised = self.algorithm == "grpo" and self.loss_fn.reference_policy_kl_penalty > 0
+        return self.policy if penalised else None
+
+    @property
+    def pool_serves_reference(self) -> bool:
+        """Whether the reward pool asks `frozen_policy`, so that the learner gets its answers with the batch."""
+        if self.algorithm == "distillation":
+            return self.distillation.teacher_pool == "reward"
+        return self.frozen_policy is not None and self.loss_fn.reference_policy_pool == "reward"
+
+    @property
     def seed(self) -> int:
         """The seed of the algorithm in use."""
         return (self.examples or self.grpo).seed

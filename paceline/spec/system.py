@@ -84,5 +84,7 @@ class ClusterSection(Section):
     """GPUs for rollout, split evenly over the workers; empty means CPU."""
     learner_gpus: tuple[int, ...] = ()
     """GPUs for the learner, one per rank; empty means CPU."""
+    reward_gpus: tuple[int, ...] = ()
+    """GPUs for the reward workers, split evenly over them; empty means CPU."""
     threads_per_process: PositiveInt = 1
     """Compute threads of each process on a CPU."""

@@ -196,6 +196,12 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
         rewards = np.frombuffer(group["rewards"], "<f4").tolist()
         reply.batch.groups.add(group_id=group["group_id"], digest=group["digest"], rewards=rewards)
         payloads.append(payload.arrays)
+    if run.spec.pool_serves_reference:
+        for given in reply.batch.groups:
+            reference = exchange.ledger.payload(run.run_id, given.group_id, "reference")
+            assert reference is not None, "scores.take_result commits it with the rewards"
+            payloads.append(reference.arrays)
+            given.reference_frame = len(payloads)
     return Outcome(reply, payloads)
 
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from paceline.errors import PacelineError
 from paceline.groups import Group
 from paceline.storage import Folder
-from paceline.wire import decode_completions
+from paceline.wire import decode_completions, decode_reference
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.ledger import Ledger
 from services.coordinator.payloads import read_frame
@@ -95,6 +95,33 @@ def payloads(record: Record, report: VerifyReport) -> None:
         if row["state"] in STATES_WITH_RESULT and row["group_id"] not in found:
             report.problem(f"group {row['group_id']}", f"it is {row['state']}, but its arrays are not stored")
     report.facts["payloads"] = len(found)
+
+
+def references(record: Record, report: VerifyReport) -> None:
+    """Where the reward pool serves the reference, every scored group has an answer for each of its tokens."""
+    if not record.spec.pool_serves_reference:
+        return
+    tokens = {g["group_id"]: g["tokens"] for g in record.groups}
+    found: set[int] = set()
+    for stored in record.db.execute(
+        "SELECT * FROM payloads WHERE run_id = ? AND kind = 'reference'", (record.run_id,)
+    ):
+        group_id = stored["group_id"]
+        found.add(group_id)
+        try:
+            logprobs = decode_reference(read_frame(record.ledger.payloads.payload(stored).arrays))
+        except PacelineError as error:
+            if not _was_pruned(record, group_id):
+                report.problem(f"group {group_id}", f"its reference cannot be read: {error}")
+            continue
+        text = "its reference says something of {} tokens, on record are {}"
+        report.compare(f"group {group_id}", text, len(logprobs), tokens.get(group_id))
+    for row in record.groups:
+        if row["state"] in ("scored", "batched") and row["group_id"] not in found:
+            report.problem(
+                f"group {row['group_id']}", f"it is {row['state']} without the reference's log-probabilities"
+            )
+    report.facts["references"] = len(found)
 
 
 def _was_pruned(record: Record, group_id: int) -> bool:

@@ -123,9 +123,9 @@ class ExchangeServer:
         self._wake: set[str] = set()
         self._readable, self._room = asyncio.Event(), asyncio.Event()
         self._groups: deque[Waiting] = deque()
-        """Group results that are not on the disk."""
+        """Results with bulk that is not on the disk."""
         self._pending_bytes = 0
-        """Of group results that are not answered."""
+        """Of results with bulk that are not answered."""
         self._leases: deque[Waiting] = deque()
         """Requests for leases. They come first: a sampler without work waits for them."""
         self._others: deque[Waiting] = deque()
@@ -220,7 +220,7 @@ class ExchangeServer:
         buffers: list[Buffer] = [frame.buffer for frame in payloads]
         size = sum(len(buffer) for buffer in buffers)
         waiting = Waiting(identity.bytes, Arrived(request, buffers), time.monotonic() + wait_s, size)
-        if waiting.kind == "group":
+        if waiting.arrived.has_bulk:
             self._pending_bytes += waiting.size
             self._groups.append(waiting)
             self._to_store.set()
@@ -277,7 +277,7 @@ class ExchangeServer:
                 waiting = self._others.popleft()
                 self._settle(waiting, now_s, answers)
                 kinds |= WAKES.get(waiting.kind, set())
-                taken += waiting.size if waiting.kind == "group" else 0
+                taken += waiting.size if waiting.arrived.has_bulk else 0
                 if time.monotonic() > end_s:
                     break
             if self._exchange.take_freed():

@@ -11,7 +11,8 @@ from services.coordinator.intake import Arrived
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
-    """Answers one request, inside a transaction. A group result has been through `intake.take_in` before.
+    """Answers one request, inside a transaction. A result with payload frames has been through `intake.take_in`
+    before.
 
     Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing.
     """
@@ -44,7 +45,7 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
             case "task":
                 return scores.give(exchange, run, request)
             case "score":
-                return scores.take_result(exchange, run, request)
+                return scores.take_result(exchange, run, arrived)
             case "batch":
                 return batches.give_part(exchange, run, request, now_s)
             case "receipt":

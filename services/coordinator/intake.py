@@ -1,6 +1,7 @@
-"""What can be said of a generated group without the ledger, and where its bytes go: the costly part of a commit.
+"""What can be said of a generated group without the ledger, and where its bytes go: the costly part of a commit. So too for
+what a reference says of its tokens, which comes with the scores.
 
-`take_in` runs on a thread beside the event loop. It decodes, checks and hashes the groups that have arrived and stores
+`take_in` runs on a thread beside the event loop. It decodes, checks and hashes what has arrived and stores
 the good ones with one sync, before the transaction that may refer to them. A group that the transaction then does not
 want (a duplicate) leaves bytes behind that go with their segment.
 """
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import WireError
-from paceline.groups import Group
-from paceline.wire import Buffer, decode_completions
+from paceline.groups import FloatArray, Group
+from paceline.wire import Buffer, decode_completions, decode_reference
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.payloads import PayloadStore, Place
 
@@ -28,27 +29,50 @@ class Arrived:
     frames: Sequence[Buffer] = field(default_factory=list)
     group: Group | None = None
     """The group, if its bytes make sense; its arrays are views into the frame."""
+    reference: FloatArray | None = None
+    """[ΣT] the reference's log-probabilities that came with a score, if its bytes make sense."""
     place: Place | None = None
     """Where it is on the disk."""
     fault: str = ""
     """Why it can never be accepted."""
 
+    @property
+    def has_bulk(self) -> bool:
+        """Whether it brings arrays that the ledger keeps, so that `take_in` comes before its transaction."""
+        kind = self.request.WhichOneof("body")
+        return kind == "group" or (kind == "score" and bool(self.frames))
+
 
 def take_in(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
-    """Checks group results and stores the good ones; they are durable when it returns. Raises LedgerFault."""
+    """Checks results with bulk and stores the good ones; they are durable when it returns. Raises LedgerFault."""
     for arrived in results:
         try:
-            arrived.group = _decode(arrived)
+            _look_at(arrived)
         except WireError as error:
             arrived.fault = str(error)
         except Exception as error:  # whatever bytes come, the other groups are stored
-            log.exception("group %d cannot be looked at", arrived.request.group.group_id)
+            log.exception("%s cannot be looked at", arrived.request.WhichOneof("body"))
             arrived.fault = f"the coordinator failed on it: {error!r}"
-    good = [arrived for arrived in results if arrived.group is not None]
+    good = [arrived for arrived in results if not arrived.fault]
     if good:
-        records = [(arrived.request.group.SerializeToString(), arrived.frames[0]) for arrived in good]
-        for arrived, place in zip(good, payloads.append(records), strict=True):
+        for arrived, place in zip(good, payloads.append([_record(one) for one in good]), strict=True):
             arrived.place = place
+
+
+def _look_at(arrived: Arrived) -> None:
+    """Decodes and checks. Raises WireError for what no state of the ledger could make acceptable."""
+    if arrived.request.WhichOneof("body") == "group":
+        arrived.group = _decode(arrived)
+        return
+    if len(arrived.frames) != 1:
+        raise WireError(f"a score has one payload frame at most, not {len(arrived.frames)}")
+    arrived.reference = decode_reference(arrived.frames[0])
+
+
+def _record(arrived: Arrived) -> tuple[bytes, Buffer]:
+    """Header and arrays as the ledger keeps them."""
+    header = arrived.request.group.SerializeToString() if arrived.group is not None else b""
+    return header, arrived.frames[0]
 
 
 def _decode(arrived: Arrived) -> Group:

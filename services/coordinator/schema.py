@@ -81,7 +81,7 @@ CREATE INDEX step_groups ON groups (run_id, step, rank_order) WHERE step IS NOT 
 CREATE TABLE payloads (                        -- apart from groups, so that scans stay small
     run_id TEXT NOT NULL,
     group_id INTEGER NOT NULL,
-    kind TEXT NOT NULL,                        -- result, or prefix: handed back unfinished
+    kind TEXT NOT NULL,                        -- result; prefix: handed back unfinished; reference: its log-probabilities
     header BLOB NOT NULL,                      -- GroupResult or LeaseReturn: texts and finish reasons
     arrays BLOB NOT NULL,                      -- safetensors frame as it came; both are empty when there is a segment
     segment INTEGER,                           -- where they are instead: number of the file,

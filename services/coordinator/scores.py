@@ -13,6 +13,7 @@ from paceline.wire import decode_rewards
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
+from services.coordinator.intake import Arrived
 from services.coordinator.payloads import Frame, read_frame
 
 
@@ -41,6 +42,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
             texts=result.texts,
             digest=row["digest"],
             traceparent=group_traceparent(run.run_id, row["group_id"]),
+            wants_reference=_wants_reference(run, row),
         )
         payloads.append(payload.arrays)
         exchange.set_group(
@@ -49,8 +51,9 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     return Outcome(reply, payloads, empty=not chosen)
 
 
-def take_result(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Scores of one group, for exactly the text that was sent out; the first valid ones win."""
+    request = arrived.request
     score = request.score
     row = exchange.group(run, score.group_id)
     if row is None:
@@ -82,6 +85,15 @@ def take_result(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
     totals_C = totals(rewards_CF, run.weights_F)
     if np.isinf(totals_C).any():
         return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
+    if _wants_reference(run, row):
+        fault = _fault_of_reference(arrived, row)
+        if fault:
+            return exchange.refuse(request, fault)
+        assert arrived.place is not None
+        exchange.db.execute(
+            "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'reference', x'', x'', ?, ?, ?, ?, ?, ?)",
+            (run.run_id, score.group_id, *arrived.place),
+        )
     poison.clear(exchange, run, score.group_id)
     exchange.set_group(
         run,
@@ -99,6 +111,22 @@ def take_result(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
     else:
         exchange.ledger.update_run(run.run_id, dropped_in_a_row=0)
     return exchange.committed(request)
+
+
+def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:
+    """Evaluations are scored, not trained."""
+    return run.spec.pool_serves_reference and bool(row["class"] == "train")
+
+
+def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
+    """Why the reference's answer cannot be taken; empty where it can."""
+    if arrived.reference is None:
+        return (
+            arrived.fault or f"the score of group {row['group_id']} lacks the reference's log-probabilities"
+        )
+    if len(arrived.reference) != row["tokens"]:
+        return f"{len(arrived.reference)} reference_logprobs for the {row['tokens']} tokens of group {row['group_id']}"
+    return ""
 
 
 def totals(rewards_CF: FloatArray, weights_F: FloatArray) -> FloatArray:

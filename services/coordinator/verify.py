@@ -86,6 +86,7 @@ def verify(ledger: Ledger, run_id: str) -> VerifyReport:
         _batches(record, report)
         evidence.receipts(record, report)
         evidence.payloads(record, report)
+        evidence.references(record, report)
         evidence.checkpoints(record, report)
     finally:
         ledger.db.execute("ROLLBACK")

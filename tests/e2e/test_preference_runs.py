@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from paceline.cli import main
 from paceline.client import Client
 from paceline.demo.task import answer, problem, teach
 from paceline.spec import ClusterSection, RunSpec
@@ -135,18 +137,57 @@ def test_other_preferences_take_the_same_way(
     assert after["margin"] > before["margin"]
 
 
+@pytest.fixture(scope="module")
+def teacher(cluster: LocalCluster, make_spec: MakeSpec, pairs: Path) -> str:
+    """The folder of a model that has learnt something."""
+    with Client(cluster.address) as client:
+        run = client.submit(spec_for(make_spec, pairs, "orpo", 24))
+        return str(finish(client, cluster, run.run_id)["export_path"])
+
+
 def test_a_student_comes_closer_to_its_teacher_on_its_own_samples(
-    client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, teacher: str
 ) -> None:
-    taught = finish(client, cluster, client.submit(spec_for(make_spec, pairs, "orpo", 24)).run_id)
     spec = make_spec(
-        algorithm="distillation",
-        distillation={"teacher_model_name": taught["export_path"]},
-        grpo={"max_num_steps": 24},
+        algorithm="distillation", distillation={"teacher_model_name": teacher}, grpo={"max_num_steps": 24}
     )
-    summary = finish(client, cluster, client.submit(spec).run_id)
-    path = cluster.directory / summary["run_id"] / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    kl = [line["kl_teacher"] for line in lines if line["kind"] == "train"]
+    kl = kl_to_the_teacher(cluster, finish(client, cluster, client.submit(spec).run_id))
     assert len(kl) == 24
     assert sum(kl[-4:]) < 0.8 * sum(kl[:4])
+
+
+def test_a_teacher_in_the_reward_pool_teaches_on_after_its_worker_was_killed(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, teacher: str, tmp_path: Path
+) -> None:
+    spec = make_spec(
+        algorithm="distillation",
+        distillation={"teacher_model_name": teacher, "teacher_pool": "reward"},
+        grpo={"max_num_steps": 24},
+    )
+    run = client.submit(spec)
+    for event in client.watch(run.run_id):
+        cluster.check()
+        if event.kind == "step" and event.content["step"] == 5:
+            assert cluster.kill("reward")
+            break
+    summary = finish(client, cluster, run.run_id)
+    kl = kl_to_the_teacher(cluster, summary)
+    assert len(kl) == 24
+    assert sum(kl[-4:]) < 0.8 * sum(kl[:4])
+    ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
+    references = verify(ledger, run.run_id).facts["references"]
+    ledger.close()
+    assert references >= 24 * 8
+    # What the reward pool said is on record: a replay without any teacher reaches the same weights.
+    folder = cluster.directory / run.run_id
+    arguments = ["replay", str(folder), "--from", "20", "--output", str(tmp_path / "out"), "--device", "cpu"]
+    replayed = CliRunner().invoke(main, [*arguments, "--json"])
+    assert replayed.exit_code == 0, replayed.output
+    assert json.loads(replayed.stdout)["identical"] is True
+
+
+def kl_to_the_teacher(cluster: LocalCluster, summary: dict[str, Any]) -> list[float]:
+    """By step."""
+    path = cluster.directory / summary["run_id"] / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["kl_teacher"] for line in lines if line["kind"] == "train"]

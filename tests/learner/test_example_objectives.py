@@ -11,19 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_policy import CPU, make_judged_batch, make_spec, save_tiny_policy
+from tiny_policy import CPU, make_batch, make_judged_batch, make_spec, save_tiny_policy
 from transformers import AutoModelForSequenceClassification, Qwen3ForCausalLM
 
-from learner.batch import TrainSequence, pack_row
+from learner.batch import TrainSequence, pack_row, sequences_from_groups
 from learner.example_objectives import distillation_advantages, objective_of, pairs_of
 from learner.examples import ExampleSource
 from learner.objectives import Denominators, TokenArrays
 from learner.precomputed import precompute_reference
 from learner.trainer import Trainer
 from paceline.demo.model import make_model
-from paceline.errors import NonFiniteLoss
+from paceline.errors import InvalidInput, NonFiniteLoss
+from paceline.groups import Completion, Group, VersionSpan
 from paceline.prompts import load_tokenizer
 from paceline.spec import RunSpec
+from reward.reference import ReferenceModel
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +246,54 @@ def test_distillation_ignores_the_rewards(model: Path) -> None:
     # -A/2 per token with A = log π_T - log π: 0.5 and -1.
     assert gradient_N.tolist() == pytest.approx([-0.25, 0.5])
     assert result.sums["kl_teacher"].item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "distillation"])
+def test_a_reference_in_the_reward_pool_trains_as_one_in_the_learner(
+    algorithm: str, model: Path, moved: Path
+) -> None:
+    def metrics(pool: str) -> dict[str, float]:
+        sections = {"distillation": {"teacher_model_name": str(moved), "teacher_pool": pool}}
+        loss_fn = {"reference_policy_kl_penalty": 0.3, "reference_policy_pool": pool}
+        spec = make_spec(
+            model,
+            algorithm,
+            loss_fn=loss_fn if algorithm == "grpo" else {},
+            sections=sections if algorithm == "distillation" else {},
+            num_updates_per_step=2,
+        )
+        trainer = Trainer(spec, CPU)
+        assert (trainer.reference is None) == (pool == "reward")
+        batch = make_batch()
+        if pool == "reward":
+            frozen = spec.frozen_policy
+            assert frozen is not None
+            asked = ReferenceModel(frozen, spec.policy.generation.temperature)
+            batch = [
+                replace(s, reference_logprobs_T=asked.logprobs(s.prompt_ids, [s.completion_ids])[0])
+                for s in batch
+            ]
+        trainer.train_step(batch, 0)
+        return {n: v for n, v in trainer.train_step(batch, 1).items() if not n.endswith("_s")}
+
+    by_learner, by_pool = metrics("learner"), metrics("reward")
+    assert by_pool == pytest.approx(by_learner, rel=1e-4, abs=1e-5)
+    assert by_pool["kl_teacher" if algorithm == "distillation" else "kl_reference"] != 0
+
+
+def test_groups_without_the_pools_answers_are_refused(model: Path) -> None:
+    spec = make_spec(
+        model,
+        "distillation",
+        sections={"distillation": {"teacher_model_name": "t", "teacher_pool": "reward"}},
+    )
+    ids = np.array([3, 4], np.int32)
+    completion = Completion(ids, np.full(2, -1, np.float32), (VersionSpan(1, 0, 0, 2),), "stop")
+    group = Group(9, ids, (completion,), rewards_CF=np.ones((1, 1), np.float32))
+    with pytest.raises(InvalidInput, match="group 9 has no log-probabilities of the reference"):
+        sequences_from_groups([group], spec)
+    said = replace(completion, reference_logprobs=np.array([-0.5, -2], np.float32))
+    (sequence,) = sequences_from_groups([replace(group, completions=(said,))], spec)
+    row = pack_row([sequence], CPU)
+    assert row.reference_N is not None
+    assert row.reference_N.tolist() == [-0.5, -2]

@@ -68,7 +68,7 @@ def make_spec(
 
 def make_batch(*, supervised: bool = False) -> list[TrainSequence]:
     """Eight sequences of four groups, all lengths different but two, one of them without a completion token."""
-    rng, reward_rng = np.random.default_rng(5), np.random.default_rng(6)
+    rng, reward_rng, reference_rng = (np.random.default_rng(seed) for seed in (5, 6, 8))
     batch = []
     for i, (prompt, completion) in enumerate(
         [(3, 9), (3, 4), (5, 1), (5, 0), (2, 12), (2, 7), (4, 4), (4, 3)]
@@ -84,6 +84,9 @@ def make_batch(*, supervised: bool = False) -> list[TrainSequence]:
                 advantage=float(rng.normal()),
                 versions_T=None if supervised else np.full(completion, i // 4, np.int32),
                 rewards_F=None if supervised else reward_rng.normal(size=1).astype(np.float32),
+                reference_logprobs_T=None
+                if supervised
+                else reference_rng.uniform(-4, -2, completion).astype(np.float32),
                 truncated=not supervised and i in (0, 4, 7),
             )
         )
@@ -101,6 +104,14 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_fn": {"reduction": "dapo"}},
     "dr_grpo": {"loss_fn": {"reduction": "dr_grpo"}},
     "kl": {"loss_fn": {"reference_policy_kl_penalty": 0.1, "reduction": "grpo"}},
+    "kl_by_the_pool": {
+        "loss_fn": {"reference_policy_kl_penalty": 0.5, "reference_policy_pool": "reward"},
+        "num_updates_per_step": 2,
+    },
+    "distillation_by_the_pool": {
+        "algorithm": "distillation",
+        "sections": {"distillation": {"teacher_model_name": "elsewhere", "teacher_pool": "reward"}},
+    },
     "updates": {"num_updates_per_step": 2},
     "gspo": {"loss_fn": {"preset": "gspo"}, "num_updates_per_step": 2},
     "log_linear": {"loss_fn": {"proximal_policy": "log_linear"}, "num_updates_per_step": 2},

@@ -86,6 +86,10 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         ({"veto": (2.0, 1.0)}, ("veto", "(2.0, 1.0)")),
         ({"truncated_importance_sampling_ratio_min": 2.0}, ("ratio_min 2.0", "ratio 2.0")),
         (
+            {"reference_policy_pool": "reward"},
+            ("reference_policy_pool is 'reward'", "reference_policy_kl_penalty 0"),
+        ),
+        (
             {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": None},
             ("'icepop'", "ratio null"),
         ),
@@ -155,3 +159,36 @@ def test_older_samples_without_a_correction_are_doubtful(
 def test_examples_have_no_age() -> None:
     loss_fn = {"truncated_importance_sampling_ratio": None}
     assert spec_with(algorithm="sft", loss_fn=loss_fn).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("sections", "name", "by_the_pool"),
+    [
+        ({}, None, False),
+        ({"loss_fn": {"reference_policy_kl_penalty": 0.1}}, "anywhere", False),
+        (
+            {"loss_fn": {"reference_policy_kl_penalty": 0.1, "reference_policy_pool": "reward"}},
+            "anywhere",
+            True,
+        ),
+        ({"algorithm": "distillation", "distillation": {"teacher_model_name": "t"}}, "t", False),
+        (
+            {
+                "algorithm": "distillation",
+                "distillation": {"teacher_model_name": "t", "teacher_pool": "reward"},
+            },
+            "t",
+            True,
+        ),
+    ],
+)
+def test_who_asks_which_frozen_model(sections: dict[str, Any], name: str | None, by_the_pool: bool) -> None:
+    spec = spec_with(**sections)
+    assert (spec.frozen_policy.model_name if spec.frozen_policy else None) == name
+    assert spec.pool_serves_reference == by_the_pool
+
+
+def test_a_divergence_of_whole_distributions_is_refused_with_the_reason() -> None:
+    settings = {"teacher_model_name": "t", "kl_type": "jsd"}
+    with pytest.raises(ValidationError, match="'jsd' compares whole distributions"):
+        spec_with(algorithm="distillation", distillation=settings)

@@ -15,6 +15,7 @@ from paceline.wire import (
     decode_group,
     decode_rewards,
     encode_completions,
+    encode_reference,
     parse_header,
 )
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -54,6 +55,23 @@ def test_a_group_comes_back_as_it_was() -> None:
     assert learners.digest() == group.digest()
     assert learners.rewards_CF is not None
     assert learners.rewards_CF.shape == (3, 1)
+
+
+def test_what_the_reference_says_comes_back_to_each_completion() -> None:
+    completions = (
+        completion(3, VersionSpan(1, 4, 0, 3)),
+        completion(0),
+        completion(1, VersionSpan(1, 4, 0, 1)),
+    )
+    frame = encode_completions(PROMPT_IDS, completions)
+    said = [np.array(values, np.float32) for values in ([-0.5, -1.0, -2.5], [], [-3.0])]
+    group = decode_group(7, frame, [1.0, 0.0, 0.5], encode_reference(said))
+    assert [c.reference_logprobs.tolist() for c in group.completions if c.reference_logprobs is not None] == [
+        values.tolist() for values in said
+    ]
+    assert group.digest() == decode_group(7, frame, [1.0, 0.0, 0.5]).digest()
+    with pytest.raises(WireError, match="3 reference_logprobs, but the group has 4 tokens"):
+        decode_group(7, frame, [1.0, 0.0, 0.5], encode_reference(said[:1]))
 
 
 def test_the_digest_covers_every_array() -> None:

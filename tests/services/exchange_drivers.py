@@ -102,7 +102,7 @@ class World:
         request.run_id = request.run_id or self.run_id
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
         arrived = Arrived(parsed, list(frames))
-        if parsed.WhichOneof("body") == "group":
+        if arrived.has_bulk:
             take_in(self.ledger.payloads, [arrived])
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, self.now_s)

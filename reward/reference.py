@@ -1,0 +1,165 @@
+"""The run's reference in the reward pool: how likely each sampled token is to a teacher, or to the policy as it was.
+
+Promise: the numbers are log softmax(logits / temperature) at the sampled tokens, as the learner's own reference gives them
+up to rounding, and only `logprob_chunk_tokens` tokens' logits exist at one time. `ReferenceScorer` computes on one thread of
+its own, one group after another, so that the service's event loop goes on; who awaits `ask` waits for the groups before.
+
+Suffixes: P prompt tokens, T completion tokens of one completion, R tokens of a padded row, B rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.errors import InvalidInput
+from paceline.groups import FloatArray, IntArray
+from paceline.head import check_head
+from paceline.prompts import check_same_tokenizer
+from paceline.spec import PolicySection, RunSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ReferenceModel:
+    """A frozen causal language model, whole, on the first GPU that this process sees, else on the CPU."""
+
+    def __init__(self, policy: PolicySection, temperature: float) -> None:
+        """Loads policy.model_name in policy.precision. Raises InvalidInput when there is no such model, or its head is none
+        that log-probabilities can be had from in chunks."""
+        import torch
+
+        self._temperature = temperature
+        self._row_tokens = policy.train_mb_tokens
+        self._chunk_tokens = policy.logprob_chunk_tokens
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        lowered = policy.precision == "bfloat16" or (
+            policy.precision == "auto" and self._device.type == "cuda"
+        )
+        self._model = _load(policy.model_name, torch.bfloat16 if lowered else torch.float32).to(self._device)
+
+    def logprobs(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
+        """[T] for each completion: the log-probability of its tokens after the prompt, in nats, float32.
+
+        Rows are padded at their end, which a causal model does not see; completions of like length share a pass of at most
+        policy.train_mb_tokens tokens, or of one completion. Raises InvalidInput for one that does not fit into memory or
+        has a log-probability that is not finite.
+        """
+        import torch
+
+        found: list[FloatArray] = [np.empty(0, np.float32)] * len(completions)
+        try:
+            with torch.inference_mode():
+                for places in self._passes(len(prompt_ids), [len(ids) for ids in completions]):
+                    chosen = [completions[place] for place in places]
+                    for place, values in zip(places, self._ask(prompt_ids, chosen), strict=True):
+                        found[place] = values
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            lengths = [len(prompt_ids) + len(ids) for ids in completions]
+            raise InvalidInput(
+                f"the reference ran out of memory on completions of up to {max(lengths)} tokens with the prompt; lower "
+                "policy.train_mb_tokens, or give the reward workers more"
+            ) from None
+        if not all(np.isfinite(values).all() for values in found):
+            raise InvalidInput("the reference gives a log-probability that is not finite")
+        return found
+
+    def _passes(self, prompt_tokens: int, lengths: list[int]) -> Iterator[list[int]]:
+        """Places of the completions that have tokens, longest first, in passes of at most the budget."""
+        places = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
+        while places:
+            row_tokens = prompt_tokens + lengths[places[0]] - 1
+            count = max(1, self._row_tokens // row_tokens)
+            yield places[:count]
+            places = places[count:]
+
+    def _ask(self, prompt_ids: IntArray, completions: list[IntArray]) -> list[FloatArray]:
+        import torch
+
+        prompt = len(prompt_ids)
+        rows_BR = np.zeros((len(completions), prompt + max(map(len, completions)) - 1), np.int64)
+        rows_BR[:, :prompt] = prompt_ids
+        for row, ids in enumerate(completions):
+            rows_BR[row, prompt : prompt + len(ids) - 1] = ids[:-1]
+        model: Any = self._model
+        hidden_BRH = model.base_model(
+            input_ids=torch.from_numpy(rows_BR).to(self._device), use_cache=False
+        ).last_hidden_state
+        return [self._chosen(hidden_BRH[row, prompt - 1 :], ids) for row, ids in enumerate(completions)]
+
+    def _chosen(self, hidden: torch.Tensor, ids: IntArray) -> FloatArray:
+        import torch
+
+        targets_T = torch.from_numpy(ids.astype(np.int64)).to(self._device)
+        head = self._model.get_output_embeddings()
+        parts = []
+        for start in range(0, len(ids), self._chunk_tokens):
+            chunk_T = targets_T[start : start + self._chunk_tokens]
+            logits_TV = head(hidden[start : start + len(chunk_T)]).float() / self._temperature
+            parts.append(logits_TV.gather(-1, chunk_T[:, None])[:, 0] - logits_TV.logsumexp(-1))
+        return torch.cat(parts).cpu().numpy()
+
+
+class ReferenceScorer:
+    """The reference of one run, on its thread; an async context manager.
+
+    async with ReferenceScorer(spec) as scorer:
+        logprobs = await scorer.ask(prompt_ids, completions)
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        """Loads nothing before it is entered, and nothing at all where the run does not want it of the reward pool."""
+        self._spec = spec
+        self._thread = ThreadPoolExecutor(1, "reference")
+        self._model: ReferenceModel | None = None
+
+    async def __aenter__(self) -> ReferenceScorer:
+        if self._spec.pool_serves_reference:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._model = None
+
+    async def ask(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
+        """As `ReferenceModel.logprobs`; waits for the groups before. Raises InvalidInput as that does, and without a
+        reference."""
+        if self._model is None:
+            raise InvalidInput("a task wants the reference, and this run has none in the reward pool")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._model.logprobs, prompt_ids, completions)
+
+    def _load(self) -> None:
+        frozen = self._spec.frozen_policy
+        assert frozen is not None, "pool_serves_reference says so"
+        if self._spec.algorithm == "distillation":
+            check_same_tokenizer(self._spec.policy, frozen)
+        self._model = ReferenceModel(frozen, self._spec.policy.generation.temperature)
+
+
+def _load(name: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = Path(name).expanduser()
+    if source.is_absolute() and not (source / "config.json").is_file():
+        raise InvalidInput(f"the reference {name!r}: no such folder with a config.json in it on this machine")
+    try:
+        check_head(AutoConfig.from_pretrained(name), name)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"the reference {name!r} cannot be loaded: {error}") from None
+    if model.get_output_embeddings() is None:
+        raise InvalidInput(f"the reference {name!r} has no LM head")
+    return model.requires_grad_(False).eval()
