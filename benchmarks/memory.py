@@ -1,10 +1,10 @@
 """Resident memory of every service over a long run: it must not grow with the number of groups.
 
-    python benchmarks/memory.py [--groups 10000] [--early 1000] [--json]
+    python benchmarks/memory.py [--groups 10000] [--every 2000] [--json]
 
 A random Qwen3 of hidden size 32 and one layer, 32 groups of 2 completions a step, at most 8 new tokens, weights published
 after every step and checkpoints every 10: all services as processes of their own. Printed for each role, its child
-processes included: MB after `--early` groups were trained, after all of them, and the growth between.
+processes included: MB after every `--every` trained groups, and the growth from the first of these moments to the last.
 """
 
 from __future__ import annotations
@@ -30,24 +30,20 @@ ROLES = ("coordinator", "rollout", "reward", "learner")
 GROUPS_PER_STEP = 32
 
 
-def measure(folder: Path, groups: int, early: int) -> dict[str, dict[str, float]]:
-    """MB of each role after `early` and after `groups` trained groups."""
+def measure(folder: Path, groups: int, every: int) -> dict[int, dict[str, float]]:
+    """MB of each role, by the number of groups that were trained."""
     spec = make_spec(folder, groups)
-    moments = {early // GROUPS_PER_STEP: "early", groups // GROUPS_PER_STEP: "end"}
-    found: dict[str, dict[str, float]] = {}
+    moments = {trained // GROUPS_PER_STEP: trained for trained in range(every, groups + 1, every)}
+    found: dict[int, dict[str, float]] = {}
     with LocalCluster(folder / "runs", spec.cluster) as cluster, Client(cluster.address) as client:
         run = client.submit(spec)
         for event in client.watch(run.run_id):
-            if event.kind == "step" and event.content["step"] + 1 in moments:
-                found[moments[event.content["step"] + 1]] = {role: rss_mb(cluster, role) for role in ROLES}
+            if event.kind == "step" and (trained := moments.get(event.content["step"] + 1)):
+                found[trained] = {role: rss_mb(cluster, role) for role in ROLES}
         ended = client.get(run.run_id)
         if state_name(ended) != "succeeded":
             raise SystemExit(f"the run {state_name(ended)}: {ended.message}; see {cluster.directory}/logs")
-    return {
-        role: {"early_mb": found["early"][role], "end_mb": found["end"][role]}
-        | {"growth_mb": found["end"][role] - found["early"][role]}
-        for role in ROLES
-    }
+    return found
 
 
 def rss_mb(cluster: LocalCluster, role: str) -> float:
@@ -88,19 +84,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--groups", type=int, default=10_000)
-    parser.add_argument("--early", type=int, default=1_000)
+    parser.add_argument("--every", type=int, default=2_000, help="groups between two measurements")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(Path(folder), arguments.groups, arguments.early)
+        found = measure(Path(folder), arguments.groups, arguments.every)
+    first, last = found[min(found)], found[max(found)]
+    growth = {role: last[role] - first[role] for role in ROLES}
     if arguments.json:
-        print(json.dumps({"groups": arguments.groups, "early": arguments.early, **figures}))
+        print(json.dumps({"mb_after_groups": found, "growth_mb": growth}))
         return
-    print(
-        f"{'':>12} {'after ' + str(arguments.early):>14} {'after ' + str(arguments.groups):>14} {'growth':>10}   MB"
-    )
-    for role, values in figures.items():
-        print(f"{role:>12} {values['early_mb']:14.1f} {values['end_mb']:14.1f} {values['growth_mb']:10.1f}")
+    print(f"{'MB after':>12}" + "".join(f"{trained:>10,}" for trained in found) + f"{'growth':>10}")
+    for role in ROLES:
+        values = "".join(f"{at[role]:10.1f}" for at in found.values())
+        print(f"{role:>12}{values}{growth[role]:10.1f}")
 
 
 if __name__ == "__main__":

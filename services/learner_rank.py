@@ -23,6 +23,7 @@ import torch.distributed as dist
 from learner.collectives import broadcast_bytes, end_process
 from paceline.address import checked_address
 from paceline.errors import PacelineError
+from paceline.onednn import bound_caches
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
@@ -200,6 +201,7 @@ def main(
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("learner")
+    bound_caches()
     try:
         reachable = advertised_host(host, advertise_host, checked_address(coordinator))
     except PacelineError as error:

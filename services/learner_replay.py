@@ -24,6 +24,7 @@ from learner.examples import ExampleSource
 from learner.precomputed import precompute_reference
 from learner.trainer import Trainer
 from paceline.errors import PacelineError
+from paceline.onednn import bound_caches
 from paceline.prompts import load_tokenizer
 from paceline.spec import RunSpec
 from paceline.spec_io import load_spec
@@ -94,6 +95,7 @@ def main(
     """One rank; its options come from `paceline replay`."""
     die_with_parent()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    bound_caches()
     status = 0
     try:
         ledger = Ledger(ledger_path, read_only=True)

@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 
 from paceline.errors import Conflict, EngineDied, InvalidInput, PacelineError
+from paceline.onednn import bound_caches
 from paceline.prompts import encode_prompt
 from paceline.spec_io import spec_from_yaml
 from paceline.tracing import set_up_tracing, shut_down_tracing
@@ -269,6 +270,7 @@ def main(
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("rollout")
+    bound_caches()
 
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)

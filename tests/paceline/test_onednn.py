@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,20 @@ import torch
 from paceline.onednn import is_faster, product
 
 CPU = torch.device("cpu")
+
+NEW_SHAPES = """
+import psutil, torch
+from paceline.onednn import bound_caches, product
+bound_caches()
+torch.set_num_threads(1)
+weight = torch.ones(64, 64)
+for rows in range(1, 701):
+    product(torch.ones(rows, 64), weight)
+    if rows == 200:
+        before = psutil.Process().memory_info().rss
+print(psutil.Process().memory_info().rss - before)
+"""
+"""Prints how many bytes 500 further shapes have cost."""
 
 
 @pytest.mark.parametrize("rows", [1, 32, 300])
@@ -26,3 +43,10 @@ def test_product_is_x_times_w_transposed(rows: int, transposed: bool) -> None:
 def test_other_types_and_devices_keep_their_own_kernels() -> None:
     assert not is_faster(CPU, torch.bfloat16)
     assert not is_faster(torch.device("cuda"), torch.float32)
+
+
+def test_new_shapes_stop_costing_memory() -> None:
+    if not is_faster(CPU, torch.float32):
+        pytest.skip("oneDNN is not used on this machine")
+    grown = subprocess.run([sys.executable, "-c", NEW_SHAPES], capture_output=True, text=True, check=True)
+    assert int(grown.stdout) < 60e6  # half a megabyte a shape without the bound
