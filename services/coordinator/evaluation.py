@@ -52,6 +52,8 @@ def to_lease(
     exchange: Exchange, run: ActiveRun, member_id: str, version: Version, room: int
 ) -> list[sqlite3.Row]:
     """Evaluation groups for this worker, which is pinned to its version with them."""
+    if run.validation is None:
+        return []
     row = pending(exchange, run)
     if row is None or version.step < row["step"] or row["member_id"] not in (None, member_id):
         return []

@@ -162,6 +162,7 @@ class Exchange:
         self.places_changed()
         self._freed = True
         self.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"]))
+        self.ledger.forget("deaths")
         if row["class"] != "train":
             return
         self.ledger.count(run.run_id, f"groups:dropped:{reason}")
@@ -169,10 +170,8 @@ class Exchange:
         self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run.run_id, row["slot"]))
         if reason == "run_ended":
             return
-        self.db.execute(
-            "UPDATE runs SET dropped_in_a_row = dropped_in_a_row + 1 WHERE run_id = ?", (run.run_id,)
-        )
-        in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"]
+        in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"] + 1
+        self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
         if in_a_row >= run.spec.grpo.max_generation_batches * run.batch:
             self.notice(
                 "failed",
@@ -189,6 +188,7 @@ class Exchange:
             self.drop(run, row, "run_ended")
         self.db.execute("DELETE FROM groups WHERE run_id = ? AND class != 'train'", (run.run_id,))
         self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run.run_id,))
+        self.ledger.forget("deaths")
         self.active = None
         self.first_asked_s.clear()
         self.reserved.clear()

@@ -317,20 +317,17 @@ class ExchangeServer:
 
     def _handle(self, waiting: Waiting, now_s: float) -> Outcome:
         """One request by itself: a fault in one must not undo the others of the transaction."""
-        self._exchange.db.execute("SAVEPOINT request")
         notices = len(self._exchange.notices)
         try:
-            outcome = handle(self._exchange, waiting.arrived, now_s)
+            with self._exchange.ledger.savepoint():
+                return handle(self._exchange, waiting.arrived, now_s)
         except (sqlite3.Error, LedgerFault):
             raise  # the ledger itself is in trouble: nothing may be acknowledged any more
         except Exception as error:
             log.exception("a %s request from %s failed", waiting.kind, waiting.request.member_id)
-            self._exchange.db.execute("ROLLBACK TO request")
             del self._exchange.notices[notices:]
             self._exchange.places_changed()
-            outcome = self._exchange.refuse(waiting.request, f"the coordinator failed on it: {error!r}")
-        self._exchange.db.execute("RELEASE request")
-        return outcome
+            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {error!r}")
 
     # Deliver
 

@@ -63,14 +63,15 @@ def admit(exchange: Exchange, run: ActiveRun) -> None:
     assert run.prompts is not None
     row = ledger.run(run_id)
     cursor, next_slot = row["cursor"], row["next_slot"]
+    freed = exchange.db.execute(
+        "SELECT slot FROM free_slots WHERE run_id = ? ORDER BY slot LIMIT ?", (run_id, number)
+    ).fetchall()
+    free_slots = [row["slot"] for row in reversed(freed)]
     for group_id in range(admitted, admitted + number):
         prompt, columns = run.prompts.draw(cursor)
         cursor += 1
-        freed = exchange.db.execute(
-            "SELECT MIN(slot) AS slot FROM free_slots WHERE run_id = ?", (run_id,)
-        ).fetchone()
-        if freed["slot"] is not None:
-            slot = freed["slot"]
+        if free_slots:
+            slot = free_slots.pop()
             exchange.places_changed()
             exchange.db.execute("DELETE FROM free_slots WHERE run_id = ? AND slot = ?", (run_id, slot))
         else:
@@ -209,9 +210,10 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     elif not evaluation.is_pinned(exchange, run, row, group):
         exchange.set_group(run, result.group_id, state="admitted", member_id=None)
         return exchange.stale(request, "tokens of another version than the evaluation's")
-    exchange.db.execute(
-        "DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run.run_id, result.group_id)
-    )
+    if row["attempt"] > 1:  # what an earlier one handed back
+        exchange.db.execute(
+            "DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run.run_id, result.group_id)
+        )
     exchange.db.execute(
         "INSERT INTO payloads VALUES (?, ?, 'result', x'', x'', ?, ?, ?, ?, ?, ?)",
         (run.run_id, result.group_id, *arrived.place),

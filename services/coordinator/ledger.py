@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from paceline.errors import Conflict, LedgerFault, NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
@@ -27,6 +27,8 @@ from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 
 OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
 ACTIVE_STATES = ("running", "paused")
+
+KnownT = TypeVar("KnownT")
 
 
 class Ledger:
@@ -39,6 +41,10 @@ class Ledger:
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
         """Told of every transaction that the disk refused: the ledger's owner has to end."""
         self._lock: IO[str] | None = None
+        self._known: dict[str, Any] | None = None
+        """What the transaction under way has read and nobody has changed since; None outside of one."""
+        self._uncounted: dict[tuple[str, str], int] = {}
+        """What the transaction under way adds to counters, by run and name; written before its commit."""
         self._committer = ThreadPoolExecutor(1, "ledger-commit")
         if read_only:
             if not path.is_file():
@@ -71,8 +77,9 @@ class Ledger:
     def transaction(self) -> Iterator[None]:
         """All or nothing; durable when it returns. Raises LedgerFault when the disk refuses."""
         with self._faults_named(), self._rolled_back():
-            self.db.execute("BEGIN IMMEDIATE")
+            self._begin()
             yield
+            self._write_counters()
             self.db.execute("COMMIT")
 
     @asynccontextmanager
@@ -81,8 +88,9 @@ class Ledger:
         cancels it.
         """
         with self._faults_named(), self._rolled_back():
-            self.db.execute("BEGIN IMMEDIATE")
+            self._begin()
             yield
+            self._write_counters()
             loop = asyncio.get_running_loop()
             commit = loop.run_in_executor(self._committer, self.db.execute, "COMMIT")
             try:
@@ -91,12 +99,57 @@ class Ledger:
                 await asyncio.wait([commit])
 
     @contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """A part of a transaction that is undone by itself when an exception leaves it."""
+        self.db.execute("SAVEPOINT part")
+        uncounted = dict(self._uncounted)
+        try:
+            yield
+        except BaseException:
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK TO part")
+                self.db.execute("RELEASE part")
+            self._uncounted = uncounted
+            self.forget()
+            raise
+        self.db.execute("RELEASE part")
+
+    def known(self, key: str, read: Callable[[], KnownT]) -> KnownT:
+        """What `read` gives, read once in a transaction; whoever changes it says so with `forget`."""
+        if self._known is None:
+            return read()
+        if key not in self._known:
+            self._known[key] = read()
+        value: KnownT = self._known[key]
+        return value
+
+    def forget(self, key: str | None = None) -> None:
+        """What was known under this key (or at all) has changed."""
+        if self._known is not None:
+            if key is None:
+                self._known.clear()
+            else:
+                self._known.pop(key, None)
+
+    def _begin(self) -> None:
+        self.db.execute("BEGIN IMMEDIATE")
+        self._known, self._uncounted = {}, {}
+
+    def _write_counters(self) -> None:
+        self.db.executemany(
+            "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
+            [(*key, amount) for key, amount in self._uncounted.items()],
+        )
+        self._known, self._uncounted = None, {}
+
+    @contextmanager
     def _rolled_back(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
             if self.db.in_transaction:  # SQLite itself ends it after some errors
                 self.db.execute("ROLLBACK")
+            self._known, self._uncounted = None, {}
             raise
 
     @contextmanager
@@ -115,13 +168,17 @@ class Ledger:
 
     def run(self, run_id: str) -> sqlite3.Row:
         """The row of a run. Raises NotFound."""
-        row = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+        row = self.known(f"run {run_id}", lambda: self._run(run_id))
         if row is None:
             known = [
                 r["run_id"] for r in self.db.execute("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
             ]
             raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(known) or 'none'}")
-        return row  # type: ignore[no-any-return]
+        return row
+
+    def _run(self, run_id: str) -> sqlite3.Row | None:
+        row: sqlite3.Row | None = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+        return row
 
     def runs(self) -> list[sqlite3.Row]:
         """All runs, oldest first."""
@@ -156,18 +213,26 @@ class Ledger:
         """Sets columns of a run."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", (*columns.values(), run_id))
+        self.forget(f"run {run_id}")
 
     # Counters and events
 
     def count(self, run_id: str, name: str, amount: int = 1) -> None:
-        """Adds to a durable counter."""
-        self.db.execute(
-            "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
-            (run_id, name, amount),
-        )
+        """Adds to a durable counter, in a transaction."""
+        if self._known is None:
+            raise RuntimeError(f"{name} of {run_id} was counted outside of a transaction")
+        key = run_id, name
+        self._uncounted[key] = self._uncounted.get(key, 0) + amount
 
     def counters(self, run_id: str) -> dict[str, int]:
         """All counters of a run."""
+        counters = dict(self.known(f"counters {run_id}", lambda: self._counters(run_id)))
+        for (counted, name), amount in self._uncounted.items():
+            if counted == run_id:
+                counters[name] = counters.get(name, 0) + amount
+        return counters
+
+    def _counters(self, run_id: str) -> dict[str, int]:
         rows = self.db.execute("SELECT name, value FROM counters WHERE run_id = ?", (run_id,))
         return {row["name"]: row["value"] for row in rows}
 

@@ -64,6 +64,7 @@ def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
         exchange.db.execute(
             "INSERT OR IGNORE INTO deaths VALUES (?, ?, ?)", (run.run_id, row["group_id"], member_id)
         )
+        exchange.ledger.forget("deaths")
         deaths = exchange.db.execute(
             "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?",
             (run.run_id, row["group_id"]),
@@ -87,11 +88,14 @@ def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
 def forgive(exchange: Exchange, member_id: str) -> None:
     """A worker that was taken for dead is back: it was not a group that ended it."""
     exchange.db.execute("DELETE FROM deaths WHERE member_id = ?", (member_id,))
+    exchange.ledger.forget("deaths")
 
 
 def clear(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
     """A worker has finished the group and lives; the next stage counts anew."""
-    exchange.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, group_id))
+    if group_id in _deaths(exchange, run):
+        exchange.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, group_id))
+        exchange.ledger.forget("deaths")
     exchange.reserved.pop(group_id, None)
 
 
@@ -104,8 +108,16 @@ def _held(exchange: Exchange, run: ActiveRun, member_id: str) -> list[sqlite3.Ro
 
 
 def _suspects(exchange: Exchange, run: ActiveRun) -> set[int]:
-    rows = exchange.db.execute(
-        "SELECT group_id FROM deaths WHERE run_id = ? GROUP BY group_id HAVING COUNT(*) >= ?",
-        (run.run_id, SHARED_DEATHS),
-    )
-    return {row["group_id"] for row in rows}
+    return {group_id for group_id, deaths in _deaths(exchange, run).items() if deaths >= SHARED_DEATHS}
+
+
+def _deaths(exchange: Exchange, run: ActiveRun) -> dict[int, int]:
+    """How many workers died with it, by group id."""
+
+    def read() -> dict[int, int]:
+        rows = exchange.db.execute(
+            "SELECT group_id, COUNT(*) FROM deaths WHERE run_id = ? GROUP BY group_id", (run.run_id,)
+        )
+        return dict(rows.fetchall())
+
+    return exchange.ledger.known("deaths", read)

@@ -108,7 +108,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         evaluation.finish_if_done(exchange, run, row["class"])
     elif run.spec.grpo.use_dynamic_sampling and not has_variance(totals_C):
         exchange.drop(run, row, "no_variance")
-    else:
+    elif exchange.ledger.run(run.run_id)["dropped_in_a_row"]:
         exchange.ledger.update_run(run.run_id, dropped_in_a_row=0)
     return exchange.committed(request)
 
