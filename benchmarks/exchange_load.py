@@ -151,6 +151,8 @@ class Load:
         ] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._asked_s: dict[zmq.Socket[bytes], float] = {}
+        self._arrived_s = 0.0
+        """When the reply that is worked on was received."""
         self._retries: deque[tuple[float, zmq.Socket[bytes]]] = deque()
         self._context = context
         for index in range(workers):
@@ -165,8 +167,12 @@ class Load:
     def run_until(self, done: Callable[[], bool]) -> None:
         """Answers what comes."""
         while not done():
-            for socket, _ in self._poller.poll(5):
-                header, *payloads = socket.recv_multipart(copy=False)
+            # All that has arrived is noted before any of it is worked on: what waits here is the load's, not the exchange's.
+            arrived = [
+                (socket, socket.recv_multipart(copy=False), time.perf_counter())
+                for socket, _ in self._poller.poll(5)
+            ]
+            for socket, (header, *payloads), self._arrived_s in arrived:
                 self._on_reply[socket](socket, pb.ExchangeReply.FromString(header.buffer), payloads)
             now_s = time.perf_counter()
             while self._retries and self._retries[0][0] <= now_s:
@@ -233,10 +239,9 @@ class Load:
             self.committed += 1
             self._ask_lease(socket)
             return
-        now_s = time.perf_counter()
-        self.lease_s.append(now_s - self._asked_s[socket])
+        self.lease_s.append(self._arrived_s - self._asked_s[socket])
         if not reply.lease.leases:
-            self._retries.append((now_s + RETRY_S, socket))
+            self._retries.append((self._arrived_s + RETRY_S, socket))
             return
         (lease,) = reply.lease.leases
         self._result.group_id, self._result.attempt = lease.group_id, lease.attempt

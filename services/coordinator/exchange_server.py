@@ -33,13 +33,12 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import Exchange, Notice, Outcome
 from services.coordinator.handlers import handle
 from services.coordinator.intake import Arrived, take_in
-from services.coordinator.payloads import StoredFrame, read_frame
 
-MIN_TRANSACTION_S = 0.01
-"""How long requests other than for leases are taken into one transaction, or for as long as the last commit took: what
-arrives meanwhile waits for both."""
+MIN_TRANSACTION_S, MAX_TRANSACTION_S = 0.004, 0.01
+"""How long requests other than for leases are taken into one transaction: as long as the last commit took, within these
+bounds. A request for a lease that arrives meanwhile waits for both."""
 
-MAX_RECEIVED_AT_ONCE = 256
+MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""
 
 MAX_SYNC_BYTES = 4 << 20
@@ -272,7 +271,7 @@ class ExchangeServer:
         async with self._lock, self._exchange.ledger.transaction_off_loop():
             while self._leases:
                 self._settle(self._leases.popleft(), now_s, answers)
-            end_s = time.monotonic() + max(MIN_TRANSACTION_S, self._commit_s)
+            end_s = time.monotonic() + min(max(MIN_TRANSACTION_S, self._commit_s), MAX_TRANSACTION_S)
             while self._others:
                 waiting = self._others.popleft()
                 self._settle(waiting, now_s, answers)
@@ -291,11 +290,11 @@ class ExchangeServer:
             began_s = time.monotonic()
         self._commit_s = time.monotonic() - began_s
         for waiting, outcome in answers:
-            if any(isinstance(frame, StoredFrame) for frame in outcome.payloads):
+            if outcome.is_stored:
                 self._outgoing.append((waiting, outcome))
                 self._to_deliver.set()
             else:
-                self._send(waiting.identity, outcome.reply, [read_frame(frame) for frame in outcome.payloads])
+                self._send(waiting.identity, outcome.reply, outcome.read())
         self._pending_bytes -= taken
         self._room.set()
         self._readable.set()  # sending may have used up the descriptor's signal
@@ -338,7 +337,7 @@ class ExchangeServer:
             waiting, outcome = self._outgoing.popleft()
             if not self._outgoing:
                 self._to_deliver.clear()
-            frames = await loop.run_in_executor(thread, _read_all, outcome)
+            frames = await loop.run_in_executor(thread, outcome.read)
             self._send(waiting.identity, outcome.reply, frames)
             self._readable.set()
 
@@ -350,7 +349,3 @@ class ExchangeServer:
             )
         except zmq.ZMQError as error:
             log.warning("a reply to %s could not be sent: %s", identity.hex()[:16], error)
-
-
-def _read_all(outcome: Outcome) -> list[bytes]:
-    return [read_frame(frame) for frame in outcome.payloads]

@@ -14,7 +14,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
-from services.coordinator.payloads import Frame, read_frame
+from services.coordinator.payloads import Frame
 
 
 def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
@@ -24,6 +24,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     if request.task.HasField("held"):
         _release_lost(exchange, run, request)
     payloads: list[Frame] = []
+    headers: list[Frame] = []
     rows = exchange.db.execute(
         "SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ? AND state = 'generated' AND scorer_id IS NULL"
         " ORDER BY score_failures, slot, group_id LIMIT ?",
@@ -33,22 +34,21 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     for row in chosen:
         payload = exchange.ledger.payload(run.run_id, row["group_id"])
         assert payload is not None
-        result = pb.GroupResult.FromString(read_frame(payload.header))
         reply.task.tasks.add(
             group_id=row["group_id"],
             attempt=row["score_attempt"] + 1,
             prompt_json=row["prompt_json"],
             columns_json=row["columns_json"],
-            texts=result.texts,
             digest=row["digest"],
             traceparent=group_traceparent(run.run_id, row["group_id"]),
             wants_reference=_wants_reference(run, row),
         )
         payloads.append(payload.arrays)
+        headers.append(payload.header)
         exchange.set_group(
             run, row["group_id"], scorer_id=request.member_id, score_attempt=row["score_attempt"] + 1
         )
-    return Outcome(reply, payloads, empty=not chosen)
+    return Outcome(reply, payloads, empty=not chosen, headers=headers)
 
 
 def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:

@@ -24,7 +24,6 @@ from services.coordinator.handlers import handle
 from services.coordinator.intake import Arrived, take_in
 from services.coordinator.leases import release_member
 from services.coordinator.ledger import Ledger
-from services.coordinator.payloads import read_frame
 
 OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
 DUPLICATE, STALE, INVALID = pb.REPLY_STATUS_DUPLICATE, pb.REPLY_STATUS_STALE, pb.REPLY_STATUS_INVALID
@@ -107,7 +106,7 @@ class World:
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, self.now_s)
         self.notices += self.exchange.take_notices()
-        return replace(outcome, payloads=[read_frame(frame) for frame in outcome.payloads])
+        return replace(outcome, payloads=list(outcome.read()), headers=[])
 
     def new_session(self) -> int:
         """A learner starts (again)."""
