@@ -52,6 +52,8 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
         self.member_id = member_id
         self.address = ""
         self._num_processes = num_processes
+        self._turns = asyncio.Semaphore(num_processes)
+        """Free processes. What has none yet goes back to the exchange when the worker is told to stop."""
         self._assignment: worker_pb2.RunAssignment | None = None
         self._spec: RunSpec | None = None
         self._runner: RewardRunner | None = None
@@ -78,6 +80,7 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
                     ReferenceScorer(spec) as reference,
                 ):
                     self._spec, self._runner, self._reference = spec, runner, reference
+                    self._turns = asyncio.Semaphore(self._num_processes)
                     await self._report_ready()
                     await self._score_forever(assignment.run_id, spec, runner)
             except PacelineError as error:
@@ -131,9 +134,13 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
         self, run_id: str, spec: RunSpec, runner: RewardRunner, task: pb.ScoreTask, payload: bytes
     ) -> None:
         """One task, from text to the exchange's word."""
-        started_s = time.monotonic()
         score = pb.ScoreResult(group_id=task.group_id, attempt=task.attempt, digest=task.digest)
         frames: list[bytes] = []
+        if not await self._turn_comes():
+            score.handed_back = True
+            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score))
+            return
+        started_s = time.monotonic()
         with span("score", task.traceparent, group_id=task.group_id, attempt=task.attempt):
             try:
                 result = await self._run_functions(runner, task, payload)
@@ -162,6 +169,23 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
             await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
         self._scored += 1
 
+    async def _turn_comes(self) -> bool:
+        """Waits for a free process; False when the worker has to stop before there is one. True has to be given back."""
+        turn, stopping = (
+            asyncio.create_task(self._turns.acquire()),
+            asyncio.create_task(self._stopping.wait()),
+        )
+        try:
+            await asyncio.wait((turn, stopping), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            turn.cancel()
+        if turn.done() and not self._stopping.is_set():
+            return True
+        if turn.done():
+            self._turns.release()
+        return False
+
     async def _pause(self, failures: int) -> None:
         """Before such a task goes back: whatever does not answer is not asked for the next one at once."""
         pause_s = min(FIRST_PAUSE_S * 2.0**failures, MAX_PAUSE_S)
@@ -169,16 +193,20 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
             await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     async def _run_functions(self, runner: RewardRunner, task: pb.ScoreTask, payload: bytes) -> RewardResult:
-        count = len(task.texts)
-        _, completions = decode_completions(payload, [""] * count, task.texts)
-        prompt, columns = json.loads(task.prompt_json), json.loads(task.columns_json)
-        texts: list[Any] = list(task.texts)
-        if not isinstance(prompt, str):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        ids = [completion.token_ids.tolist() for completion in completions]
-        return await runner.score(
-            [prompt] * count, texts, ids, {name: [value] * count for name, value in columns.items()}
-        )
+        """The functions' word on a task whose turn has come; the turn ends with it."""
+        try:
+            count = len(task.texts)
+            _, completions = decode_completions(payload, [""] * count, task.texts)
+            prompt, columns = json.loads(task.prompt_json), json.loads(task.columns_json)
+            texts: list[Any] = list(task.texts)
+            if not isinstance(prompt, str):
+                texts = [[{"role": "assistant", "content": text}] for text in texts]
+            ids = [completion.token_ids.tolist() for completion in completions]
+            return await runner.score(
+                [prompt] * count, texts, ids, {name: [value] * count for name, value in columns.items()}
+            )
+        finally:
+            self._turns.release()
 
     async def _ask_reference(self, task: pb.ScoreTask, payload: bytes) -> list[bytes]:
         """The payload frame of the score: none where the task does not want it."""

@@ -39,6 +39,9 @@ class GrpoSection(Section):
     """Drop groups whose rewards are all equal and admit others in their place."""
     max_generation_batches: PositiveInt = 10
     """Give up when this many batches' worth of groups in a row were dropped without one that could train."""
+    max_generation_failures: PositiveInt = 3
+    """Attempts at generating a group that may fail by the fault of its data (a prompt that is too long, a template that
+    refuses it) before it is dropped; those that a worker, the network or the coordinator ended do not count."""
     max_score_failures: PositiveInt = 3
     """Attempts at scoring a group that may fail by the fault of its data or of a reward function before it is dropped;
     those that fail because something could not be reached do not count."""

@@ -276,6 +276,8 @@ class ExchangeServer:
                 waiting = self._others.popleft()
                 self._settle(waiting, now_s, answers)
                 kinds |= WAKES.get(waiting.kind, set())
+                if waiting.kind == "score" and waiting.request.score.handed_back:
+                    kinds.add("task")
                 taken += waiting.size if waiting.arrived.has_bulk else 0
                 if time.monotonic() > end_s:
                     break

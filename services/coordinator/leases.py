@@ -242,11 +242,7 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
             request, f"attempt {returned.attempt} of group {returned.group_id} is not leased"
         )
     if returned.data_error:
-        exchange.drop(run, row, returned.data_error_reason or "bad_prompt")
-        exchange.notice("warning", message=f"group {returned.group_id} was dropped: {returned.data_error}")
-        if row["class"] != "train":
-            evaluation.finish_if_done(exchange, run, row["class"])
-        return exchange.committed(request)
+        return _failed(exchange, run, request, row)
     if frames and row["class"] == "train":
         prompt_ids, completions = decode_completions(frames[0], returned.finish_reasons, returned.texts)
         expected = run.spec.grpo.num_generations_per_prompt
@@ -262,6 +258,23 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         oldest = Group(returned.group_id, prompt_ids, completions).oldest_step
         exchange.set_group(run, returned.group_id, oldest_step=oldest if oldest >= 0 else row["lease_step"])
     exchange.set_group(run, returned.group_id, state="admitted", member_id=None)
+    return exchange.committed(request)
+
+
+def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
+    """An attempt that failed by the fault of the group's data; others may still succeed, up to the budget."""
+    returned, allowed = request.lease_return, run.spec.grpo.max_generation_failures
+    failures, reason = row["generation_failures"] + 1, returned.data_error_reason or "bad_prompt"
+    exchange.set_group(run, row["group_id"], state="admitted", member_id=None, generation_failures=failures)
+    exchange.ledger.count(run.run_id, f"failures:{reason}")
+    exchange.notice(
+        "warning",
+        message=f"generating group {row['group_id']} failed ({failures} of {allowed}): {returned.data_error}",
+    )
+    if failures >= allowed:
+        exchange.drop(run, row, reason)
+        if row["class"] != "train":
+            evaluation.finish_if_done(exchange, run, row["class"])
     return exchange.committed(request)
 
 

@@ -1,6 +1,6 @@
 """The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (payloads.py)."""
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Grows with every change of the tables: a ledger of another format is refused at once, not found out in a run."""
 
 UPGRADES = {
@@ -18,6 +18,7 @@ CREATE INDEX held_tasks ON groups (scorer_id) WHERE state = 'generated';
 CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
     WHERE state = 'generated' AND scorer_id IS NULL;
 """,
+    3: "ALTER TABLE groups ADD COLUMN generation_failures INTEGER NOT NULL DEFAULT 0;",
 }
 """What makes a ledger of an older format one of the next; done when a coordinator opens it."""
 
@@ -67,6 +68,7 @@ CREATE TABLE groups (
     step INTEGER,                              -- of its batch
     rank_order INTEGER,                        -- place in its batch
     reason TEXT,                               -- why dropped
+    generation_failures INTEGER NOT NULL DEFAULT 0, -- by the fault of its data
     PRIMARY KEY (run_id, group_id)
 ) WITHOUT ROWID;
 -- What no index serves reads every group that the run ever had (tests/services/test_costs.py). A partial index serves only

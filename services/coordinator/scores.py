@@ -171,6 +171,7 @@ def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
     failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures
     exchange.set_group(run, row["group_id"], scorer_id=None, score_failures=failures)
+    exchange.ledger.count(run.run_id, "failures:reward_failed")
     exchange.notice(
         "warning",
         message=f"scoring group {row['group_id']} failed ({failures} of {allowed}): {request.score.error}",

@@ -41,7 +41,12 @@ def make_spec(directory: Path, *, grpo: Any = (), async_grpo: Any = (), **sectio
     data = {"train": str(write_prompts(directory / "train.jsonl"))}
     if dict(grpo).keys() & {"val_period", "val_at_start", "val_at_end"}:
         data["validation"] = str(write_prompts(directory / "validation.jsonl", 3))
-    grpo = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_num_steps": 4} | dict(grpo)
+    grpo = {
+        "num_prompts_per_step": 2,
+        "num_generations_per_prompt": 2,
+        "max_num_steps": 4,
+        "max_generation_failures": 1,
+    } | dict(grpo)
     tree: dict[str, Any] = {
         "name": "test",
         "policy": {"model_name": "none", "generation": {"max_new_tokens": 16}},

@@ -12,6 +12,7 @@ from exchange_drivers import (
     INVALID,
     STALE,
     Learner,
+    MakeWorld,
     Reward,
     Rollout,
     World,
@@ -199,6 +200,40 @@ def test_a_bad_prompt_is_dropped_and_its_replacement_inherits_the_place(world: W
         reward.score(task)
     assert rollout.finish(leases[3]) == COMMITTED
     assert Learner(world).train(0) == [[0, 4]]
+
+
+def test_a_group_whose_data_fail_has_a_budget_that_lost_workers_do_not_use_up(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"max_generation_failures": 3})
+    rollout = Rollout(world)
+    for failures in (1, 2):
+        (lease,) = rollout.lease(2)
+        assert lease.group_id == 0
+        assert rollout.hand_back(lease, error="the template refuses it").reply.status == COMMITTED
+        assert rollout.hand_back(lease, error="the template refuses it").reply.status == STALE  # sent again
+        assert world.group(0)["generation_failures"] == failures
+        assert world.kinds("warning")[-1]["message"].startswith(
+            f"generating group 0 failed ({failures} of 3)"
+        )
+    for _ in range(5):
+        (lease,) = rollout.lease(2)
+        world.release("rollout")  # its worker is gone
+        rollout = Rollout(world)
+    assert (lease.group_id, lease.attempt, world.group(0)["generation_failures"]) == (0, 7, 2)
+    (lease,) = rollout.lease(2)
+    rollout.hand_back(lease, error="the template refuses it")
+    assert world.states()[0] == "dropped"
+    assert world.counters["failures:bad_prompt"] == 3
+    assert world.counters["groups:dropped:bad_prompt"] == 1
+
+
+def test_an_attempt_after_a_failed_one_counts(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"max_generation_failures": 2})
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(2)
+    rollout.hand_back(lease, error="refused as not finite")
+    (lease,) = rollout.lease(2)
+    assert rollout.finish(lease) == COMMITTED
+    assert world.states()[0] == "generated"
 
 
 def test_a_member_that_is_gone_loses_leases_and_tasks(world: World) -> None:

@@ -447,7 +447,9 @@ class LeaseReturn(_message.Message):
     attempt: _builtins.int
     """The attempt that ends."""
     data_error: _builtins.str
-    """Set when the fault is the prompt's, not the worker's: why it can never be generated."""
+    """Set when the fault is the data's, not the worker's: what it is. So many attempts end the group
+    (grpo.max_generation_failures).
+    """
     data_error_reason: _builtins.str
     """Short name of that fault in the books."""
     @_builtins.property

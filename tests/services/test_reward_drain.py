@@ -1,0 +1,98 @@
+"""A reward worker that is told to stop ends the task that runs and gives back those that only wait for a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from exchange_drivers import make_spec
+
+from paceline.groups import Completion, VersionSpan
+from paceline.spec_io import spec_to_yaml
+from paceline.wire import encode_completions
+from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1 import worker_pb2
+from services.reward import RewardWorker
+
+SLOW_REWARD = """
+import pathlib
+here = pathlib.Path(__file__).parent
+def slow(completions, **_):
+    (here / "started").write_text("x")
+    (here / "go").read_text()
+    return [1.0] * len(completions)
+"""
+"""Both files are pipes, so each side waits for the other."""
+
+
+class Exchange:
+    """Gives three tasks to the first who asks, then none; records the scores."""
+
+    def __init__(self, payload: bytes):
+        self.payload = payload
+        self.scores: list[pb.ScoreResult] = []
+        self.changed = asyncio.Condition()
+        self._left = [1, 2, 3]
+
+    async def request(
+        self, request: pb.ExchangeRequest, payloads: Sequence[bytes] = ()
+    ) -> tuple[pb.ExchangeReply, list[bytes]]:
+        reply = pb.ExchangeReply(status=pb.REPLY_STATUS_COMMITTED)
+        if request.WhichOneof("body") == "score":
+            async with self.changed:
+                self.scores.append(request.score)
+                self.changed.notify_all()
+            return reply, []
+        if not self._left:
+            await asyncio.Event().wait()
+        given, self._left = self._left, []
+        for group_id in given:
+            reply.task.tasks.add(
+                group_id=group_id, attempt=1, prompt_json='"p"', columns_json="{}", texts=["a"], digest="d"
+            )
+        return reply, [self.payload] * len(given)
+
+    async def report(self, report: worker_pb2.ConnectRequest) -> None:
+        pass
+
+    async def has(self, number: int) -> list[pb.ScoreResult]:
+        async with asyncio.timeout(60), self.changed:
+            await self.changed.wait_for(lambda: len(self.scores) >= number)
+        return self.scores
+
+
+async def drained(directory: Path) -> None:
+    os.mkfifo(directory / "started")
+    os.mkfifo(directory / "go")
+    (directory / "slow.py").write_text(SLOW_REWARD)
+    spec = make_spec(directory, rewards=[{"function": f"{directory}/slow.py:slow"}])
+    ids = np.array([1, 2], np.int32)
+    completion = Completion(ids, np.zeros(2, np.float32), (VersionSpan(1, 0, 0, 2),), "stop", "a")
+    exchange = Exchange(encode_completions(ids, [completion]))
+    worker = RewardWorker("nowhere:1", "reward", 1)
+    worker.membership._context.term()
+    worker.membership = exchange  # type: ignore[assignment]
+    assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
+    await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
+    async with asyncio.timeout(120):
+        working = asyncio.create_task(worker.work())
+        await asyncio.to_thread((directory / "started").read_text)
+        worker.stop()
+        returned = await exchange.has(2)
+        assert [(score.group_id, score.handed_back, score.error) for score in returned] == [
+            (2, True, ""),
+            (3, True, ""),
+        ]
+        assert not working.done()
+        await asyncio.to_thread((directory / "go").write_text, "x")
+        await working
+    last = exchange.scores[-1]
+    assert (last.group_id, last.handed_back, list(last.rewards)) == (1, False, [1.0])
+    assert len(exchange.scores) == 3
+
+
+def test_what_waits_for_a_process_goes_back_and_what_runs_is_finished(tmp_path: Path) -> None:
+    asyncio.run(drained(tmp_path))
