@@ -68,10 +68,8 @@ def needs_reference(spec: RunSpec) -> bool:
     match spec.algorithm:
         case "grpo" | "distillation":
             return spec.frozen_policy is not None and not spec.pool_serves_reference
-        case "dpo":
-            return not spec.dpo.precompute
-        case "kto":
-            return True
+        case "dpo" | "kto":
+            return not spec.precomputes_reference
         case _:
             return False
 

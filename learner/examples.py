@@ -7,7 +7,7 @@ chosen and rejected completions is on one rank, its sequences share a group id, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,13 @@ from paceline.errors import InvalidInput
 from paceline.example_rows import check_example, read_demonstration, read_preference, read_verdict
 from paceline.prompts import encode_conversation, encode_exchange, encode_for_scoring
 from paceline.spec import RunSpec
+
+
+class Asked(NamedTuple):
+    """Completions after a prompt, by the rows that they are in. They differ where KTO measures its KL."""
+
+    prompt: int
+    completions: int
 
 
 class ExampleSource:
@@ -38,97 +45,130 @@ class ExampleSource:
         shuffled = spec.data.shuffle and not validation
         self._order = PromptSource(self._rows, spec.data, spec.seed, shuffle=shuffled)
         self._validation = validation
-        self._reference: dict[int, list[float]] | None = None
+        self._reference: dict[Asked, list[float]] | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def part(self, step: int, rank: int, world_size: int) -> list[TrainSequence]:
         """This rank's examples of a step. Raises InvalidInput for one that is longer than the model allows."""
-        count = self._section.num_examples_per_step
-        first = step * count
-        return self._sequences([first + i for i in range(rank, count, world_size)], first, count)
+        first = step * self._count
+        return self._examples([first + i for i in range(rank, self._count, world_size)])
 
     def held_out(self, rank: int, world_size: int) -> list[TrainSequence]:
         """This rank's share of the examples that one measurement uses. Raises InvalidInput as `part`."""
-        count = min(len(self), self._section.max_val_samples)
-        return self._sequences(list(range(rank, count, world_size)), 0, count)
+        return self._examples(list(range(rank, self._count, world_size)))
 
     def rows_used(self) -> list[int]:
         """Rows that the run (or a measurement) will see, ascending."""
-        if self._validation:
-            return list(range(min(len(self), self._section.max_val_samples)))
-        drawn = self._section.max_num_steps * self._section.num_examples_per_step
-        return sorted({self._order.index(cursor) for cursor in range(min(drawn, len(self)))})
+        return sorted({self._order.index(cursor) for cursor in range(min(self._drawn, len(self)))})
+
+    def asked(self) -> list[Asked]:
+        """What the run (or a measurement) will ask the reference about, ascending, each once."""
+        own = {Asked(row, row) for row in self.rows_used()}
+        if self._spec.algorithm == "kto":
+            own |= {
+                Asked(self._order.index(c), self._order.index(self._other(c))) for c in range(self._drawn)
+            }
+        return sorted(own)
 
     def of_row(self, row: int) -> list[TrainSequence]:
-        """The pairs of a row, with its number as their id. Raises InvalidInput as `part`."""
-        try:
-            return self._pairs_of(row, row)
-        except InvalidInput as error:
-            raise InvalidInput(f"row {row} of {self._name}: {error}") from None
+        """What a row trains. Raises InvalidInput as `part`."""
+        return self.about(Asked(row, row), row)
 
-    def know_reference(self, logprobs: dict[int, list[float]]) -> None:
-        """Σ_t log π_ref of each row's completions, in the order of `of_row`; sequences carry them from now on."""
+    def about(self, asked: Asked, number: int) -> list[TrainSequence]:
+        """The sequences of `asked`, with `number` as their id. Raises InvalidInput as `part`."""
+        try:
+            if asked.completions != asked.prompt:
+                return [self._foreign(asked, number)]
+            match self._spec.algorithm:
+                case "sft":
+                    return [self._demonstration(asked.prompt, number)]
+                case "kto":
+                    return [self._judged(asked.prompt, number)]
+                case _:
+                    return self._pairs(asked.prompt, number)
+        except InvalidInput as error:
+            raise InvalidInput(f"row {asked.prompt} of {self._name}: {error}") from None
+
+    def know_reference(self, logprobs: dict[Asked, list[float]]) -> None:
+        """Σ_t log π_ref of each completion, in the order of `about`; sequences carry them from now on."""
         self._reference = logprobs
 
-    def _sequences(self, cursors: list[int], first: int, count: int) -> list[TrainSequence]:
-        """The sequences of some examples of the batch [first, first + count)."""
+    @property
+    def _count(self) -> int:
+        """Examples of a step, or of a measurement."""
+        if self._validation:
+            return min(len(self), self._section.max_val_samples)
+        return self._section.num_examples_per_step
+
+    @property
+    def _drawn(self) -> int:
+        """Examples of the whole run, or of a measurement."""
+        return self._count * (1 if self._validation else self._section.max_num_steps)
+
+    def _other(self, cursor: int) -> int:
+        """The example of the same batch whose completion KTO's KL is measured on, after this one's prompt."""
+        first = cursor - cursor % self._count
+        return first + (cursor + 1 - first) % self._count
+
+    def _examples(self, cursors: list[int]) -> list[TrainSequence]:
         sequences: list[TrainSequence] = []
         for cursor in cursors:
-            try:
-                match self._spec.algorithm:
-                    case "sft":
-                        sequences.append(self._demonstration(cursor))
-                    case "kto":
-                        sequences += self._judged(cursor, first + (cursor + 1 - first) % count)
-                    case _:
-                        sequences += self._pairs(cursor)
-            except InvalidInput as error:
-                raise InvalidInput(f"row {self._order.index(cursor)} of {self._name}: {error}") from None
+            row = self._order.index(cursor)
+            sequences += self.about(Asked(row, row), cursor)
+            if self._spec.algorithm == "kto":
+                sequences.append(self._foreign(Asked(row, self._order.index(self._other(cursor))), cursor))
         return sequences
 
-    def _row(self, cursor: int) -> dict[str, Any]:
-        return self._rows[self._order.index(cursor)]
-
-    def _demonstration(self, cursor: int) -> TrainSequence:
-        example = read_demonstration(self._row(cursor), self._spec.data)
+    def _demonstration(self, row: int, number: int) -> TrainSequence:
+        example = read_demonstration(self._rows[row], self._spec.data)
         if self._spec.sft.loss_mask == "assistant":
             ids, mask = encode_conversation(self._tokenizer, [*example.prompt, *example.completion])
             first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
-            return TrainSequence(cursor, ids[:first], self._fitting(ids)[first:], trained_T=mask[first:])
-        return self._sequence(cursor, example.prompt, example.completion, None)
+            return TrainSequence(number, ids[:first], self._fitting(ids)[first:], trained_T=mask[first:])
+        return self._sequence(number, example.prompt, example.completion, None)
 
-    def _pairs(self, cursor: int) -> list[TrainSequence]:
-        return self._pairs_of(self._order.index(cursor), cursor)
-
-    def _pairs_of(self, row: int, number: int) -> list[TrainSequence]:
+    def _pairs(self, row: int, number: int) -> list[TrainSequence]:
         prompt, chosen, rejected, margin = read_preference(self._rows[row], self._spec.data)
         verdicts = [(chosen, Verdict(True, margin)), *((worse, Verdict(False)) for worse in rejected)]
-        known = self._reference[row] if self._reference is not None else [None] * len(verdicts)
+        known = self._known(Asked(row, row), len(verdicts))
         return [
             self._sequence(number, prompt, completion, verdict._replace(reference_logprob=logprob))
             for (completion, verdict), logprob in zip(verdicts, known, strict=True)
         ]
 
-    def _judged(self, cursor: int, other: int) -> list[TrainSequence]:
-        """A good or bad completion, and another example's after the same prompt, to measure the KL on."""
-        prompt, completion, desirable = read_verdict(self._row(cursor), self._spec.data)
-        foreign = read_verdict(self._row(other), self._spec.data).completion
-        return [
-            self._sequence(cursor, prompt, completion, Verdict(desirable)),
-            self._sequence(cursor, prompt, foreign, Verdict(desirable, mismatched=True)),
-        ]
+    def _judged(self, row: int, number: int) -> TrainSequence:
+        """A good or bad completion."""
+        prompt, completion, desirable = read_verdict(self._rows[row], self._spec.data)
+        (known,) = self._known(Asked(row, row), 1)
+        return self._sequence(number, prompt, completion, Verdict(desirable, reference_logprob=known))
 
-    def _sequence(self, cursor: int, prompt: Any, completion: Any, verdict: Verdict | None) -> TrainSequence:
+    def _foreign(self, asked: Asked, number: int) -> TrainSequence:
+        """Another example's completion after this one's prompt, cut off where it would not fit: nothing trains on it."""
+        prompt, _, desirable = read_verdict(self._rows[asked.prompt], self._spec.data)
+        foreign = read_verdict(self._rows[asked.completions], self._spec.data).completion
+        (known,) = self._known(asked, 1)
+        prompt_ids, ids = encode_exchange(
+            self._tokenizer, prompt, foreign, self._spec.data.apply_chat_template
+        )
+        room = max(self._spec.policy.max_total_sequence_length - len(prompt_ids), 0)
+        verdict = Verdict(desirable, mismatched=True, reference_logprob=known)
+        return TrainSequence(number, prompt_ids, ids[:room], verdict=verdict)
+
+    def _known(self, asked: Asked, count: int) -> list[float | None]:
+        """What the reference said of the completions of `asked`; Nones where it is asked in the step."""
+        return [None] * count if self._reference is None else list(self._reference[asked])
+
+    def _sequence(self, number: int, prompt: Any, completion: Any, verdict: Verdict | None) -> TrainSequence:
         template = self._spec.data.apply_chat_template
         if self._spec.algorithm == "rm":
             # The whole text is read, and one thing is asked at its last token: the score.
             ids = self._fitting(encode_for_scoring(self._tokenizer, prompt, completion, template))
-            return TrainSequence(cursor, ids, np.zeros(1, np.int32), verdict=verdict)
+            return TrainSequence(number, ids, np.zeros(1, np.int32), verdict=verdict)
         prompt_ids, completion_ids = encode_exchange(self._tokenizer, prompt, completion, template)
         self._fitting(np.concatenate((prompt_ids, completion_ids)))
-        return TrainSequence(cursor, prompt_ids, completion_ids, verdict=verdict)
+        return TrainSequence(number, prompt_ids, completion_ids, verdict=verdict)
 
     def _fitting(self, ids: np.ndarray) -> np.ndarray:
         limit = self._spec.policy.max_total_sequence_length

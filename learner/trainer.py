@@ -192,7 +192,7 @@ class Trainer:
     def _dummy(self) -> MicroBatch:
         zero = np.zeros(1, np.int32)
         if self.spec.examples is not None:
-            known = 0.0 if self.spec.algorithm == "dpo" and self.spec.dpo.precompute else None
+            known = 0.0 if self.spec.precomputes_reference else None
             pair = [Verdict(good, reference_logprob=known) for good in (True, False)]
             verdicts: Sequence[Verdict | None] = [None] if self.spec.algorithm == "sft" else pair
             sequences = [TrainSequence(-1, zero, zero, verdict=verdict) for verdict in verdicts]
@@ -218,14 +218,18 @@ class Trainer:
     @torch.no_grad()
     def _measure_batch_kl(self, measured: Sequence[TrainSequence], updates: Sequence[Update]) -> None:
         """KTO's KL: mean Σ_t log π - log π_ref of completions of other prompts, over the global batch."""
-        if self.spec.algorithm != "kto" or self.reference is None:
+        if self.spec.algorithm != "kto":
             return
         (update,) = self._plan(measured, 0, [list(range(len(measured)))])
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for micro in update.micro_batches:
-            log_ratio_N = self._logprobs(self.model, micro.row)[0] - self._reference_logprobs(micro.row)
+            log_sum = self._logprobs(self.model, micro.row)[0].sum(dtype=torch.float64)
+            if self.reference is not None:
+                log_sum = log_sum - self._reference_logprobs(micro.row).sum(dtype=torch.float64)
+            else:
+                log_sum = log_sum - math.fsum(v.reference_logprob or 0.0 for v in micro.row.verdicts_S)
             if not micro.is_dummy:
-                total += log_ratio_N.sum(dtype=torch.float64)
+                total += log_sum
         kl = sum_over_ranks(total).item() / max(update.denominators.sequences, 1)
         for one in updates:
             one.batch_kl = kl

@@ -5,6 +5,7 @@ Texts are tokenised once. What a model sampled is never decoded and tokenised ag
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import numpy as np
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 from paceline.spec import DataSection, PolicySection
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
+"""How a chat template says where the assistant's own tokens begin."""
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
@@ -108,7 +112,12 @@ def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, 
         raise InvalidInput(
             "the tokenizer has no chat template, which conversations need; use another tokenizer"
         )
-    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+    if GENERATION_MARK.search(str(tokenizer.chat_template)):
+        if not tokenizer.is_fast:
+            raise InvalidInput(
+                f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot tell: it has no "
+                "fast form that keeps the places of characters; use a tokenizer with a tokenizer.json"
+            )
         marked = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -121,7 +130,10 @@ def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, 
                 start, end = _span_by_prefixes(tokenizer, messages, place, ids)
                 mask[start:end] = True
     if not mask.any():
-        raise InvalidInput(f"no token of the conversation {messages!r:.60} is the assistant's")
+        raise InvalidInput(
+            f"no token of the conversation {messages!r:.60} is the assistant's: it has no message of the assistant, or the "
+            "chat template's {% generation %} marks enclose none of them"
+        )
     length = int(mask.nonzero()[0][-1]) + 1
     return np.array(ids[:length], np.int32), mask[:length]
 

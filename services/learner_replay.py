@@ -57,7 +57,7 @@ def replay(
             critic=trainer.critic,
         )
     examples = ExampleSource(spec, load_tokenizer(spec.policy)) if spec.examples is not None else None
-    if examples is not None and spec.algorithm == "dpo" and spec.dpo.precompute:
+    if examples is not None and spec.precomputes_reference:
         precompute_reference(examples, spec, device, rank)
 
     def part(step: int) -> list[TrainSequence]:

@@ -30,6 +30,7 @@ from learner.examples import ExampleSource
 from learner.export import export_pretrained
 from learner.gather import gather_merged, gather_weights
 from learner.precomputed import precompute_reference
+from learner.row_check import check_rows
 from learner.trainer import Trainer
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.groups import Version
@@ -177,10 +178,11 @@ class LearnerRun:
             self._examples = ExampleSource(spec, self._tokenizer)
             if spec.examples.validates:
                 self._held_out = ExampleSource(spec, self._tokenizer, validation=True)
-            if spec.algorithm == "dpo" and spec.dpo.precompute:
-                for source in (self._examples, self._held_out):
-                    if source is not None:
-                        precompute_reference(source, spec, self._rank.device, self._rank.rank)
+            for source in (self._examples, self._held_out):
+                if source is not None and start == 0:  # later sessions train what an earlier one has checked
+                    check_rows(source, self._rank.device, self._rank.rank)
+                if source is not None and spec.precomputes_reference:
+                    precompute_reference(source, spec, self._rank.device, self._rank.rank)
         else:
             self._set_up_channel()
 

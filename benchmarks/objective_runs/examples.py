@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dpo_precomputed": {"precompute": True},
     "orpo": {},
     "kto": {},
+    "kto_precomputed": {"precompute": True},
     "rm": {},
 }
 NAMES = tuple(SETTINGS)
@@ -59,7 +60,7 @@ def run(name: str, files: Path, taught: Path, options: argparse.Namespace) -> di
     torch.manual_seed(spec.seed)
     trainer = Trainer(spec, CPU)
     source = ExampleSource(spec, tokenizer)
-    if algorithm == "dpo" and spec.dpo.precompute:
+    if spec.precomputes_reference:
         precompute_reference(source, spec, CPU, rank=0)
     held_out = [json.loads(line) for line in (data / "validation.jsonl").read_text().splitlines()]
     held_out = held_out[: options.held_out]

@@ -86,6 +86,13 @@ class RunSpec(Section):
         return self.frozen_policy is not None and self.loss_fn.reference_policy_pool == "reward"
 
     @property
+    def precomputes_reference(self) -> bool:
+        """Whether the reference is asked once about the whole data set, before training."""
+        return (self.algorithm == "dpo" and self.dpo.precompute) or (
+            self.algorithm == "kto" and self.kto.precompute
+        )
+
+    @property
     def seed(self) -> int:
         """The seed of the algorithm in use."""
         return (self.examples or self.grpo).seed

@@ -88,6 +88,8 @@ class KtoSection(ExamplesSection):
     """Factor of the good completions' loss."""
     undesirable_weight: PositiveFloat = 1.0
     """Factor of the bad ones'."""
+    precompute: bool = False
+    """Ask the reference once, about all that the run will see, before training; then it needs no memory."""
 
     @model_validator(mode="after")
     def _check(self) -> KtoSection:

@@ -15,8 +15,11 @@ from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, 
 from torch.distributed.tensor import DTensor
 
 from learner.collectives import end_process
+from learner.examples import ExampleSource
+from learner.row_check import check_rows
 from learner.trainer import Trainer
-from paceline.errors import NonFiniteLoss
+from paceline.demo.model import make_tokenizer
+from paceline.errors import InvalidInput, NonFiniteLoss
 
 
 def main(model: Path, out: Path) -> None:
@@ -30,7 +33,23 @@ def main(model: Path, out: Path) -> None:
         save_file(tensors, out / f"{name}.{rank}.safetensors")
     for name, case in (("dapo", CASES["dapo"]), ("ppo", CASES["ppo"] | {"num_updates_per_step": 1})):
         (out / f"non_finite_{name}.{rank}.json").write_text(json.dumps(non_finite(model, rank, case)))
+    (out / f"too_long.{rank}.txt").write_text(too_long(out))
     end_process()
+
+
+def too_long(out: Path) -> str:
+    """Row 3, which rank 1 looks at, does not fit: every rank has to say so, and none may wait for the other."""
+    rows = out / f"rows.{dist.get_rank()}.jsonl"
+    lengths = (1, 4, 2, 30, 3)
+    rows.write_text("".join(json.dumps({"prompt": "1+1=", "completion": "7" * n}) + "\n" for n in lengths))
+    spec = make_spec(out, "sft", max_total_sequence_length=20)
+    data = spec.data.model_copy(update={"train": str(rows)})
+    source = ExampleSource(spec.model_copy(update={"data": data}), make_tokenizer())
+    try:
+        check_rows(source, CPU, dist.get_rank())
+    except InvalidInput as error:
+        return str(error)
+    return ""
 
 
 def non_finite(model: Path, rank: int, case: dict[str, Any]) -> dict[str, object]:

@@ -158,17 +158,25 @@ def test_a_pair_must_be_whole_in_its_micro_batch() -> None:
         pairs_of(pack_row(batch[:1] + batch[3:5], CPU), 2)
 
 
-def test_the_precomputed_reference_gives_the_same_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["dpo", "kto"])
+def test_the_precomputed_reference_gives_the_same_steps(algorithm: str, tmp_path: Path) -> None:
     make_model(tmp_path / "model", seed=0, hidden=32, layers=1, heads=2)
     rows = [
-        {"prompt": f"{a:02d}+01=", "chosen": f"{a:03d}", "rejected": [f"{a + 1:03d}", "9"]} for a in range(7)
+        {
+            "prompt": f"{a:02d}+01=",
+            "chosen": f"{a:03d}",
+            "rejected": [f"{a + 1:03d}", "9"],
+            "completion": f"{3 * a}",
+            "label": a % 3 == 0,
+        }
+        for a in range(7)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def losses(precompute: bool) -> list[float]:
         spec = RunSpec.model_validate(
             {
-                "algorithm": "dpo",
+                "algorithm": algorithm,
                 "policy": {
                     "model_name": str(tmp_path / "model"),
                     "max_total_sequence_length": 32,
@@ -176,7 +184,7 @@ def test_the_precomputed_reference_gives_the_same_steps(tmp_path: Path) -> None:
                     "optimizer": {"lr": 1e-2},
                 },
                 "data": {"train": str(tmp_path / "pairs.jsonl")},
-                "dpo": {"num_examples_per_step": 4, "precompute": precompute},
+                algorithm: {"num_examples_per_step": 4, "max_num_steps": 4, "precompute": precompute},
             }
         )
         source = ExampleSource(spec, load_tokenizer(spec.policy))
@@ -186,7 +194,7 @@ def test_the_precomputed_reference_gives_the_same_steps(tmp_path: Path) -> None:
             precompute_reference(source, spec, CPU, rank=0)
         return [trainer.train_step(source.part(step, 0, 1), step)["loss"] for step in range(4)]
 
-    asked, known = losses(False), losses(True)
+    asked, known = losses(False), losses(True)  # 16 examples from 7 rows: they come again, beside others
     assert known == pytest.approx(asked, rel=1e-5)
     assert len(set(known)) == 4
 

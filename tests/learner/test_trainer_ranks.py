@@ -76,3 +76,8 @@ def test_every_rank_stops_before_its_optimizer_names_the_broken_group_and_goes_o
     assert [result["untouched"] for result in results] == [True, True]
     assert math.isfinite(results[0]["loss_after"])
     assert results[0]["loss_after"] == results[1]["loss_after"]
+
+
+def test_every_rank_names_the_row_that_one_of_them_found_too_long(two_ranks: Path) -> None:
+    for rank in range(2):
+        assert (two_ranks / f"too_long.{rank}.txt").read_text().startswith("row 3 of ")

@@ -73,6 +73,27 @@ def test_every_answer_of_a_conversation_is_the_assistants(template: str) -> None
     assert ids.tolist() == whole[: len(ids)]
 
 
+@pytest.mark.parametrize("opening", ["{%- generation %}", "{%-generation%}", "{%  generation -%}"])
+def test_marks_are_found_however_they_are_written(opening: str) -> None:
+    tokenizer = tokenizer_with(MARKED.replace("{% generation %}", opening))
+    ids, mask = encode_conversation(tokenizer, TURNS)
+    assert tokenizer.decode(ids[mask]) == "4<|end|>6<|end|>"
+
+
+def test_marks_around_nothing_of_the_assistants_are_refused() -> None:
+    wrong = MARKED.replace("m.role == 'assistant'", "m.role == 'tool'")
+    with pytest.raises(InvalidInput, match=r"generation %} marks enclose none"):
+        encode_conversation(tokenizer_with(wrong), TURNS)
+
+
+def test_a_tokenizer_that_cannot_tell_marked_tokens_is_refused() -> None:
+    class SlowTokenizer:
+        chat_template, is_fast = MARKED, False
+
+    with pytest.raises(InvalidInput, match=r"SlowTokenizer cannot tell.*tokenizer\.json"):
+        encode_conversation(SlowTokenizer(), TURNS)
+
+
 def test_a_template_that_rewrites_the_past_is_refused() -> None:
     tokenizer = tokenizer_with(FORGETFUL)
     with pytest.raises(InvalidInput, match=r"in another way once later ones follow.*loss_mask=completion"):

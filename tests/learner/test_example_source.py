@@ -1,0 +1,92 @@
+"""Examples by step: what does not fit is named before anything trains, and what the reference is asked about."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_policy import CPU
+
+from learner.examples import Asked, ExampleSource
+from learner.row_check import check_rows
+from paceline.demo.model import make_tokenizer
+from paceline.errors import InvalidInput
+from paceline.spec import RunSpec
+
+LENGTHS = (1, 4, 2, 9, 3)
+"""Characters of each row's completion; the prompt has two, and an end of sequence follows."""
+
+
+def source_of(
+    folder: Path, algorithm: str, limit: int, lengths: tuple[int, ...] = LENGTHS, **section: Any
+) -> ExampleSource:
+    rows = [
+        {
+            "prompt": f"{place}=",
+            "completion": "7" * length,
+            "chosen": "7" * length,
+            "rejected": "8",
+            "label": True,
+        }
+        for place, length in enumerate(lengths)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"num_examples_per_step": 5, "max_num_steps": 1, **section}
+    spec = RunSpec.model_validate(
+        {
+            "algorithm": algorithm,
+            "policy": {"model_name": "none", "max_total_sequence_length": limit},
+            "data": {"train": str(folder / "rows.jsonl"), "shuffle": False},
+            algorithm: sizes,
+        }
+    )
+    return ExampleSource(spec, make_tokenizer())
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "orpo", "kto", "rm"])
+def test_a_row_that_is_too_long_is_named_before_the_first_step(algorithm: str, tmp_path: Path) -> None:
+    check_rows(source_of(tmp_path, algorithm, 12), CPU, rank=0)
+    with pytest.raises(
+        InvalidInput, match=r"row 3 of .*rows.jsonl: it has 1[12] tokens, .*max_total_sequence_length is 10"
+    ):
+        check_rows(source_of(tmp_path, algorithm, 10), CPU, rank=0)
+
+
+def test_rows_that_the_run_never_reaches_are_not_looked_at(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "sft", 10, num_examples_per_step=3)
+    assert source.rows_used() == [0, 1, 2]
+    check_rows(source, CPU, rank=0)
+
+
+def test_anothers_completion_is_cut_where_it_would_not_fit(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "kto", 12)
+    # Each row's own completion and then the next one's, each with its end of sequence.
+    assert [len(s.completion_ids) for s in source.part(0, 0, 1)] == [2, 5, 5, 3, 3, 10, 10, 4, 4, 2]
+    # With a prompt of six characters, row 2's own completion fits and the ten tokens of row 3's do not.
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows[2]["prompt"] = "22222="
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    long = ExampleSource(source._spec, make_tokenizer())
+    check_rows(long, CPU, rank=0)
+    foreign = [s for s in long.part(0, 0, 1) if s.verdict and s.verdict.mismatched]
+    assert [len(s.completion_ids) for s in foreign] == [5, 3, 6, 4, 2]
+
+
+def test_kto_asks_about_its_own_and_the_next_ones_completions(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "kto", 12, num_examples_per_step=2, max_num_steps=3)
+    # Batches of rows (0, 1), (2, 3), (4, 0): each with the other's completion.
+    foreign = {(0, 1), (1, 0), (2, 3), (3, 2), (4, 0), (0, 4)}
+    assert source.asked() == sorted(Asked(*pair) for pair in foreign | {(row, row) for row in range(5)})
+
+
+def test_what_the_reference_said_comes_with_its_completion(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "kto", 12, num_examples_per_step=2, max_num_steps=3)
+    source.know_reference({asked: [-10.0 * asked.prompt - asked.completions] for asked in source.asked()})
+    known = [
+        (s.group_id, s.verdict.mismatched, s.verdict.reference_logprob)
+        for s in source.part(2, 0, 1)
+        if s.verdict
+    ]
+    assert known == [(4, False, -44.0), (4, True, -40.0), (5, False, 0.0), (5, True, -4.0)]
