@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ragged_batch import COUNTS, CURRENT, LOG_RHO, SHORT_LOG_R, TOKENS, batch, f64, part_of
 from tiny_policy import CPU, make_batch, make_judged_batch, make_spec, save_tiny_policy
 from transformers import AutoModelForSequenceClassification, Qwen3ForCausalLM
 
@@ -219,6 +220,41 @@ def test_distillation_advantages_give_the_kls_gradient_on_average(kind: str) -> 
 def test_the_forward_ratio_is_bounded() -> None:
     far = distillation_advantages(torch.tensor([-20.0]), torch.tensor([-0.1]), "forward", 0.5, max_ratio=10.0)
     assert far.item() == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "mixed"])
+@pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0, 2], [1]]], ids=["whole", "two micro-batches"])
+def test_distillation_on_a_ragged_batch_of_older_samples(kind: str, parts: list[list[int]]) -> None:
+    delta = [0.4, -0.7, 3.0, -2.0, 9.0, 0.0]
+    """log π_T - log π; e^3 and e^9 are beyond the forward ratio's bound of 10."""
+    forward = [min(math.exp(d), 10.0) - 1 for d in delta]
+    worth = {
+        "reverse": delta,
+        "forward": forward,
+        "mixed": [0.25 * f + 0.75 * d for f, d in zip(forward, delta, strict=True)],
+    }[kind]
+    # One update: r = 1, so each token's slope is -min(π/μ, 2)·A over the batch's tokens; the value is the same.
+    log_rho = [r + rho for r, rho in zip(SHORT_LOG_R, LOG_RHO, strict=True)]
+    slopes = [-min(math.exp(x), 2.0) * a / TOKENS for x, a in zip(log_rho, worth, strict=True)]
+    section = {"teacher_model_name": "teacher", "kl_type": kind, "mixed_kl_weight": 0.25}
+    objective = objective_of(make_spec(Path("none"), "distillation", sections={"distillation": section}))
+    base = replace(
+        batch(SHORT_LOG_R),
+        reference_N=f64(CURRENT) + f64(delta),
+        ages_N=torch.zeros(TOKENS),
+    )
+    current_N = f64(CURRENT).requires_grad_()
+    row = pack_row(make_batch()[:1], CPU)  # nothing of it is read
+    results = []
+    for part in parts:
+        tokens = replace(part_of(base, current_N, part), proximal_N=None)
+        results.append(objective(tokens, row, COUNTS))
+    loss = torch.stack([result.loss for result in results]).sum()
+    (gradient_N,) = torch.autograd.grad(loss, current_N)
+    assert loss.item() == pytest.approx(math.fsum(slopes), rel=1e-9)
+    assert gradient_N.tolist() == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+    kl = sum(result.sums["kl_teacher"].item() for result in results)
+    assert kl == pytest.approx(-math.fsum(delta))
 
 
 def test_distillation_ignores_the_rewards(model: Path) -> None:

@@ -1,75 +1,34 @@
-"""Every policy objective against its closed form, in value and in the gradient at each token.
-
-The batch is ragged: sequences of 3, 2, 1 and 0 tokens (the empty one counts in B), a good one, a bad one and one of a
-group without contrast, with log-ratios from ordinary to e^±30.
-"""
+"""Every policy objective against its closed form, in value and in the gradient at each token, on a ragged batch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from ragged_batch import (
+    ADVANTAGE,
+    COUNTS,
+    CURRENT,
+    LENGTHS,
+    LOG_R,
+    LOG_RHO,
+    SEQUENCE,
+    SHORT_LOG_R,
+    TOKENS,
+    B,
+    batch,
+    check,
+    clip_form,
+    f64,
+    solve,
+)
 
-from learner.objectives import Denominators, LossResult, TokenArrays, policy_loss
-from paceline.loss_presets import PresetName
+from learner.objectives import Denominators, TokenArrays, policy_loss
 from paceline.spec import LossSection
-
-LENGTHS = [3, 2, 1]
-SEQUENCE = [0, 0, 0, 1, 1, 2]
-ADVANTAGE = [1.5, 1.5, 1.5, -0.7, -0.7, 0.0]
-CURRENT = [-0.4, -1.0, -2.0, -0.3, -3.0, -0.9]
-LOG_R = [0.05, 0.6, 30.0, 0.9, -30.0, 0.2]
-"""log π - log π_prox."""
-LOG_RHO = [0.1, 1.2, -0.4, 0.3, -6.0, 0.0]
-"""log π_prox - log μ."""
-B, TOKENS = 4, 6
-COUNTS = Denominators(tokens=TOKENS, sequences=B, max_completion_tokens=8, micro_batches=1)
-
-
-def f64(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def batch(log_r: list[float] = LOG_R, log_rho: list[float] = LOG_RHO) -> TokenArrays:
-    current_N = f64(CURRENT)
-    return TokenArrays(
-        current_N=current_N.clone().requires_grad_(),
-        entropy_N=torch.zeros(TOKENS),
-        lengths_N=f64([LENGTHS[s] for s in SEQUENCE]),
-        sequence_N=torch.tensor(SEQUENCE),
-        num_sequences=len(LENGTHS),
-        behaviour_N=current_N - f64(log_r) - f64(log_rho),
-        proximal_N=current_N - f64(log_r),
-        advantages_N=f64(ADVANTAGE),
-    )
-
-
-def solve(tokens: TokenArrays, **config: Any) -> tuple[LossResult, list[float]]:
-    result = policy_loss(tokens, COUNTS, LossSection(**config))
-    (grad_N,) = torch.autograd.grad(result.loss, tokens.current_N)
-    return result, grad_N.tolist()
-
-
-def check(tokens: TokenArrays, values: list[float], slopes: list[float], **config: Any) -> LossResult:
-    result, grads = solve(tokens, **config)
-    assert result.loss.item() == pytest.approx(math.fsum(values), rel=1e-9, abs=1e-9)
-    assert grads == pytest.approx(slopes, rel=1e-9, abs=1e-9)
-    return result
-
-
-def clip_form(r: float, advantage: float, low: float, high: float) -> tuple[float, float]:
-    """(value, slope in log r) of -min(rA, clip(r)A), by cases."""
-    if advantage > 0 and r > high:
-        return -high * advantage, 0.0
-    if advantage < 0 and r < low:
-        return -low * advantage, 0.0
-    return -r * advantage, -r * advantage
-
 
 Form = Callable[[float, float, float], tuple[float, float]]
 """(log r, A, log π) → (value, slope in log π)."""
@@ -173,10 +132,6 @@ def test_dppo_drops_a_good_token_that_rose_too_far() -> None:
     assert grads[0] == pytest.approx(2e-3 * 0.4 / TOKENS)
 
 
-SHORT_LOG_R = [0.05, -0.02, 0.12, 0.3, -0.5, 0.2]
-"""Without the extremes: sums over sequences are 0.15, -0.2 and 0.2."""
-
-
 @pytest.mark.parametrize(
     ("preset", "low", "high"),
     [("gspo", 1 - 3e-4, 1 + 4e-4), ("luspo", 1 - 2e-3, 1 + 2.5e-3), ("rloo", 0.8, 1.2)],
@@ -222,70 +177,6 @@ def test_vespo_lets_an_impossible_sequence_go() -> None:
     assert grads == [0.0] * TOKENS
 
 
-SUMS_OF_LOG_RHO = [0.9, -5.7, 0.0]
-WEIGHTS: dict[str, tuple[dict[str, Any], list[float]]] = {
-    "tis": ({}, [math.exp(0.1), 2.0, math.exp(-0.4), math.exp(0.3), math.exp(-6.0), 1.0]),
-    "tis with a floor": (
-        {"truncated_importance_sampling_ratio_min": 0.5},
-        [math.exp(0.1), 2.0, math.exp(-0.4), math.exp(0.3), 0.5, 1.0],
-    ),
-    "icepop": (
-        {"preset": "icepop", "truncated_importance_sampling_ratio": 2.0},
-        [math.exp(0.1), 0.0, math.exp(-0.4), math.exp(0.3), 0.0, 1.0],
-    ),
-    "sequence_tis": (
-        {"truncated_importance_sampling_type": "sequence_tis"},
-        [2.0] * 3 + [math.exp(-5.7)] * 2 + [1.0],
-    ),
-    "sequence_mask": (
-        {"truncated_importance_sampling_type": "sequence_mask"},
-        [0.0] * 3 + [math.exp(-5.7)] * 2 + [1.0],
-    ),
-    # Means 0.3, -2.85 and 0: only the last is within 1 %.
-    "geometric": (
-        {"geometric_mask": (0.99, 1.01), "truncated_importance_sampling_ratio": None},
-        [0.0] * 5 + [1.0],
-    ),
-    # e^-6 = 0.0025 is below the bound: its whole sequence goes.
-    "veto": ({"veto": (1e-2, 1e2), "truncated_importance_sampling_ratio": None}, [1.0] * 3 + [0, 0, 1.0]),
-    "none": ({"truncated_importance_sampling_ratio": None}, [1.0] * 6),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_and_masks_act_outside_the_ratio_and_not_on_the_denominators(name: str) -> None:
-    config, weights = WEIGHTS[name]
-    forms = [clip_form(math.exp(x), a, 0.8, 1.2) for x, a in zip(SHORT_LOG_R, ADVANTAGE, strict=True)]
-    check(
-        batch(SHORT_LOG_R),
-        [w * value / TOKENS for w, (value, _) in zip(weights, forms, strict=True)],
-        [w * slope / TOKENS for w, (_, slope) in zip(weights, forms, strict=True)],
-        **{**config, "reduction": "dapo"},
-    )
-
-
-def test_the_kl_acts_on_dropped_tokens_too() -> None:
-    # Every sequence is vetoed; what is left is β·k2 = β·Δ²/2 with slope -β·Δ, Δ = log π_ref - log π = 0.5.
-    tokens = replace(batch(SHORT_LOG_R), reference_N=f64(CURRENT) + 0.5)
-    check(
-        tokens,
-        [0.1 * 0.125] * 1,
-        [-0.1 * 0.5 / TOKENS] * TOKENS,
-        veto=(1e3, 1e4),
-        reference_policy_kl_penalty=0.1,
-        reference_policy_kl_type="k2",
-    )
-
-
-def test_the_off_policy_mask_drops_bad_sequences_that_the_policy_left() -> None:
-    # log μ - log π = -(log r + log ρ); means: good -0.35, bad (−0.6 + 6.5)/2 = 2.95, the last −0.2.
-    unmasked = solve(batch(SHORT_LOG_R))[1]
-    kept = solve(batch(SHORT_LOG_R), off_policy_mask_threshold=3.0)[1]
-    dropped = solve(batch(SHORT_LOG_R), off_policy_mask_threshold=2.9)[1]
-    assert kept == unmasked
-    assert dropped == [*unmasked[:3], 0.0, 0.0, unmasked[5]]
-
-
 def test_m2po_drops_what_is_above_the_limit_of_the_batch() -> None:
     # (log ρ)² = 0.01, 1.44, 0.16, 0.09, 36, 0.
     tokens = replace(batch(SHORT_LOG_R), m2_limit=0.17)
@@ -325,60 +216,6 @@ def test_log_linear_needs_ages() -> None:
         policy_loss(batch(), COUNTS, LossSection(proximal_policy="log_linear"))
 
 
-def test_entropy_bonus_is_the_mean_per_token_of_the_batch() -> None:
-    entropy_N = f64([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]).requires_grad_()
-    plain = policy_loss(batch(), COUNTS, LossSection(reduction="grpo")).loss
-    tokens = replace(batch(), entropy_N=entropy_N)
-    result = policy_loss(tokens, COUNTS, LossSection(reduction="grpo", entropy_bonus=0.01))
-    (grad_N,) = torch.autograd.grad(result.loss, entropy_N)
-    assert (result.loss - plain).item() == pytest.approx(-0.01 * 2.1 / 6)
-    assert grad_N.tolist() == pytest.approx([-0.01 / 6] * 6)
-
-
-@pytest.mark.parametrize(
-    "preset",
-    ["grpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "rloo", "icepop", "dppo", "m2po"],
-)
-@pytest.mark.parametrize("log_r", [-200.0, -30.0, 30.0, 200.0])
-def test_gradients_stay_finite_in_float32(preset: str, log_r: float) -> None:
-    current_N = torch.tensor([-0.5, -1.0], requires_grad=True)
-    tokens = TokenArrays(
-        current_N=current_N,
-        entropy_N=torch.zeros(2),
-        lengths_N=torch.tensor([1.0, 1.0]),
-        sequence_N=torch.tensor([0, 1]),
-        num_sequences=2,
-        behaviour_N=current_N.detach() - log_r,
-        proximal_N=current_N.detach() - log_r,
-        advantages_N=torch.tensor([1.0, -1.0]),
-        m2_limit=0.04 if preset == "m2po" else None,
-    )
-    result = policy_loss(tokens, Denominators(2, 2, 4, 1), LossSection(preset=preset))
-    (grad_N,) = torch.autograd.grad(result.loss, current_N)
-    assert result.loss.isfinite()
-    assert grad_N.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        {"geometric_mask": (0.9, 1.1)},
-        {"veto": (1e-4, 1e2)},
-        {"preset": "m2po"},
-        {"off_policy_mask_threshold": 0.5},
-        {"preset": "icepop"},
-        {"truncated_importance_sampling_type": "sequence_mask"},
-    ],
-)
-def test_no_mask_hides_what_is_not_a_number(mask: dict[str, Any]) -> None:
-    tokens = batch(SHORT_LOG_R)
-    assert tokens.behaviour_N is not None
-    tokens.behaviour_N[3] = math.nan
-    result = policy_loss(replace(tokens, m2_limit=0.1), COUNTS, LossSection(**mask))
-    assert result.loss.isnan()
-    assert result.token_losses_N[3].isnan()
-
-
 def test_no_token_at_all_is_a_loss_of_zero() -> None:
     empty = torch.zeros(0, requires_grad=True)
     for preset in ("grpo", "gspo", "rloo", "vespo", "cispo", "sapo", "dppo", "bnpo", "luspo"):
@@ -387,52 +224,3 @@ def test_no_token_at_all_is_a_loss_of_zero() -> None:
         )
         result = policy_loss(tokens, Denominators(0, 3, 8, 0), LossSection(preset=preset))
         assert result.loss.item() == 0
-
-
-def part_of(tokens: TokenArrays, current_N: Tensor, sequences: list[int]) -> TokenArrays:
-    """The micro-batch of some of the sequences, as views of the same leaf."""
-    chosen_N = torch.isin(tokens.sequence_N, torch.tensor(sequences))
-    fields = {
-        name: getattr(tokens, name)[chosen_N]
-        for name in ("entropy_N", "lengths_N", "behaviour_N", "proximal_N", "advantages_N", "ages_N")
-    }
-    places = torch.searchsorted(torch.tensor(sequences), tokens.sequence_N[chosen_N])
-    return replace(
-        tokens,
-        current_N=current_N[chosen_N],
-        sequence_N=places,
-        num_sequences=len(sequences),
-        reference_N=None if tokens.reference_N is None else tokens.reference_N[chosen_N],
-        **fields,
-    )
-
-
-@pytest.mark.parametrize("preset", [name for name in get_args(PresetName) if name != "bnpo"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_shares_of_micro_batches_add_up(preset: str, dtype: torch.dtype) -> None:
-    config = LossSection.model_validate({"preset": preset, "entropy_bonus": 0.01})
-    base = replace(
-        batch(SHORT_LOG_R), ages_N=torch.arange(TOKENS), m2_limit=1.0 if preset == "m2po" else None
-    )
-    if config.reference_policy_kl_penalty > 0:
-        base = replace(base, reference_N=f64(CURRENT) + 0.3)
-    tokens = replace(
-        base,
-        **{
-            name: getattr(base, name).to(dtype)
-            for name in ("entropy_N", "lengths_N", "behaviour_N", "proximal_N", "advantages_N")
-        },
-    )
-    current_N = f64(CURRENT).to(dtype).requires_grad_()
-    whole = policy_loss(replace(tokens, current_N=current_N), COUNTS, config)
-    parts = [policy_loss(part_of(tokens, current_N, part), COUNTS, config) for part in ([0, 2], [1])]
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(parts[0].loss + parts[1].loss, whole.loss, **tolerance)
-    torch.testing.assert_close(
-        torch.autograd.grad(parts[0].loss + parts[1].loss, current_N)[0],
-        torch.autograd.grad(whole.loss, current_N)[0],
-        **tolerance,
-    )
-    assert {name: float(parts[0].sums[name] + parts[1].sums[name]) for name in whole.sums} == pytest.approx(
-        {name: float(value) for name, value in whole.sums.items()}, rel=1e-5, abs=1e-6
-    )

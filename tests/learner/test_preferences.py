@@ -97,18 +97,49 @@ def test_robust_is_unbiased_under_flipped_labels() -> None:
         assert value == pytest.approx(FORMS["sigmoid"](d)[0])
 
 
-def test_shares_of_micro_batches_add_up() -> None:
-    pairs = make_pairs()
-    whole = preference_loss(pairs, "sigmoid", beta=BETA)
-    parts = [
-        preference_loss(
-            PairLogRatios(*(getattr(pairs, name)[part] for name in PairLogRatios.__dataclass_fields__)),
-            "sigmoid",
-            beta=BETA,
+def shares(kind: str, pairs: PairLogRatios) -> Callable[[slice], Tensor]:
+    """The loss of a part of the pairs; of all of them with `slice(None)`."""
+
+    def share(part: slice) -> Tensor:
+        one = PairLogRatios(*(getattr(pairs, name)[part] for name in PairLogRatios.__dataclass_fields__))
+        match kind:
+            case "kto":
+                good_S = torch.tensor([True, False, False, True])
+                return kto_loss(one.chosen_P, good_S[part], 0.2, 4, beta=BETA, undesirable_weight=1.5)
+            case "orpo":
+                return orpo_loss(
+                    -one.chosen_P.abs() - 0.1, -one.rejected_P.abs() - 0.1, one.weights_P, beta=BETA
+                )
+            case "rm":
+                margins_P = f64([0.5, 0.0, 1.0, 0.0])[part]
+                return reward_model_loss(
+                    one.chosen_P, one.rejected_P, one.weights_P, margins_P=margins_P, centring=0.01
+                )
+            case _:
+                smoothing = EPSILON if kind in ("conservative", "robust") else 0.0
+                return preference_loss(one, kind, beta=BETA, label_smoothing=smoothing)  # type: ignore[arg-type]
+
+    return share
+
+
+@pytest.mark.parametrize("kind", [*FORMS, "kto", "orpo", "rm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shares_of_micro_batches_add_up(kind: str, dtype: torch.dtype) -> None:
+    pairs = PairLogRatios(
+        *(
+            getattr(make_pairs(), name).detach().to(dtype).requires_grad_()
+            for name in PairLogRatios.__dataclass_fields__
         )
-        for part in (slice(0, 1), slice(1, 4))
-    ]
-    assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-12)
+    )
+    share = shares(kind, pairs)
+    whole, parts = share(slice(None)), share(slice(0, 1)) + share(slice(1, 4))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(parts, whole, **tolerance)
+    leaves = (pairs.chosen_P,) if kind == "kto" else (pairs.chosen_P, pairs.rejected_P)
+    for one, other in zip(
+        torch.autograd.grad(parts, leaves), torch.autograd.grad(whole, leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other, **tolerance)
 
 
 def test_a_prompt_counts_once_however_many_it_rejects() -> None:
@@ -156,6 +187,30 @@ def test_orpo() -> None:
     assert loss.item() == pytest.approx(-BETA * math.log(0.8) / 2)
     assert grads[0].item() == pytest.approx(-BETA * 0.2 / (1 - chosen) / 2)
     assert grads[1].item() == pytest.approx(BETA * 0.2 / (1 - rejected) / 2)
+
+
+def test_orpo_on_pairs_from_certain_to_impossible() -> None:
+    chosen = [-1e-3, -0.5, -3.0, -60.0]
+    rejected = [-60.0, -0.5, -1e-3, -2.0]
+    weights = [0.25, 0.25, 1 / 6, 1 / 3]
+    chosen_P, rejected_P = f64(chosen).requires_grad_(), f64(rejected).requires_grad_()
+    loss = orpo_loss(chosen_P, rejected_P, f64(weights), beta=BETA)
+    chosen_grad, rejected_grad = torch.autograd.grad(loss, (chosen_P, rejected_P))
+
+    def log_odds(x: float) -> float:
+        return x - math.log(-math.expm1(x))
+
+    gaps = [log_odds(c) - log_odds(r) for c, r in zip(chosen, rejected, strict=True)]
+    value = -BETA * math.fsum(w * log_sigmoid(gap) for w, gap in zip(weights, gaps, strict=True))
+    assert loss.item() == pytest.approx(value, rel=1e-9)
+    # ∂ log odds/∂ log p = 1/(1 - p); ∂(-log σ)/∂ gap = -σ(-gap).
+    pulls = [BETA * w * sigmoid(-gap) for w, gap in zip(weights, gaps, strict=True)]
+    assert chosen_grad.tolist() == pytest.approx(
+        [-p / -math.expm1(c) for p, c in zip(pulls, chosen, strict=True)], rel=1e-8, abs=1e-12
+    )
+    assert rejected_grad.tolist() == pytest.approx(
+        [p / -math.expm1(r) for p, r in zip(pulls, rejected, strict=True)], rel=1e-8, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("log_p", [0.0, -1e-9, -1e-3, -0.6931, -0.694, -50.0, -1000.0])
