@@ -21,13 +21,19 @@ import tempfile
 import threading
 import time
 import uuid
+from multiprocessing import resource_tracker
 
 VARIABLE = "PACELINE_ENGINE"
 """Environment variable that marks a process as belonging to an engine; children inherit it."""
 SHARED_MEMORY = "/dev/shm/"
 STARTING_S = 0.1
 RUNNING_S = 5.0
-"""Seconds between two looks at the processes' shared memory, until the owner says that they have started, and after."""
+"""Longest seconds between two looks at the processes' shared memory, until the owner says that they have started, and
+after; the guard also looks whenever something new is there."""
+LOOK_S = 0.02
+"""Shortest seconds between two looks, however much other programs put into shared memory."""
+IN_CREATE = 0x100
+"""inotify(7): something was created in the folder."""
 KILL_S = 10.0
 """How long killed processes may take to be gone."""
 
@@ -36,6 +42,9 @@ class ProcessGuard:
     """Start it before the engine, and the engine with `environment`; `close` when it has ended."""
 
     def __init__(self) -> None:
+        # Python's resource tracker of this process removes this process's semaphores at its end. It has to be there before
+        # the mark gets into the environment, or it would be taken for one of the engine's processes.
+        resource_tracker.ensure_running()
         mark = uuid.uuid4().hex
         self.directory = tempfile.mkdtemp(prefix="paceline-")
         """For the engine's sockets; removed with it."""
@@ -149,6 +158,18 @@ class _Ignoring:
         return kind is not None and issubclass(kind, self._error)
 
 
+def watch_folder(path: str) -> int:
+    """A file descriptor that can be read when something was created in `path`; -1 where the system has none to give."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    events = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    if events >= 0 and libc.inotify_add_watch(events, path.encode(), IN_CREATE) < 0:
+        os.close(events)
+        return -1
+    return events
+
+
 def _read(pid: int, name: str) -> bytes:
     """A file of a process in /proc; empty if it is gone or somebody else's."""
     try:
@@ -164,12 +185,16 @@ def _guard(mark: str, directory: str, owner: int) -> None:
     if os.fork():
         os._exit(0)
     engine = _Engine(mark, owner)
+    created = watch_folder(SHARED_MEMORY)
+    sources = [0, created] if created >= 0 else [0]
     interval_s = STARTING_S
     while True:
-        told, _, _ = select.select([0], [], [], interval_s)
-        word = os.read(0, 1) if told else b"-"
+        ready, _, _ = select.select(sources, [], [], interval_s)
+        word = os.read(0, 1) if 0 in ready else b"-"
         if not word:
             break
+        if created in ready:
+            os.read(created, 1 << 16)
         if word == b"k":
             engine.end()
             continue
@@ -177,6 +202,8 @@ def _guard(mark: str, directory: str, owner: int) -> None:
         if word == b"s":
             interval_s = RUNNING_S
             os.write(1, b".")
+        elif created in ready:
+            time.sleep(LOOK_S)
     engine.end()
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.process_guard import ProcessGuard
+from rollout.process_guard import SHARED_MEMORY, ProcessGuard, watch_folder
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard reads /proc")
 
@@ -111,3 +112,34 @@ def test_what_is_not_the_engines_stays() -> None:
         mine.close()
         mine.unlink()
     wait_for(lambda: not (Path("/dev/shm") / name.lstrip("/")).exists())
+
+
+def test_semaphores_of_the_owner_go_with_it_although_it_lives_on_without_its_engine() -> None:
+    script = """
+import multiprocessing, os
+from rollout.process_guard import ProcessGuard
+guard = ProcessGuard()
+os.environ.update(guard.environment)
+lock = multiprocessing.get_context("spawn").Lock()
+assert guard.close()
+print(lock._semlock.name.lstrip("/"), flush=True)
+input()
+os._exit(0)  # so only its resource tracker can remove them, which the guard must have left alone
+"""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    semaphore = Path(SHARED_MEMORY, f"sem.{owner.stdout.readline().strip()}")
+    assert semaphore.exists()
+    owner.communicate("\n")
+    wait_for(lambda: not semaphore.exists())
+
+
+def test_the_guard_hears_of_what_is_created(tmp_path: Path) -> None:
+    events = watch_folder(str(tmp_path))
+    assert select.select([events], [], [], 0)[0] == []
+    (tmp_path / "new").touch()
+    assert select.select([events], [], [], 60)[0] == [events]
+    os.close(events)
+    assert watch_folder(str(tmp_path / "nowhere")) == -1
