@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from paceline.errors import InvalidInput
 from paceline.onednn import is_faster, product
 from paceline.spec import PolicySection
+from rollout.adapter import AdapterSlot
 from rollout.kv_cache import SlotCache
 from rollout.model_layout import (
     WeightLayout,
@@ -28,7 +29,6 @@ from rollout.model_layout import (
     longest_sequence,
     read_config,
 )
-from rollout.native_adapter import AdapterSlot
 
 ONEDNN_ROWS = 32
 """Fewest rows of a product that oneDNN is faster for."""

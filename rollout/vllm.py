@@ -5,51 +5,53 @@ bookkeeping for hundreds of sequences holds up the service. Callers wait for fut
 loop's alone. vLLM's own processes (the engine core, a worker for each part of the model) are watched by a guard
 (`process_guard`): they end with this process however it ends.
 
-Every request is one completion; siblings are submitted one after the other, so vLLM's prefix cache computes their
-prompt once. Versions of tokens are those that vLLM reports itself.
+Every request is one completion (`vllm_requests`); siblings are submitted one after the other, so vLLM's prefix cache
+computes their prompt once. Versions of tokens are those that vLLM reports itself.
 
-An update of the weights: checked, put into shared memory, read and verified by every worker, all while generation goes
-on. Then generation pauses, the workers load, the cache is cleared, and it resumes. A failure before the pause leaves the
-old weights serving; one in between ends the engine, since nobody could say which weights it has.
+An update of the weights (`vllm_update`) that fails before the pause leaves the old weights serving; one that fails in
+between ends the engine, since nobody could say which weights it has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
-from paceline.groups import Completion, Version, VersionSpan
+from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
-from rollout.engine import GenerationRequest, check_prefix, empty_completion
+from rollout.engine import GenerationRequest, empty_completion
 from rollout.feeding import Feeding, StepReport
 from rollout.model_layout import end_token_ids, meta_layout, read_config
 from rollout.process_guard import ProcessGuard
-from rollout.shared_weights import SharedWeights
-from rollout.vllm_arguments import engine_arguments, engine_config, replicas
+from rollout.vllm_arguments import engine_arguments, engine_config
+from rollout.vllm_requests import (
+    check_request,
+    completion,
+    known_tokens,
+    label_of,
+    progress,
+    sampling_params,
+    spans_so_far,
+)
+from rollout.vllm_update import WeightUpdates
+from rollout.whole_weights import whole_weights
 
 if TYPE_CHECKING:
     from rollout.vllm_reports import Reports
 
 ResultT = TypeVar("ResultT")
-READ_TIMEOUT_S = 300.0
-"""How long the workers may take to read and verify new weights, while they go on decoding."""
 WATCH_S = 0.2
 """Seconds between two looks at whether the engine lives: vLLM tells nobody who does not ask."""
-RESUME_TIMEOUT_S = 60.0
-"""How long `update_weights` waits for the first token after it, which only measures the pause."""
 log = logging.getLogger(__name__)
 
 
@@ -74,13 +76,13 @@ class VllmEngine:
         model's config cannot be used.
         """
         config = read_config(spec.policy)
-        self._layout = meta_layout(config)
-        self._arguments = engine_arguments(spec, config, self._layout.architecture, device, load_weights)
+        self._spec = spec
+        layout = meta_layout(config)
+        self._vocab_size = layout.vocab_size
+        self._arguments = engine_arguments(spec, config, layout.architecture, device, load_weights)
+        self._weights = whole_weights(spec.policy, layout, device)
         self._max_tokens: int = self._arguments["max_model_len"]
         self._end_ids = end_token_ids(spec.policy, config, _generation_config(spec.policy.model_name))
-        self._num_readers = replicas(spec.policy)
-        self._in_flight = spec.async_grpo.in_flight_weight_updates
-        self._recompute = spec.async_grpo.recompute_kv_cache_after_weight_updates
         self.max_batch_size: int = self._arguments["max_num_seqs"]
         self.version: Version | None = None
         self.closed = False
@@ -132,7 +134,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `Engine.generate`."""
-        limit = self._admit(request)
+        limit = check_request(request, self._max_tokens, self._vocab_size)
         prefix = request.prefix
         if prefix is not None and len(request.prompt_ids) + len(prefix.token_ids) >= limit:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
@@ -158,10 +160,8 @@ class VllmEngine:
                 self._loop.call_soon_threadsafe(self._abort, sequence)
 
     async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
-        """See `Engine.update_weights`. The pause ends with the first token after it, so recomputing keys and values
-        counts; without in-flight updates running sequences are decoded to their end first, which does not count.
-        """
-        await asyncio.to_thread(self._layout.check, weights)
+        """See `Engine.update_weights`, and `WeightUpdates.swap` for what the pause is."""
+        await asyncio.to_thread(self._weights.check, weights)
         await self.ready()
         self._refuse_if_ended()
         update = asyncio.wrap_future(self._submit(self._update(version, weights)))
@@ -180,25 +180,6 @@ class VllmEngine:
             await asyncio.to_thread(self._guard.kill)
             await asyncio.wait([asyncio.wrap_future(self._started)], timeout=WATCH_S)
         await asyncio.to_thread(self._thread.join)
-
-    def _admit(self, request: GenerationRequest) -> int:
-        """Checks everything about a request that could later hurt the engine; returns its limit. Raises InvalidInput."""
-        num_prompt = len(request.prompt_ids)
-        known = request.prompt_ids
-        if request.prefix is not None:
-            check_prefix(request.prefix)
-            known = np.concatenate([known, request.prefix.token_ids])
-        if not 0 < num_prompt < self._max_tokens:
-            raise InvalidInput(
-                f"the prompt has {num_prompt} tokens, must have 1 to {self._max_tokens - 1}: "
-                "policy.max_total_sequence_length (or the model) bounds prompt and completion together"
-            )
-        if known.min() < 0 or known.max() >= self._layout.vocab_size:
-            raise InvalidInput(
-                f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
-                f"{self._layout.vocab_size - 1}; is it the model's own tokenizer?"
-            )
-        return min(num_prompt + request.params.max_new_tokens, self._max_tokens)
 
     def _submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Runs `work` on the engine's loop. Raises what `_refuse_if_ended` raises, also when the loop has just ended."""
@@ -267,8 +248,9 @@ class VllmEngine:
         try:
             kv_tokens = sum(report.kv_tokens for report in self._reports)
             self._feeding = Feeding(sure=kv_tokens // self._max_tokens, most=self.max_batch_size)
+            self._updates = WeightUpdates(self._llm, self._spec, self._reports, self._feeding)
             if self._first is not None:
-                await self._llm.update_weight_version(_label(self._first))
+                await self._llm.update_weight_version(label_of(self._first))
                 self.version = self._first
             self._guard.started()
             log.info("vLLM is up: room for %d tokens, %d sequences", kv_tokens, self.max_batch_size)
@@ -290,14 +272,14 @@ class VllmEngine:
         request = sequence.request
         if sequence.aborted:
             return request.prefix or empty_completion()
-        known = request.prompt_ids.tolist()
-        if request.prefix is not None:
-            known += request.prefix.token_ids.tolist()
+        stop_ids = {id_ for id_ in (*self._end_ids, *request.params.stop_token_ids) if id_ < self._vocab_size}
         queue = None
         finished = False
         try:
             queue = await self._llm.add_request(
-                sequence.name, {"prompt_token_ids": known}, self._params(sequence, len(known))
+                sequence.name,
+                {"prompt_token_ids": known_tokens(request)},
+                sampling_params(request, sequence.limit, stop_ids),
             )
             sequence.submitted = True
             if sequence.aborted:
@@ -307,7 +289,7 @@ class VllmEngine:
                 finished = output.finished
                 if not finished:
                     self._tell_progress(sequence, output.outputs[0])
-            return self._completion(sequence, output.outputs[0])
+            return completion(request, output.outputs[0])
         except (asyncio.CancelledError, PacelineError):
             raise
         except Exception as error:
@@ -318,43 +300,13 @@ class VllmEngine:
             if queue is not None and not finished and not self._llm.errored:
                 await self._llm.abort(sequence.name)
 
-    def _params(self, sequence: _Sequence, num_known: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        request, params = sequence.request, sequence.request.params
-        done = num_known - len(request.prompt_ids)
-        watched = request.on_progress is not None
-        sampling = SamplingParams(
-            n=1,
-            max_tokens=sequence.limit - num_known,
-            min_tokens=min(max(0, params.min_new_tokens - done), sequence.limit - num_known),
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=_seed(request.seed, done),
-            stop_token_ids=[
-                token
-                for token in sorted({*self._end_ids, *params.stop_token_ids})
-                if token < self._layout.vocab_size
-            ],
-            ignore_eos=True,  # the ends of sequence are among the stop tokens
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.CUMULATIVE if watched else RequestOutputKind.FINAL_ONLY,
-        )
-        # Afterwards, since the constructor would raise what is below 0.01 to it, and the log-probabilities with it.
-        sampling.temperature = params.temperature
-        return sampling
-
     def _tell_progress(self, sequence: _Sequence, output: Any) -> None:
         tell = sequence.request.on_progress
         if tell is None or not output.token_ids:
             return
-        spans = self._spans_so_far(sequence.name, len(output.token_ids))
-        completion = self._joined(sequence, output, spans, "abort")
+        so_far = progress(sequence.request, output, self._spans_so_far(sequence.name, len(output.token_ids)))
         with contextlib.suppress(RuntimeError):  # a loop that was closed: nobody listens any more
-            sequence.loop.call_soon_threadsafe(tell, completion)
+            sequence.loop.call_soon_threadsafe(tell, so_far)
 
     def _spans_so_far(self, name: str, num_tokens: int) -> list[tuple[str, int, int]]:
         """The versions of an unfinished sequence's first `num_tokens`, which vLLM keeps but tells only at the end."""
@@ -363,48 +315,8 @@ class VllmEngine:
         state = processor.request_states.get(internal)
         if state is None:
             assert self.version is not None
-            return [(_label(self.version), 0, num_tokens)]
-        starts = [(label, start) for label, start in state.weight_version_starts if start < num_tokens]
-        ends = [start for _, start in starts[1:]] + [num_tokens]
-        return [(label, start, end) for (label, start), end in zip(starts, ends, strict=True)]
-
-    def _completion(self, sequence: _Sequence, output: Any) -> Completion:
-        spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
-        reason = output.finish_reason
-        completion = self._joined(
-            sequence, output, spans, reason if reason in ("stop", "length") else "abort"
-        )
-        if not np.isfinite(completion.logprobs).all():
-            raise Unavailable(
-                f"request {sequence.request.request_id!r}: the model's logits under {self.version} are not finite; "
-                "newer weights or policy.generation_precision=float32 may help"
-            )
-        return completion
-
-    def _joined(
-        self, sequence: _Sequence, output: Any, spans: list[tuple[str, int, int]], reason: str
-    ) -> Completion:
-        """Prefix and what vLLM has sampled after it, as one completion."""
-        prefix = sequence.request.prefix or empty_completion()
-        num_new, done = len(output.token_ids), len(prefix.token_ids)
-        logprobs = output.logprobs.logprobs[:num_new] if output.logprobs is not None else []
-        token_ids = np.array(output.token_ids, np.int32)
-        sampled = np.array(logprobs, np.float32)
-        joined = list(prefix.spans)
-        for label, start, end in spans:
-            version = _parsed(label)
-            if end <= start:
-                continue
-            if joined and joined[-1][:2] == version:
-                joined[-1] = joined[-1]._replace(end=done + end)
-            else:
-                joined.append(VersionSpan(*version, done + start, done + end))
-        return Completion(
-            np.concatenate([prefix.token_ids, token_ids]),
-            np.concatenate([prefix.logprobs, sampled]),
-            tuple(joined),
-            reason,
-        )
+            return [(label_of(self.version), 0, num_tokens)]
+        return spans_so_far(state.weight_version_starts, num_tokens)
 
     def _abort(self, sequence: _Sequence) -> None:
         sequence.aborted = True
@@ -417,45 +329,20 @@ class VllmEngine:
 
     async def _update(self, version: Version, weights: Mapping[str, Tensor]) -> float:
         async with self._updating:
-            shared = await asyncio.to_thread(
-                SharedWeights, self._layout.completed(weights), self._num_readers
-            )
+            whole = await asyncio.to_thread(self._weights.whole, weights)
+            shared = await self._updates.read(whole)
             try:
-                await self._llm.collective_rpc("paceline_read_weights", args=(shared.path, shared.manifest))
-                await shared.verified(READ_TIMEOUT_S)
-                try:
-                    return await self._swap(version)
-                except BaseException as error:
-                    self._error = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")
-                    raise _died(self._error) from error
+                pause_s = await self._updates.swap(version, self._in_hand)
+                self.version = version
+                return pause_s
+            except BaseException as error:
+                self._error = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")
+                raise _died(self._error) from error
             finally:
                 shared.close()
 
-    async def _swap(self, version: Version) -> float:
-        """Pause, load, resume; returns the seconds without a token."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        started_s = time.monotonic()
-        mode = "keep" if self._in_flight else "wait"
-        await self._llm.pause_generation(mode=mode, clear_cache=self._recompute)
-        running = self.num_running if self._in_flight else 0
-        paused_s = self._last_token_s() if running else started_s if self._in_flight else time.monotonic()
-        if self._recompute:
-            self._feeding.excuse(running)
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={}))
-        await self._llm.finish_weight_update(_label(version))
-        resumed_s = time.monotonic()
-        await self._llm.resume_generation()
-        self.version = version
-        while running and self._live and time.monotonic() < resumed_s + RESUME_TIMEOUT_S:
-            if (first_s := self._last_token_s()) > resumed_s:
-                return first_s - paused_s
-            await asyncio.sleep(0.001)
-        return resumed_s - paused_s
-
-    def _last_token_s(self) -> float:
-        return max(report.last_token_s for report in self._reports)
+    def _in_hand(self) -> int:
+        return len(self._live)
 
     def _on_step(self, preempted: int) -> None:
         latest = [report.latest for report in self._reports]
@@ -467,25 +354,6 @@ class VllmEngine:
                 preempted,
             )
         )
-
-
-def _label(version: Version) -> str:
-    return f"{version.session}.{version.step}"
-
-
-def _parsed(label: str) -> Version:
-    session, step = label.split(".")
-    return Version(int(session), int(step))
-
-
-def _seed(seed: int, position: int) -> int:
-    """vLLM's generator starts anew with a request, so a prefix gets another seed: the same noise twice in one
-    completion would not be a sample of the model's distribution.
-    """
-    if not position:
-        return seed
-    digest = hashlib.sha256(f"{seed}/{position}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _generation_config(model_name: str) -> Any:

@@ -41,11 +41,6 @@ def engine_arguments(
     Token ids in and out: vLLM itself needs no tokenizer.
     """
     policy, generation = spec.policy, spec.policy.generation
-    if policy.lora_cfg.enabled:
-        raise InvalidInput(
-            "policy.lora_cfg.enabled is true and policy.generation.backend 'vllm': adapters reach the native engine only; "
-            "use backend 'native', or train all weights"
-        )
     settings, on_cpu = generation.vllm_cfg, device == "cpu"
     arguments: dict[str, Any] = {
         "model": policy.model_name,

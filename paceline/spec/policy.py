@@ -200,9 +200,4 @@ class PolicySection(Section):
                 f"lora_cfg.dropout {lora.dropout} with activation_checkpointing true: the recomputation would draw "
                 "another mask than the forward pass; set one of them to 0 or false"
             )
-        if self.generation.backend == "vllm":
-            raise ValueError(
-                "lora_cfg.enabled is true and generation.backend is 'vllm', which takes whole weights only so far; "
-                "use 'native', or train without an adapter"
-            )
         return self

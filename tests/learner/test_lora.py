@@ -223,7 +223,6 @@ def test_layers_that_cannot_be_adapted_are_refused(policy: Path, target: str, me
     [
         ({"lora_cfg": {"enabled": True, "dropout": 0.1}}, "dropout 0.1 with algorithm grpo"),
         ({"lora_cfg": {"enabled": True, "dropout": 0.1}, "activation_checkpointing": True}, "another mask"),
-        ({"lora_cfg": {"enabled": True}, "generation": {"backend": "vllm"}}, "takes whole weights only"),
         ({"lora_cfg": {"enabled": True, "rank": 4}}, "rank"),
         ({"lora_cfg": {"enabled": True, "dim": 0}}, "dim"),
     ],

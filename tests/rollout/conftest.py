@@ -56,6 +56,12 @@ def make_model() -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="session")
+def make_spec_in() -> Callable[[Path], Callable[..., RunSpec]]:
+    """`make_spec_in(folder)` is what `make_spec` is, with the model's config in `folder`."""
+    return spec_maker
+
+
 @pytest.fixture
 def make_spec(tmp_path: Path) -> Callable[..., RunSpec]:
     """`make_spec(model, max_batch_size=…, max_total_sequence_length=…, async_grpo={…})`: only the config is saved."""

@@ -1,4 +1,4 @@
-"""Adapters on the native engine: kept apart from their base, merged into the layer's weight when a new one comes.
+"""The adapter of a model that is sampled from: kept apart from its base, merged into it whenever a new one comes.
 
 The promise: after `replace` every adapted layer has W + (alpha/dim)·B·A, computed from the base as it was loaded and
 never from an earlier merge, so versions leave no trace in each other. Merging makes a decode step cost what it costs

@@ -1,0 +1,144 @@
+"""Between our requests and vLLM's: what is refused, what vLLM is asked for, and what its outputs say, as completions.
+
+No function here waits or keeps anything. Versions travel through vLLM as labels, `session.step`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import InvalidInput, Unavailable
+from paceline.groups import Completion, Version, VersionSpan
+from rollout.engine import GenerationRequest, check_prefix, empty_completion
+
+LabelSpan = tuple[str, int, int]
+"""Label of a version, first token and end, counted from the first token that vLLM sampled."""
+
+
+def label_of(version: Version) -> str:
+    """By which vLLM knows a version."""
+    return f"{version.session}.{version.step}"
+
+
+def version_of(label: str) -> Version:
+    """What `label_of` was given."""
+    session, step = label.split(".")
+    return Version(int(session), int(step))
+
+
+def known_tokens(request: GenerationRequest) -> list[int]:
+    """Prompt and prefix: what vLLM has to compute before it samples."""
+    known: list[int] = request.prompt_ids.tolist()
+    return known if request.prefix is None else known + request.prefix.token_ids.tolist()
+
+
+def check_request(request: GenerationRequest, max_tokens: int, vocab_size: int) -> int:
+    """The most tokens that prompt and completion may have together. Raises InvalidInput for everything about a request that
+    could later hurt the engine.
+    """
+    num_prompt = len(request.prompt_ids)
+    known = request.prompt_ids
+    if request.prefix is not None:
+        check_prefix(request.prefix)
+        known = np.concatenate([known, request.prefix.token_ids])
+    if not 0 < num_prompt < max_tokens:
+        raise InvalidInput(
+            f"the prompt has {num_prompt} tokens, must have 1 to {max_tokens - 1}: "
+            "policy.max_total_sequence_length (or the model) bounds prompt and completion together"
+        )
+    if known.min() < 0 or known.max() >= vocab_size:
+        raise InvalidInput(
+            f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
+            f"{vocab_size - 1}; is it the model's own tokenizer?"
+        )
+    return min(num_prompt + request.params.max_new_tokens, max_tokens)
+
+
+def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[int]) -> Any:
+    """vLLM's parameters of a request that `check_request` gave `limit`; any of `stop_ids` ends it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = request.params
+    done = 0 if request.prefix is None else len(request.prefix.token_ids)
+    room = limit - len(request.prompt_ids) - done
+    watched = request.on_progress is not None
+    sampling = SamplingParams(
+        n=1,
+        max_tokens=room,
+        min_tokens=min(max(0, params.min_new_tokens - done), room),
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=_seed(request.seed, done),
+        stop_token_ids=sorted(stop_ids),
+        ignore_eos=True,  # the ends of sequence are among the stop tokens
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE if watched else RequestOutputKind.FINAL_ONLY,
+    )
+    # Afterwards, since the constructor would raise what is below 0.01 to it, and the log-probabilities with it.
+    sampling.temperature = params.temperature
+    return sampling
+
+
+def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) -> Completion:
+    """What exists of a request that goes on."""
+    return _joined(request, output, spans, "abort")
+
+
+def completion(request: GenerationRequest, output: Any) -> Completion:
+    """What a request has come to. Raises Unavailable if the model's numbers were not finite."""
+    spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
+    reason = output.finish_reason
+    ended = _joined(request, output, spans, reason if reason in ("stop", "length") else "abort")
+    if not np.isfinite(ended.logprobs).all():
+        version = tuple(ended.spans[-1][:2]) if ended.spans else None
+        raise Unavailable(
+            f"request {request.request_id!r}: the model's logits under {version} are not finite; "
+            "newer weights or policy.generation_precision=float32 may help"
+        )
+    return ended
+
+
+def spans_so_far(starts: list[tuple[str, int]], num_tokens: int) -> list[LabelSpan]:
+    """The versions of an unfinished sequence's first `num_tokens`, from (label, first token) of each that it met."""
+    met = [(label, start) for label, start in starts if start < num_tokens]
+    ends = [start for _, start in met[1:]] + [num_tokens]
+    return [(label, start, end) for (label, start), end in zip(met, ends, strict=True)]
+
+
+def _joined(request: GenerationRequest, output: Any, spans: list[LabelSpan], reason: str) -> Completion:
+    """Prefix and what vLLM has sampled after it, as one completion."""
+    prefix = request.prefix or empty_completion()
+    num_new, done = len(output.token_ids), len(prefix.token_ids)
+    logprobs = output.logprobs.logprobs[:num_new] if output.logprobs is not None else []
+    joined = list(prefix.spans)
+    for label, start, end in spans:
+        version = version_of(label)
+        if end <= start:
+            continue
+        if joined and joined[-1][:2] == version:
+            joined[-1] = joined[-1]._replace(end=done + end)
+        else:
+            joined.append(VersionSpan(*version, done + start, done + end))
+    return Completion(
+        np.concatenate([prefix.token_ids, np.array(output.token_ids, np.int32)]),
+        np.concatenate([prefix.logprobs, np.array(logprobs, np.float32)]),
+        tuple(joined),
+        reason,
+    )
+
+
+def _seed(seed: int, position: int) -> int:
+    """vLLM's generator starts anew with a request, so a prefix gets another seed: the same noise twice in one
+    completion would not be a sample of the model's distribution.
+    """
+    if not position:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{position}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

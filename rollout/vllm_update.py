@@ -1,0 +1,90 @@
+"""New weights for a running vLLM: verified by every worker while it decodes, loaded between two decode steps.
+
+They are put into shared memory, where every worker reads and verifies all of them while generation goes on. Then
+generation pauses, the workers load their parts, the cache is cleared, and it resumes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from paceline.groups import Version
+from paceline.spec import RunSpec
+from rollout.feeding import Feeding
+from rollout.shared_weights import SharedWeights
+from rollout.vllm_arguments import replicas
+from rollout.vllm_requests import label_of
+
+if TYPE_CHECKING:
+    from rollout.vllm_reports import Reports
+
+READ_TIMEOUT_S = 300.0
+"""How long the workers may take to read and verify new weights, while they go on decoding."""
+RESUME_TIMEOUT_S = 60.0
+"""How long `swap` waits for the first token after it, which only measures the pause."""
+
+
+class WeightUpdates:
+    """Of one AsyncLLM, on its loop, one at a time."""
+
+    def __init__(self, llm: Any, spec: RunSpec, reports: list[Reports], feeding: Feeding) -> None:
+        self._llm = llm
+        self._reports = reports
+        self._feeding = feeding
+        self._num_readers = replicas(spec.policy)
+        self._in_flight = spec.async_grpo.in_flight_weight_updates
+        self._recompute = spec.async_grpo.recompute_kv_cache_after_weight_updates
+
+    async def read(self, weights: Mapping[str, Tensor]) -> SharedWeights:
+        """Whole `weights` under all names, in memory that every worker has mapped and verified; to be closed after `swap`.
+
+        Raises Unavailable: a worker could not read them; nothing has changed.
+        """
+        shared = await asyncio.to_thread(SharedWeights, weights, self._num_readers)
+        try:
+            await self._llm.collective_rpc("paceline_read_weights", args=(shared.path, shared.manifest))
+            await shared.verified(READ_TIMEOUT_S)
+        except BaseException:
+            shared.close()
+            raise
+        return shared
+
+    async def swap(self, version: Version, in_hand: Callable[[], int]) -> float:
+        """Pause, load what was read, resume; `in_hand` counts the engine's requests. Returns the seconds without a token.
+
+        They end with the first token after it, so that recomputing keys and values counts; without in-flight updates
+        running sequences are decoded to their end first, which does not count. An error leaves the engine in a state that
+        nobody knows.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        started_s = time.monotonic()
+        # Not `AsyncLLM.pause_generation`: that sleeps 20 ms afterwards, for callers who want the last outputs first. Ours
+        # have their versions from the engine's core, so it does not matter when they arrive.
+        await self._llm.engine_core.pause_scheduler_async(
+            mode="keep" if self._in_flight else "wait", clear_cache=self._recompute
+        )
+        running = min(sum(report.latest.running for report in self._reports), in_hand())
+        if not self._in_flight:
+            started_s, running = time.monotonic(), 0
+        if self._recompute:
+            self._feeding.excuse(running)
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={}))
+        await self._llm.finish_weight_update(label_of(version))
+        paused_s = self._last_token_s() if running else started_s
+        resumed_s = time.monotonic()
+        await self._llm.resume_generation()
+        while running and in_hand() and time.monotonic() < resumed_s + RESUME_TIMEOUT_S:
+            if (first_s := self._last_token_s()) > resumed_s:
+                return first_s - paused_s
+            await asyncio.sleep(0.001)
+        return resumed_s - paused_s
+
+    def _last_token_s(self) -> float:
+        return max(report.last_token_s for report in self._reports)
