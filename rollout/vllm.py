@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 WATCH_S = 0.2
 """Seconds between two looks at whether the engine lives: vLLM tells nobody who does not ask."""
+END_S = 0.5
+"""How long the engine's processes may take to end by themselves, which on CPUs they never do: then the guard kills them."""
 log = logging.getLogger(__name__)
 
 
@@ -246,6 +248,8 @@ class VllmEngine:
 
         self._llm = AsyncLLM.from_vllm_config(self._config, stat_loggers=[reports], disable_log_stats=True)
         try:
+            if self._spec.policy.generation.vllm_cfg.pipeline_parallel_size > 1:
+                await self._llm.collective_rpc("paceline_make_stage_buffers")
             kv_tokens = sum(report.kv_tokens for report in self._reports)
             self._feeding = Feeding(sure=kv_tokens // self._max_tokens, most=self.max_batch_size)
             self._updates = WeightUpdates(self._llm, self._spec, self._reports, self._feeding)
@@ -266,7 +270,7 @@ class VllmEngine:
             while self._live and not self._llm.errored:  # noqa: ASYNC110 - each is on its way to its caller
                 await asyncio.sleep(0.005)
         finally:
-            self._llm.shutdown(5.0)
+            self._llm.shutdown(END_S)
 
     async def _sample(self, sequence: _Sequence) -> Completion:
         request = sequence.request

@@ -13,6 +13,7 @@ from paceline.errors import InvalidInput
 from paceline.spec import PolicySection, RunSpec
 from rollout.model_layout import generation_dtype, longest_sequence
 from rollout.process_guard import ProcessGuard
+from rollout.vllm_requests import LOWEST_TEMPERATURE
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default on a CPU, where vLLM would take a fraction of all memory."""
@@ -41,6 +42,11 @@ def engine_arguments(
     Token ids in and out: vLLM itself needs no tokenizer.
     """
     policy, generation = spec.policy, spec.policy.generation
+    if generation.temperature < LOWEST_TEMPERATURE:
+        raise InvalidInput(
+            f"policy.generation.temperature is {generation.temperature}, but vLLM samples at {LOWEST_TEMPERATURE} or above "
+            "only: the ratios would be wrong; raise it, or use backend 'native'"
+        )
     settings, on_cpu = generation.vllm_cfg, device == "cpu"
     arguments: dict[str, Any] = {
         "model": policy.model_name,

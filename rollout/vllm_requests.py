@@ -15,6 +15,10 @@ from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
 from rollout.engine import GenerationRequest, check_prefix, empty_completion
 
+LOWEST_TEMPERATURE = 0.01
+"""vLLM samples at none between 0 and this one: it takes this one instead, and says so in a log only. Below it we ask for the
+likeliest token, which then is certain.
+"""
 LabelSpan = tuple[str, int, int]
 """Label of a version, first token and end, counted from the first token that vLLM sampled."""
 
@@ -67,8 +71,9 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
     done = 0 if request.prefix is None else len(request.prefix.token_ids)
     room = limit - len(request.prompt_ids) - done
     watched = request.on_progress is not None
-    sampling = SamplingParams(
+    return SamplingParams(
         n=1,
+        temperature=0.0 if _is_greedy(request) else params.temperature,
         max_tokens=room,
         min_tokens=min(max(0, params.min_new_tokens - done), room),
         top_p=params.top_p,
@@ -81,9 +86,6 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE if watched else RequestOutputKind.FINAL_ONLY,
     )
-    # Afterwards, since the constructor would raise what is below 0.01 to it, and the log-probabilities with it.
-    sampling.temperature = params.temperature
-    return sampling
 
 
 def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) -> Completion:
@@ -117,6 +119,9 @@ def _joined(request: GenerationRequest, output: Any, spans: list[LabelSpan], rea
     prefix = request.prefix or empty_completion()
     num_new, done = len(output.token_ids), len(prefix.token_ids)
     logprobs = output.logprobs.logprobs[:num_new] if output.logprobs is not None else []
+    sampled = np.array(logprobs, np.float32)
+    if _is_greedy(request):
+        sampled *= 0  # a NaN stays one
     joined = list(prefix.spans)
     for label, start, end in spans:
         version = version_of(label)
@@ -128,10 +133,14 @@ def _joined(request: GenerationRequest, output: Any, spans: list[LabelSpan], rea
             joined.append(VersionSpan(*version, done + start, done + end))
     return Completion(
         np.concatenate([prefix.token_ids, np.array(output.token_ids, np.int32)]),
-        np.concatenate([prefix.logprobs, np.array(logprobs, np.float32)]),
+        np.concatenate([prefix.logprobs, sampled]),
         tuple(joined),
         reason,
     )
+
+
+def _is_greedy(request: GenerationRequest) -> bool:
+    return request.params.temperature < LOWEST_TEMPERATURE
 
 
 def _seed(seed: int, position: int) -> int:

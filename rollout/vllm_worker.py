@@ -87,7 +87,20 @@ class WorkerExtension:
 
     rank: int
     vllm_config: Any
+    model_runner: Any
     weight_transfer_engine: SharedMemoryTransfer
+
+    def paceline_make_stage_buffers(self) -> None:
+        """Makes the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up, which
+        it leaves out on a CPU without compilation.
+        """
+        from vllm.distributed import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     def paceline_read_weights(self, path: str, manifest: bytes) -> None:
         """Begins to read; readers count through the replicas of data parallelism."""

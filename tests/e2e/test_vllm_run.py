@@ -37,8 +37,8 @@ def vllm_spec(make_spec: MakeSpec, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("vllm") / "model"
     make_model(folder, seed=0, hidden=64, layers=1, heads=2)
 
-    def make(**sections: Any) -> RunSpec:
-        policy = {
+    def make(policy: dict[str, Any] | None = None, **sections: Any) -> RunSpec:
+        defaults = {
             "model_name": str(folder),
             "max_total_sequence_length": 32,
             "optimizer": {"lr": 1e-3},
@@ -48,7 +48,7 @@ def vllm_spec(make_spec: MakeSpec, tmp_path_factory: pytest.TempPathFactory) -> 
                 "vllm_cfg": {"kv_cache_memory_bytes": 32 << 20},
             },
         }
-        return make_spec(policy=policy, **sections)
+        return make_spec(policy=defaults | (policy or {}), **sections)
 
     return make
 
@@ -112,7 +112,39 @@ def test_a_run_goes_on_when_an_engines_worker_is_killed_and_its_ratios_are_one(
         assert any("engine died" in str(content) for content in left), left
     assert summary["samples"] == 16 * 8 * 4
     ratios = [line["ratio_behaviour"] for line in lines]
+    print(f"ratios of {len(ratios)} steps at age 0: {min(ratios):.6f} to {max(ratios):.6f}")
     assert all(abs(ratio - 1) <= 5e-4 for ratio in ratios), ratios
+
+
+@pytest.mark.parametrize("what", ["the delta channel", "an adapter"])
+def test_what_reaches_a_native_worker_reaches_this_one_too(
+    vllm_spec: MakeSpec, tmp_path: Path, what: str
+) -> None:
+    sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
+    lora = {"lora_cfg": {"enabled": True, "dim": 4}, "optimizer": {"lr": 1e-2}}
+    spec = vllm_spec(
+        policy=lora if what == "an adapter" else None,
+        grpo={"max_num_steps": 8, "num_prompts_per_step": 8, "num_generations_per_prompt": 4},
+        async_grpo={"max_trajectory_age_steps": 0},
+        weights={"channel": "delta" if what == "the delta channel" else "collective", "anchor_interval": 4},
+    )
+    with LocalCluster(tmp_path, sizes) as cluster, Client(cluster.address) as client:
+        run_id = client.submit(spec).run_id
+        wait_for(lambda: cluster.check() or client.get(run_id).step >= 8)
+        summary = finish(client, cluster, run_id)
+        lines = metrics(summary, cluster)
+        sizes_bytes = {
+            line["size_bytes"] for line in metrics(summary, cluster, "weights") if "size_bytes" in line
+        }
+    ratios = [line["ratio_behaviour"] for line in lines]
+    print(f"{what}: ratios {min(ratios):.6f} to {max(ratios):.6f}, versions of {sorted(sizes_bytes)} bytes")
+    assert all(abs(ratio - 1) <= 1e-4 for ratio in ratios), ratios
+    model_bytes = sum(path.stat().st_size for path in Path(spec.policy.model_name).glob("*.safetensors"))
+    if what == "an adapter":
+        assert max(sizes_bytes) < model_bytes / 4
+    else:
+        stored = {path.name for path in (tmp_path / run_id / "weights").glob("*/*.json")}
+        assert stored == {"anchor.json", "delta.json"}
 
 
 def test_services_that_are_killed_leave_no_process_and_no_shared_memory(

@@ -86,6 +86,9 @@ async def test_a_temperature_near_zero_is_greedy_decoding(engine: Engine, model:
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0
     )
     assert completion.token_ids.tolist() == greedy[0, len(PROMPT) :].tolist()
+    assert np.abs(completion.logprobs).max() < 1e-4
+    for seed in range(8):
+        assert same(await engine.generate(ask(str(seed), 40, seed=seed, temperature=1e-4)), completion)
 
 
 async def test_first_tokens_follow_the_softmax(engine: Engine, model: Any, reference_logprobs: Any) -> None:

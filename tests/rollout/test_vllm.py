@@ -168,17 +168,55 @@ async def test_its_numbers_are_the_learners_and_versions_are_exact_in_flight_unt
     assert engine_pids(engine) == {}
 
 
-async def test_two_tensor_parallel_workers_hold_exact_versions_of_an_untied_llama(
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline", "data"])
+async def test_two_parallel_workers_hold_exact_versions_of_an_untied_llama(
+    start_engine: Callable[[RunSpec], Engine],
+    make_spec: Callable[..., RunSpec],
+    make_model: Callable[..., Any],
+    reference_logprobs: Any,
+    parallel: str,
+) -> None:
+    model = make_model("llama", tied=False)
+    workers = {f"{parallel}_parallel_size": 2}
+    spec = make_spec(model, backend="vllm", max_batch_size=NUM_SEQUENCES, vllm_cfg=workers)
+    await check_versions(start_engine(spec), make_model, "llama", False, reference_logprobs)
+
+
+def mixed_logprobs(model: Any, cache: Any, ids_1L: torch.Tensor, start: int) -> Any:
+    """[L - start - 1] of the tokens after `start`, by `model` with the keys and values in `cache` up to there."""
+    with torch.no_grad():
+        logits_LV = model(ids_1L[:, start:], past_key_values=cache, use_cache=True).logits[0, :-1]
+    return logits_LV.log_softmax(-1).gather(1, ids_1L[0, start + 1 :, None])[:, 0].numpy()
+
+
+async def test_keys_and_values_that_are_kept_are_the_old_weights_and_the_label_is_exact(
     start_engine: Callable[[RunSpec], Engine],
     make_spec: Callable[..., RunSpec],
     make_model: Callable[..., Any],
     reference_logprobs: Any,
 ) -> None:
-    model = make_model("llama", tied=False)
-    spec = make_spec(
-        model, backend="vllm", max_batch_size=NUM_SEQUENCES, vllm_cfg={"tensor_parallel_size": 2}
-    )
-    await check_versions(start_engine(spec), make_model, "llama", False, reference_logprobs)
+    old, new = (make_model(seed=seed) for seed in (0, 1))
+    kept = {"recompute_kv_cache_after_weight_updates": False}
+    engine = start_engine(make_spec(old, backend="vllm", async_grpo=kept))
+    await engine.update_weights(Version(1, 0), old.state_dict())
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests(600)[:8]]
+    await until(lambda: engine.num_running == 8)
+    await engine.update_weights(Version(1, 1), new.state_dict())
+    for prompt, completion in zip(PROMPTS, await asyncio.gather(*tasks), strict=False):
+        before, after = completion.spans
+        assert (before[:2], after[:2]) == ((1, 0), (1, 1))
+        assert (before.start, before.end, after.end) == (0, after.start, 600)
+        by_old = reference_logprobs(old, prompt, completion)[: before.end]
+        assert np.abs(completion.logprobs[: before.end] - by_old).max() <= 2e-5
+        # The last token of before is the first whose key and value are the new weights'.
+        ids_1L = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))[None]
+        last = len(prompt) + before.end - 1
+        with torch.no_grad():
+            cache = old(ids_1L[:, :last], use_cache=True).past_key_values
+        by_both = mixed_logprobs(new, cache, ids_1L, last)
+        assert np.abs(completion.logprobs[before.end :] - by_both).max() <= 2e-5
+        by_new = reference_logprobs(new, prompt, completion)[before.end :]
+        assert np.abs(by_both - by_new).max() > 1e-3
 
 
 async def test_bfloat16_is_as_close_as_bfloat16_can_be(
@@ -208,6 +246,15 @@ def test_what_paceline_decides_is_refused_in_vllm_kwargs(
     ):
         with pytest.raises(ValueError, match=message):
             make_spec(model, backend="vllm", vllm_kwargs=kwargs)
+
+
+async def test_a_temperature_that_vllm_would_change_is_refused(
+    start_engine: Callable[[RunSpec], Engine],
+    make_spec: Callable[..., RunSpec],
+    make_model: Callable[..., Any],
+) -> None:
+    with pytest.raises(InvalidInput, match=r"temperature is 0\.005, but vLLM samples at 0\.01 or above"):
+        start_engine(make_spec(make_model(), backend="vllm", temperature=0.005))
 
 
 async def test_an_argument_that_vllm_does_not_know_is_the_runs_fault(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% i
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 
 
-@pytest.fixture(params=["native"])
+@pytest.fixture(params=["native", pytest.param("vllm", marks=pytest.mark.vllm)])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=len(made), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, initializer_range=0.2,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.2,
         eos_token_id=0, bos_token_id=None, pad_token_id=None, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -59,11 +59,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def spec(folder: Path, backend: str) -> RunSpec:
-    generation = {"backend": backend, "max_new_tokens": 24}
-    if backend == "native":
-        generation["max_batch_size"] = BATCH
+def make_spec(folder: Path, backend: str) -> RunSpec:
+    generation: dict[str, Any] = {"backend": backend, "max_new_tokens": 24, "max_batch_size": BATCH}
+    if backend == "vllm":
+        generation["vllm_cfg"] = {"kv_cache_memory_bytes": 256 << 20}
     return RunSpec.model_validate(
         {
             "policy": {
@@ -75,6 +74,14 @@ def spec(folder: Path, backend: str) -> RunSpec:
             "rewards": [{"function": "exact_match"}],
         }
     )
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(folder: Path) -> Iterator[Engine]:
+    """One for the whole module, since it takes long to start."""
+    engine = create_engine(make_spec(folder, "vllm"))
+    yield engine
+    asyncio.run(engine.close())
 
 
 @dataclass
@@ -100,12 +107,17 @@ def weights(folder: Path) -> Callable[[float], dict[str, torch.Tensor]]:
 
 
 @pytest_asyncio.fixture
-async def run(spec: RunSpec, weights: Any) -> AsyncIterator[Run]:
-    engine = await asyncio.to_thread(create_engine, spec)
+async def run(request: pytest.FixtureRequest, folder: Path, backend: str, weights: Any) -> AsyncIterator[Run]:
+    spec = make_spec(folder, backend)
+    if backend == "vllm":
+        engine = request.getfixturevalue("vllm_engine")
+    else:
+        engine = await asyncio.to_thread(create_engine, spec)
     await engine.update_weights(FIRST, weights())
     params = SamplingParams.from_spec(spec.policy.generation)
     yield Run(RUN, spec, engine, load_tokenizer(spec.policy), params)
-    await engine.close()
+    if backend == "native":
+        await engine.close()
 
 
 @pytest_asyncio.fixture
