@@ -1,8 +1,8 @@
 """The vLLM engine: vLLM's AsyncLLM behind the engine protocol, with our weights and without processes left behind.
 
-Who owns what: a thread of its own runs the asyncio loop on which AsyncLLM lives, so that neither its start nor its
-bookkeeping for hundreds of sequences holds up the service. Callers wait for futures. Everything below the line is that
-loop's alone. vLLM's own processes (the engine core, a worker for each part of the model) are watched by a guard
+Who owns what: a thread of its own (`engine_thread`) runs the asyncio loop on which AsyncLLM lives, so that neither its
+start nor its bookkeeping for hundreds of sequences holds up the service. Callers wait for futures. Everything below the
+line is that loop's alone. vLLM's own processes (the engine core, a worker for each part of the model) are watched by a guard
 (`process_guard`): they end with this process however it ends.
 
 Every request is one completion (`vllm_requests`); siblings are submitted one after the other, so vLLM's prefix cache
@@ -18,11 +18,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import threading
 from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -30,6 +28,7 @@ from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
 from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, empty_completion
+from rollout.engine_thread import EngineThread, died
 from rollout.feeding import Feeding, StepReport
 from rollout.model_layout import end_token_ids, meta_layout, read_config
 from rollout.process_guard import ProcessGuard
@@ -49,7 +48,6 @@ from rollout.whole_weights import whole_weights
 if TYPE_CHECKING:
     from rollout.vllm_reports import Reports
 
-ResultT = TypeVar("ResultT")
 WATCH_S = 0.2
 """Seconds between two looks at whether the engine lives: vLLM tells nobody who does not ask."""
 END_S = 0.5
@@ -97,18 +95,12 @@ class VllmEngine:
             raise
         self._live: dict[str, _Sequence] = {}
         self._numbers = itertools.count()
-        self._closing = False
-        self._error: BaseException | None = None
+        self._failed: EngineDied | None = None
         self._llm: Any = None
         self._reports: list[Reports] = []
         self._feeding = Feeding(sure=1, most=self.max_batch_size)
         self._updating = asyncio.Lock()
-        self._gate = threading.Lock()
-        self._over = False
-        self._loop = asyncio.new_event_loop()
-        self._started: Future[None] = Future()
-        self._ended: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
+        self._thread = EngineThread(self._live_once, self._guard.close)
         self._thread.start()
 
     @property
@@ -128,11 +120,11 @@ class VllmEngine:
 
     async def ready(self) -> None:
         """See `Engine.ready`."""
-        await asyncio.shield(asyncio.wrap_future(self._started))
+        await asyncio.shield(asyncio.wrap_future(self._thread.started))
 
     async def watch(self) -> None:
         """See `Engine.watch`."""
-        await asyncio.shield(asyncio.wrap_future(self._ended))
+        await asyncio.shield(asyncio.wrap_future(self._thread.ended))
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `Engine.generate`."""
@@ -140,7 +132,7 @@ class VllmEngine:
         prefix = request.prefix
         if prefix is not None and len(request.prompt_ids) + len(prefix.token_ids) >= limit:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
-        self._refuse_if_ended()
+        self._thread.refuse_if_ended()
         if self.version is None:
             raise Unavailable("the engine has no weights yet; call update_weights first")
         if request.request_id in self._live:
@@ -149,7 +141,7 @@ class VllmEngine:
         sequence = _Sequence(request, name, limit, asyncio.get_running_loop())
         self._live[request.request_id] = sequence
         try:
-            return await self._answer(asyncio.wrap_future(self._submit(self._sample(sequence))))
+            return await self._thread.result(self._thread.submit(self._sample(sequence)))
         finally:
             if self._live.get(request.request_id) is sequence:
                 del self._live[request.request_id]
@@ -157,17 +149,16 @@ class VllmEngine:
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
         sequence = self._live.get(request_id)
-        with self._gate:
-            if sequence is not None and not self._over:
-                self._loop.call_soon_threadsafe(self._abort, sequence)
+        if sequence is not None:
+            self._thread.call(self._abort, sequence)
 
     async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
         """See `Engine.update_weights`, and `WeightUpdates.swap` for what the pause is."""
         await asyncio.to_thread(self._weights.check, weights)
         await self.ready()
-        self._refuse_if_ended()
-        update = asyncio.wrap_future(self._submit(self._update(version, weights)))
-        return await self._answer(asyncio.shield(update))
+        self._thread.refuse_if_ended()
+        update = self._thread.submit(self._update(version, weights))
+        return await asyncio.shield(self._thread.result(update))
 
     @property
     def prefix_hits(self) -> int:
@@ -176,65 +167,15 @@ class VllmEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        self._closing = self.closed = True
-        while not self._started.done():
+        self._thread.closing = self.closed = True
+        started = self._thread.started
+        while not started.done():
             # Nothing else interrupts a start; it may have more processes to come.
             await asyncio.to_thread(self._guard.kill)
-            await asyncio.wait([asyncio.wrap_future(self._started)], timeout=WATCH_S)
+            await asyncio.wait([asyncio.wrap_future(started)], timeout=WATCH_S)
         await asyncio.to_thread(self._thread.join)
 
-    def _submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Runs `work` on the engine's loop. Raises what `_refuse_if_ended` raises, also when the loop has just ended."""
-        with self._gate:
-            if not self._over:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        self._refuse_if_ended()
-        raise Unavailable("the engine is closed")
-
-    async def _answer(self, future: asyncio.Future[ResultT]) -> ResultT:
-        """The future's result; its cancellation by the engine's end becomes the reason of that end."""
-        try:
-            return await future
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._over and not (task and task.cancelling()):
-                self._refuse_if_ended()
-            raise
-
-    def _refuse_if_ended(self) -> None:
-        if self._error is not None:
-            raise _died(self._error)
-        if self._closing:
-            raise Unavailable("the engine is closed")
-
     # Everything below runs on the engine's thread.
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._live_once())
-        except BaseException as error:
-            if not self._closing:
-                log.exception("the vLLM engine died")
-                self._error = error
-        self._guard.close()
-        outcome = None if self._error is None else _died(self._error)
-        with self._gate:
-            self._over = True
-        for round_ in range(2):  # what was submitted last becomes a task first, and is cancelled then
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0.01 * round_))
-        self._loop.close()
-        for future in (self._started, self._ended):
-            if not future.done():
-                if outcome is None and future is self._started:
-                    future.set_exception(Unavailable("the engine was closed while it started"))
-                elif outcome is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(outcome)
 
     async def _live_once(self) -> None:
         """Starts AsyncLLM and watches it until `close`. Raises whatever it died of."""
@@ -258,12 +199,12 @@ class VllmEngine:
                 self.version = self._first
             self._guard.started()
             log.info("vLLM is up: room for %d tokens, %d sequences", kv_tokens, self.max_batch_size)
-            self._started.set_result(None)
-            while not self._closing:
+            self._thread.started.set_result(None)
+            while not self._thread.closing:
                 if self._llm.errored:
                     raise self._llm.dead_error
-                if self._error is not None:
-                    raise self._error
+                if self._failed is not None:
+                    raise self._failed
                 await asyncio.sleep(WATCH_S)
             for sequence in list(self._live.values()):
                 self._abort(sequence)
@@ -298,7 +239,7 @@ class VllmEngine:
             raise
         except Exception as error:
             if self._llm.errored:
-                raise _died(error) from error
+                raise died(error) from error
             raise Unavailable(f"vLLM refused request {request.request_id!r}: {error}") from error
         finally:
             if queue is not None and not finished and not self._llm.errored:
@@ -328,7 +269,7 @@ class VllmEngine:
             self._background(self._llm.abort(sequence.name))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
+        task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _update(self, version: Version, weights: Mapping[str, Tensor]) -> float:
@@ -340,8 +281,8 @@ class VllmEngine:
                 self.version = version
                 return pause_s
             except BaseException as error:
-                self._error = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")
-                raise _died(self._error) from error
+                self._failed = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")
+                raise self._failed from error
             finally:
                 shared.close()
 
@@ -367,11 +308,3 @@ def _generation_config(model_name: str) -> Any:
         return GenerationConfig.from_pretrained(model_name)
     except OSError:
         return None
-
-
-def _died(error: BaseException) -> EngineDied:
-    if isinstance(error, EngineDied):
-        return error
-    died = EngineDied(f"the vLLM engine died: {error!r}")
-    died.__cause__ = error
-    return died

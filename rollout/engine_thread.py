@@ -1,0 +1,115 @@
+"""A thread whose asyncio loop is an engine's whole life: others hand it work, and learn what it died of.
+
+The engine's own coroutine runs on the loop from the thread's start to its end. Callers on other loops wait for futures, so
+that nothing the engine does holds them up. When the engine has ended, everything that still waits is told why, and
+whatever comes later is refused: at no time is work taken that nobody will do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from paceline.errors import EngineDied, Unavailable
+
+ResultT = TypeVar("ResultT")
+log = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """`live` begins with `start`. When it has returned or raised, `at_end` is called, and then everybody is told."""
+
+    def __init__(self, live: Callable[[], Coroutine[Any, Any, None]], at_end: Callable[[], object]) -> None:
+        self.started: Future[None] = Future()
+        """For `live` to set. Unavailable: it was closed before; EngineDied: it died before."""
+        self.ended: Future[None] = Future()
+        self.error: BaseException | None = None
+        """What it died of."""
+        self.closing = False
+        """Set by whoever ends it, for `live` to look at."""
+        self._live = live
+        self._at_end = at_end
+        self._gate = threading.Lock()
+        self._over = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Returns at once."""
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Runs `work` on the engine's loop. Raises what `refuse_if_ended` raises, also when the loop has just ended."""
+        with self._gate:
+            if not self._over:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        self.refuse_if_ended()
+        raise Unavailable("the engine is closed")
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Has `function` called on the engine's loop, if there still is one."""
+        with self._gate:
+            if not self._over:
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def result(self, future: Future[ResultT]) -> ResultT:
+        """What came of submitted work; its cancellation by the engine's end becomes the reason of that end."""
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._over and not (task and task.cancelling()):
+                self.refuse_if_ended()
+            raise
+
+    def refuse_if_ended(self) -> None:
+        """Raises EngineDied if it died, Unavailable if it was closed."""
+        if self.error is not None:
+            raise died(self.error)
+        if self.closing:
+            raise Unavailable("the engine is closed")
+
+    def join(self) -> None:
+        """Waits for the end."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        except BaseException as error:
+            if not self.closing:
+                log.exception("the engine died")
+                self.error = error
+        self._at_end()
+        with self._gate:
+            self._over = True
+        for round_ in range(2):  # what was submitted last becomes a task first, and is cancelled then
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0.01 * round_))
+        self._loop.close()
+        self._tell()
+
+    def _tell(self) -> None:
+        reason = None if self.error is None else died(self.error)
+        if not self.started.done():
+            self.started.set_exception(reason or Unavailable("the engine was closed while it started"))
+        if reason is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(reason)
+
+
+def died(error: BaseException) -> EngineDied:
+    """What callers are told of an engine that `error` ended."""
+    if isinstance(error, EngineDied):
+        return error
+    told = EngineDied(f"the engine died: {error!r}")
+    told.__cause__ = error
+    return told
