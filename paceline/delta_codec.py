@@ -1,21 +1,24 @@
 """The elements of a flat tensor whose bits changed, as few bytes, and back.
 
-Positions are coded as the gaps between them: one or two bytes a gap, the largest value as an escape that says "this
-many more", or one bit an element where many changed, whichever is smallest. New values are coded relative to the
-base's bits: an Adam step of a small learning rate moves a bf16 weight by one unit in the last place or not at all, so
-most of them cost about one bit. The difference is split into planes (all lowest bytes, then all second ones, …), and
-every part is compressed with zstd where that pays.
+How often a weight's bits change depends on its magnitude: a step of an optimizer is about as large for all of them, a unit in
+the last place is not. So the elements of 16 bits are told apart by the exponent that they have in the base, which both sides
+know, and the positions within each of these classes are coded by themselves (`paceline/rice.py`). That comes within some
+percent of the information that is there.
+
+New values are coded relative to the base's bits: an Adam step of a small learning rate moves a bf16 weight by one unit in
+the last place or not at all, so most of them cost about one bit. The difference is split into planes (all lowest bytes,
+then all second ones, …), and every part is compressed with zstd where that pays.
 
 The promise: `decode` returns plain overwrites (positions and new bits) for the base that `encode` saw; the caller knows
 that it has that base. Applying them twice is applying them once. Input that no `encode` has made raises WireError, and
 no more memory is set aside for it than the tensor's own elements justify.
 
-Axes: N elements of the tensor, K of them changed.
+Axes: N elements of the tensor, K of them changed, C classes. In a class elements have ranks, in the order of positions.
 """
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,23 +26,22 @@ import numpy.typing as npt
 import zstandard
 
 from paceline.errors import WireError
+from paceline.rice import BitArray, from_bits, parameter, to_bits
 
 Bits = npt.NDArray[Any]
 """[N] unsigned integers: the bits of a tensor's elements, 1, 2, 4 or 8 bytes each."""
 Positions = npt.NDArray[np.int64]
 
-GAPS_8, GAPS_16, BITMAP, ALL = 0, 1, 2, 3
-_GAP_DTYPES: dict[int, np.dtype[Any]] = {GAPS_8: np.dtype("<u1"), GAPS_16: np.dtype("<u2")}
-_HEAD = struct.Struct("<HQ")
-_CLASS = struct.Struct("<BQ")
-_PART = struct.Struct("<BQ")
 _RAW, _ZSTD = 0, 1
 _LEVEL = 1
 _WORTH_TRYING_BYTES = 64
-_MAGNITUDE = 0x7FFF
-_SMALL_SHARE = 0.25
-"""Share of the elements that count as small: where the bytes are fewest for normal weights and steps of 1e-6 to 3e-6."""
-_FEWEST_ELEMENTS = 4096
+_EXPONENT_SHIFT, _EXPONENT_MASK = 7, 0xFF
+_MOST_CLASSES = 32
+_ELEMENTS_PER_CLASS = 4096
+"""A class has to be worth the bytes that say how it is coded."""
+_BLOCK = 1 << 17
+"""Elements that are sorted at a time; they fit into a core's cache."""
+_NO_BITS: BitArray = np.empty(0, np.uint8)
 
 
 def changed_positions(base_N: Bits, new_N: Bits) -> Positions:
@@ -49,130 +51,161 @@ def changed_positions(base_N: Bits, new_N: Bits) -> Positions:
 
 def encode(base_N: Bits, new_N: Bits, changed_K: Positions) -> bytes:
     """The new bits at `changed_K`, which are all positions where the two differ, at least one."""
-    cut = _cut(base_N)
-    classes = []
-    places = b""
-    for members in _classes(base_N, cut):
-        own_K = changed_K if members is None else changed_K[members[changed_K]]
-        ranks_K = own_K if members is None else _count_up_to(members)[own_K] - 1
-        size = len(base_N) if members is None else int(np.count_nonzero(members))
-        coding, coded = _encode_positions(ranks_K, size)
-        places += _CLASS.pack(coding, len(own_K)) + _pack(coded)
-        classes.append(own_K)
-    ordered_K = np.concatenate(classes)
+    classes = _Classes(base_N)
+    class_K, rank_K, ordered_K = _ranked(classes, changed_K)
+    counts_C = np.bincount(class_K, minlength=len(classes.sizes_C))
+    unary, low = [], []
+    for ranks, size in zip(np.split(rank_K, np.cumsum(counts_C)[:-1]), classes.sizes_C, strict=True):
+        if len(ranks) < size:
+            bits = to_bits(ranks, parameter(len(ranks), int(size)))
+            unary.append(bits[0])
+            low.append(bits[1])
+    unary_U = np.concatenate([*unary, _NO_BITS])
     downs_K, sizes_K = _split(new_N[ordered_K] - base_N[ordered_K])
-    width = new_N.dtype.itemsize
-    planes = sizes_K.view(np.uint8).reshape(-1, width)
-    parts = [_pack(np.packbits(downs_K).data)]
-    parts += [_pack(np.ascontiguousarray(planes[:, plane]).data) for plane in range(width)]
-    return _HEAD.pack(cut, len(changed_K)) + places + b"".join(parts)
+    planes = sizes_K.view(np.uint8).reshape(-1, new_N.dtype.itemsize)
+    parts = [np.packbits(bits).data for bits in (unary_U, np.concatenate([*low, _NO_BITS]), downs_K)]
+    parts += [np.ascontiguousarray(planes[:, plane]).data for plane in range(planes.shape[1])]
+    return b"".join(map(_number, (*counts_C.tolist(), len(unary_U)))) + b"".join(map(_pack, parts))
 
 
 def decode(data: bytes, base_N: Bits) -> tuple[Positions, Bits]:
     """([K] positions in any order, [K] new bits) of what `encode` made with this base. Raises WireError."""
     try:
         return _decode(memoryview(data), base_N)
-    except (struct.error, ValueError, zstandard.ZstdError) as error:
+    except (ValueError, zstandard.ZstdError) as error:
         raise WireError(
             f"delta of {len(data)} bytes for {len(base_N)} elements is no delta: {error}"
         ) from None
 
 
 def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
-    size, width = len(base_N), base_N.dtype.itemsize
-    cut, count = _HEAD.unpack_from(data)
-    if not 0 < count <= size or (cut and width != 2):
-        raise ValueError(f"{count} changed elements, cut {cut}")
-    rest = data[_HEAD.size :]
-    classes = []
-    for members in _classes(base_N, cut):
-        coding, length = _CLASS.unpack_from(rest)
-        if length > count:
-            raise ValueError(f"{length} of {count} changed elements")
-        # No coding of K gaps in N elements is longer than this.
-        places, rest = _unpack(rest[_CLASS.size :], 2 * (length + size // 255 + 1) + size // 8 + 1)
-        class_size = size if members is None else int(np.count_nonzero(members))
-        own_K = _decode_positions(coding, places, length, class_size)
-        classes.append(own_K if members is None else np.searchsorted(_count_up_to(members), own_K + 1))
-    changed_K = np.concatenate(classes)
-    if len(changed_K) != count:
-        raise ValueError(f"{len(changed_K)} of {count} changed elements")
-    signs, rest = _unpack(rest, -(-count // 8))
-    signs_K = np.unpackbits(np.frombuffer(signs, np.uint8), count=count)
-    planes = np.empty((count, width), np.uint8)
-    for plane in range(width):
-        part, rest = _unpack(rest, count)
-        planes[:, plane] = np.frombuffer(part, np.uint8)
-    if len(rest):
-        raise ValueError(f"{len(rest)} bytes too many")
-    return changed_K, base_N[changed_K] + _joined(signs_K, planes.reshape(-1).view(base_N.dtype))
+    classes, parts = _Classes(base_N), _Parts(data)
+    counts = [parts.number() for _ in classes.sizes_C]
+    num_unary, count = parts.number(), sum(counts)
+    # With parameter k, K gaps in N elements have at most K + (N >> k) unary bits.
+    if any(count > size for count, size in zip(counts, classes.sizes_C, strict=True)) or not count:
+        raise ValueError(f"{counts} elements changed in classes of {classes.sizes_C.tolist()}")
+    if num_unary > 2 * len(base_N):
+        raise ValueError(f"{num_unary} bits for {len(base_N)} elements")
+    unary_U = parts.bits(num_unary)
+    changed_K = _positions(classes, _ranks(classes, counts, unary_U, parts))
+    downs_K = parts.bits(count)
+    planes = np.empty((count, base_N.dtype.itemsize), np.uint8)
+    for plane in range(planes.shape[1]):
+        planes[:, plane] = np.frombuffer(parts.part(count), np.uint8)
+    parts.end()
+    return changed_K, base_N[changed_K] + _joined(downs_K, planes.reshape(-1).view(base_N.dtype))
 
 
-def _cut(base_N: Bits) -> int:
-    """Bits from which on an element is not small any more; 0 where they are not told apart."""
-    if base_N.dtype.itemsize != 2 or len(base_N) < _FEWEST_ELEMENTS:
-        return 0
-    sample = base_N[:: len(base_N) // _FEWEST_ELEMENTS] & _MAGNITUDE
-    return int(np.quantile(sample, _SMALL_SHARE))
+class _Classes:
+    """The elements of a base by their exponents, largest first; one class where they are few or no numbers of 16 bits."""
+
+    def __init__(self, base_N: Bits) -> None:
+        self._base_N = base_N
+        most = min(_MOST_CLASSES, len(base_N) // _ELEMENTS_PER_CLASS)
+        self._num = most if base_N.dtype.itemsize == 2 and most > 1 else 1
+        if self._num == 1:
+            self.sizes_C: Positions = np.array([len(base_N)])
+            return
+        by_exponent = np.zeros(_EXPONENT_MASK + 1, np.int64)
+        for begin in range(0, len(base_N), _BLOCK):
+            exponents = _exponents(base_N[begin : begin + _BLOCK])
+            by_exponent += np.bincount(exponents, minlength=_EXPONENT_MASK + 1)
+        # Few outliers must not take the classes from the many.
+        above = np.cumsum(by_exponent[::-1])[::-1]
+        self._top = int(np.flatnonzero(above >= len(base_N) // _ELEMENTS_PER_CLASS)[-1])
+        self.sizes_C = np.bincount(
+            _class_of(np.arange(_EXPONENT_MASK + 1), self._top, self._num),
+            weights=by_exponent,
+            minlength=self._num,
+        ).astype(np.int64)
+
+    def blocks(self) -> Iterator[tuple[int, npt.NDArray[Any], Positions]]:
+        """(first position, [B] the block's elements by class, then position, [C] how many of each class)."""
+        for begin in range(0, len(self._base_N), _BLOCK):
+            block = self._base_N[begin : begin + _BLOCK]
+            if self._num == 1:
+                yield begin, np.arange(len(block)), np.array([len(block)])
+                continue
+            class_B = _class_of(_exponents(block), self._top, self._num)
+            order_B = np.argsort(class_B, kind="stable")
+            yield begin, order_B, np.bincount(class_B, minlength=self._num)
 
 
-def _classes(base_N: Bits, cut: int) -> list[npt.NDArray[np.bool_] | None]:
-    """[N] of the elements that belong together; None for all of them."""
-    if not cut:
-        return [None]
-    small_N = (base_N & _MAGNITUDE) < cut
-    return [small_N, ~small_N]
+def _exponents(bits_B: Bits) -> Bits:
+    """[B] uint8: of a bfloat16 the exponent; of another type of 16 bits some bits that mean its magnitude as well."""
+    return (bits_B >> _EXPONENT_SHIFT).astype(np.uint8)
 
 
-def _count_up_to(members_N: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
-    """[N] how many members there are up to and with each element."""
-    return np.cumsum(members_N, dtype=np.int32 if len(members_N) < 2**31 else np.int64)
+def _class_of(exponents: npt.NDArray[Any], top: int, num: int) -> npt.NDArray[np.uint8]:
+    below = top - exponents.astype(np.int16)
+    return np.clip(below, 0, num - 1).astype(np.uint8)
 
 
-def _encode_positions(changed_K: Positions, size: int) -> tuple[int, bytes]:
-    if not len(changed_K):
-        return GAPS_8, b""
-    if len(changed_K) == size:
-        return ALL, b""
-    gaps_K = np.diff(changed_K, prepend=-1) - 1
-    lengths = {BITMAP: -(-size // 8)}
-    for coding, dtype in _GAP_DTYPES.items():
-        escape = np.iinfo(dtype).max
-        lengths[coding] = (len(gaps_K) + int((gaps_K // escape).sum())) * dtype.itemsize
-    coding = min(lengths, key=lambda key: lengths[key])
-    if coding == BITMAP:
-        mask_N = np.zeros(size, np.bool_)
-        mask_N[changed_K] = True
-        return coding, np.packbits(mask_N).tobytes()
-    dtype = _GAP_DTYPES[coding]
-    escape = int(np.iinfo(dtype).max)
-    ends_K = np.cumsum(gaps_K // escape + 1) - 1
-    coded = np.full(ends_K[-1] + 1, escape, dtype)
-    coded[ends_K] = gaps_K % escape
-    return coding, coded.tobytes()
+def _ranked(classes: _Classes, changed_K: Positions) -> tuple[Positions, Positions, Positions]:
+    """([K] class, [K] rank in it, [K] position) of the changed elements, by class, then rank."""
+    seen_C = np.zeros_like(classes.sizes_C)
+    cuts = np.searchsorted(changed_K, np.arange(0, changed_K[-1] + _BLOCK + 1, _BLOCK))
+    found: list[tuple[Positions, Positions, Positions]] = []
+    for number, (begin, order_B, counts_C) in enumerate(classes.blocks()):
+        if number + 1 == len(cuts):
+            break
+        mine = changed_K[cuts[number] : cuts[number + 1]] - begin
+        if len(mine):
+            is_changed_B = np.zeros(len(order_B), np.bool_)
+            is_changed_B[mine] = True
+            places = np.flatnonzero(is_changed_B[order_B])
+            ends_C = np.cumsum(counts_C)
+            own = np.searchsorted(ends_C, places, side="right")
+            found.append((own, places + (seen_C - ends_C + counts_C)[own], order_B[places] + begin))
+        seen_C += counts_C
+    class_K, rank_K, position_K = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    order_K = np.argsort(class_K.astype(np.uint8), kind="stable")
+    return class_K[order_K], rank_K[order_K], position_K[order_K]
 
 
-def _decode_positions(coding: int, places: bytes, count: int, size: int) -> Positions:
-    if not count:
-        return np.empty(0, np.int64)
-    if coding == ALL:
-        changed_K = np.arange(size)
-    elif coding == BITMAP:
-        if len(places) != -(-size // 8):
-            raise ValueError(f"a bitmap of {len(places)} bytes")
-        changed_K = np.flatnonzero(np.unpackbits(np.frombuffer(places, np.uint8), count=size))
-    elif coding in _GAP_DTYPES:
-        coded = np.frombuffer(places, _GAP_DTYPES[coding])
-        is_end = coded != np.iinfo(coded.dtype).max
-        if not len(coded) or not is_end[-1]:
-            raise ValueError("gaps that do not end")
-        changed_K = np.cumsum(coded, dtype=np.int64)[is_end]
-        changed_K += np.arange(len(changed_K))
-    else:
-        raise ValueError(f"coding {coding}")
-    if len(changed_K) != count or changed_K[-1] >= size:
-        raise ValueError(f"{len(changed_K)} positions up to {changed_K[-1]}, where {count} were announced")
-    return changed_K
+def _ranks(classes: _Classes, counts: list[int], unary_U: BitArray, parts: _Parts) -> list[Positions]:
+    """For each class the ranks of its changed elements. Raises ValueError."""
+    sizes = classes.sizes_C.tolist()
+    parameters = [parameter(count, size) for count, size in zip(counts, sizes, strict=True)]
+    coded = [count < size for count, size in zip(counts, sizes, strict=True)]
+    low_L = parts.bits(
+        sum(c * k for c, k, is_coded in zip(counts, parameters, coded, strict=True) if is_coded)
+    )
+    ends = np.flatnonzero(unary_U) + 1
+    if len(ends) != sum(count for count, is_coded in zip(counts, coded, strict=True) if is_coded):
+        raise ValueError(f"{len(ends)} gaps for {counts} of {sizes} elements")
+    ranks: list[Positions] = []
+    gap = unary = low = 0
+    for count, size, k, is_coded in zip(counts, sizes, parameters, coded, strict=True):
+        if not is_coded:
+            ranks.append(np.arange(size))
+            continue
+        end = int(ends[gap + count - 1]) if count else unary
+        ranks.append(from_bits(unary_U[unary:end], low_L[low : low + count * k], k))
+        if count and ranks[-1][-1] >= size:
+            raise ValueError(f"rank {ranks[-1][-1]} in a class of {size}")
+        gap, unary, low = gap + count, end, low + count * k
+    if unary != len(unary_U):
+        raise ValueError(f"{len(unary_U) - unary} bits that belong to no gap")
+    return ranks
+
+
+def _positions(classes: _Classes, ranks: list[Positions]) -> Positions:
+    """[K] the positions of the changed elements, by class, then rank."""
+    found: list[list[Positions]] = [[] for _ in ranks]
+    seen_C = np.zeros_like(classes.sizes_C)
+    taken_C = np.zeros_like(classes.sizes_C)
+    for begin, order_B, counts_C in classes.blocks():
+        starts_C = np.cumsum(counts_C) - counts_C
+        seen_C += counts_C
+        for one in np.flatnonzero(counts_C):
+            until = int(np.searchsorted(ranks[one], seen_C[one]))
+            if until > taken_C[one]:
+                mine = ranks[one][taken_C[one] : until] - (seen_C[one] - counts_C[one])
+                found[one].append(order_B[starts_C[one] + mine] + begin)
+                taken_C[one] = until
+    return np.concatenate([positions for of_class in found for positions in of_class])
 
 
 def _split(difference_K: Bits) -> tuple[Bits, Bits]:
@@ -187,24 +220,57 @@ def _joined(downs_K: Bits, sizes_K: Bits) -> Bits:
     return difference_K
 
 
+def _number(number: int) -> bytes:
+    """Seven bits a byte, lowest first, the eighth says that there is more."""
+    coded = bytearray()
+    while number > 0x7F:
+        coded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*coded, number))
+
+
 def _pack(data: bytes | memoryview) -> bytes:
     if len(data) >= _WORTH_TRYING_BYTES:
         packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(data)
         if len(packed) < len(data):
-            return _PART.pack(_ZSTD, len(packed)) + packed
-    return _PART.pack(_RAW, len(data)) + bytes(data)
+            return _number(len(packed) << 1 | _ZSTD) + packed
+    return _number(len(data) << 1 | _RAW) + bytes(data)
 
 
-def _unpack(data: memoryview, most_bytes: int) -> tuple[bytes, memoryview]:
-    """The first part of `data` and what follows it."""
-    kind, length = _PART.unpack_from(data)
-    part, rest = data[_PART.size : _PART.size + length], data[_PART.size + length :]
-    if len(part) != length or kind not in (_RAW, _ZSTD):
-        raise ValueError(f"a part of kind {kind} and {length} bytes, {len(part)} are there")
-    if kind == _RAW:
-        return bytes(part), rest
-    if zstandard.frame_content_size(part) > most_bytes:
-        raise ValueError(
-            f"a part of {zstandard.frame_content_size(part)} bytes where {most_bytes} are the most"
-        )
-    return zstandard.ZstdDecompressor().decompress(part, max_output_size=most_bytes), rest
+class _Parts:
+    """What `_number` and `_pack` made, one after another. Everything raises ValueError."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._rest = data
+
+    def number(self) -> int:
+        """A number below 2^63."""
+        number = 0
+        for place, byte in enumerate(self._rest[:9]):
+            number |= (byte & 0x7F) << 7 * place
+            if byte < 0x80:
+                self._rest = self._rest[place + 1 :]
+                return number
+        raise ValueError("a number that does not end")
+
+    def part(self, num_bytes: int) -> bytes:
+        """What was packed, which must be `num_bytes` long."""
+        length, kind = divmod(self.number(), 2)
+        part, self._rest = self._rest[:length], self._rest[length:]
+        found_bytes = zstandard.frame_content_size(part) if kind == _ZSTD else length
+        if len(part) != length or found_bytes != num_bytes:
+            raise ValueError(
+                f"a part of {found_bytes} bytes, not {num_bytes}, {len(part)} of {length} are there"
+            )
+        if kind == _RAW:
+            return bytes(part)
+        return zstandard.ZstdDecompressor().decompress(part, max_output_size=num_bytes)
+
+    def bits(self, count: int) -> BitArray:
+        """[count] zeros and ones."""
+        return np.unpackbits(np.frombuffer(self.part(-(-count // 8)), np.uint8), count=count)
+
+    def end(self) -> None:
+        """There must be nothing left."""
+        if len(self._rest):
+            raise ValueError(f"{len(self._rest)} bytes too many")

@@ -23,7 +23,7 @@ from paceline.groups import Version
 from paceline.weight_store import Buffer
 from paceline.weights import DTYPE_BYTES, Algorithm, TensorPlan, algorithm_named, checksum
 
-FORMAT = 1
+FORMAT = 2
 METADATA_KEY = "paceline"
 _ALIGNMENT_BYTES = 8
 _SAFETENSORS_NAMES = {

@@ -70,6 +70,42 @@ def test_one_percent_of_single_units_costs_less_than_eleven_bits_each() -> None:
     assert 9.0 < round_trip(base_N, new_N) * 8 / len(where_K) < 11.0
 
 
+def adam_like(lr: float, size: int = 400_000) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of bfloat16 weights of standard deviation 0.02 before and after a step of about a quarter of `lr`."""
+    generator = np.random.default_rng(0)
+    weights_N = generator.normal(0.0, 0.02, size).astype(np.float32)
+    steps_N = generator.normal(0.0, 0.23 * lr, size).astype(np.float32)
+
+    def bits(values_N: np.ndarray) -> np.ndarray:
+        return ((values_N.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+
+    return bits(weights_N), bits(weights_N + steps_N)
+
+
+def entropy_bits(values_N: np.ndarray) -> float:
+    """Shannon's bound for independent values of this distribution."""
+    counts = np.unique(values_N, return_counts=True)[1]
+    return float((counts * np.log2(len(values_N) / counts)).sum())
+
+
+@pytest.mark.parametrize("lr", [1e-6, 3e-6, 1e-5])
+def test_a_step_costs_little_more_than_the_entropy_of_its_differences_by_exponent(lr: float) -> None:
+    base_N, new_N = adam_like(lr)
+    exponents_N = base_N >> 7 & 0xFF
+    bound = sum(entropy_bits((new_N - base_N)[exponents_N == e]) for e in np.unique(exponents_N))
+    all_alike = entropy_bits(new_N - base_N)
+    found = 8 * round_trip(base_N, new_N)
+    assert found < 1.15 * bound
+    assert found < all_alike
+
+
+def test_an_outlier_does_not_take_the_classes_from_the_others() -> None:
+    base_N, new_N = adam_like(3e-6)
+    undisturbed = round_trip(base_N, new_N)
+    base_N[7] = new_N[7] = 0x7F00  # 1.7e38
+    assert round_trip(base_N, new_N) <= undisturbed + 8
+
+
 def test_a_byte_that_is_cut_or_added_is_refused() -> None:
     base_N = some_bits("u2")
     new_N = base_N.copy()
