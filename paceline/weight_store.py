@@ -62,7 +62,8 @@ class WeightStore:
                 return bytes(self._fs.cat_file(path))
             data = bytearray(size_bytes)
             for start in range(0, size_bytes, WHOLE_BYTES):
-                piece = self._fs.cat_file(path, start, min(start + WHOLE_BYTES, size_bytes))
+                end = min(start + WHOLE_BYTES, size_bytes)
+                piece = self._fs.cat_file(path, start=start, end=end)  # s3fs has another order of arguments
                 data[start : start + len(piece)] = piece
                 if len(data) != size_bytes or len(piece) < min(WHOLE_BYTES, size_bytes - start):
                     return memoryview(data)[: start + len(piece)]

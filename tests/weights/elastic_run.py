@@ -38,6 +38,8 @@ HERE = Path(__file__).parent
 DEADLINE_S = 600.0
 """For anything that must happen; what takes longer is called a hang."""
 PROMPT = "07+45="
+PROMPTS, STEP_S = 8, 0.4
+"""Groups of a step, and seconds that their rewards take, one after the other."""
 LOGPROB_TOLERANCE = 2e-4
 """In nats, between the native engine's batched float32 forward pass and transformers' own."""
 
@@ -52,32 +54,23 @@ def until(what: str, found: Callable[[], Any], deadline_s: float = DEADLINE_S) -
     while not (value := found()):
         if time.monotonic() > end_s:
             raise Hang(f"not within {deadline_s:.0f} s: {what}")
-        pause.wait(0.02)
+        pause.wait(0.05)
     return value
 
 
 class Worker:
-    """A rollout service, with or without a fault in it. `prefix` is a program that becomes it."""
+    """A rollout service; a faulty one harms itself when it is told to. `prefix` is a program that becomes it."""
 
-    def __init__(
-        self,
-        name: str,
-        address: str,
-        log: Path,
-        fault: dict[str, str] | None = None,
-        prefix: Sequence[str] = (),
-    ):
+    def __init__(self, name: str, address: str, log: Path, faulty: bool = False, prefix: Sequence[str] = ()):
         self.name = name
-        self.report = log.with_suffix(".report")
+        self._orders, self._report = log.with_suffix(".orders"), log.with_suffix(".report")
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path[:1] + [p for p in sys.path[1:] if p]),
             "PACELINE_STARTER": str(os.getpid()),
+            "PACELINE_FAULT": str(self._orders),
         }
-        program = ["-m", "services.rollout"]
-        if fault is not None:
-            environment["PACELINE_FAULT"] = json.dumps(fault | {"report": str(self.report)})
-            program = [str(HERE / "faulty_rollout.py")]
+        program = [str(HERE / "faulty_rollout.py")] if faulty else ["-m", "services.rollout"]
         self.started_s = time.time()
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -91,9 +84,15 @@ class Worker:
         """A signal to the process."""
         self.process.send_signal(number)
 
+    def arm(self, phase: str, signal_name: str) -> None:
+        """Makes it harm itself in that phase of its next transfer."""
+        orders = {"phase": phase, "signal": signal_name, "report": str(self._report)}
+        self._orders.write_text(json.dumps(orders))
+        self.send(signal.SIGUSR1)
+
     def struck_at_s(self) -> float:
         """When the fault happened, by the wall clock; 0 before."""
-        if not self.report.exists() or not (lines := self.report.read_text().splitlines()):
+        if not self._report.exists() or not (lines := self._report.read_text().splitlines()):
             return 0.0
         return float(json.loads(lines[-1])["time"])
 
@@ -102,6 +101,21 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait(DEADLINE_S)
+
+
+class Reference:
+    """What transformers makes of the weights in a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._prompt: list[int] = tokenizer(PROMPT, add_special_tokens=False).input_ids
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[T, V] of the distributions from which `tokens` came, after `PROMPT`."""
+        found: torch.Tensor = self._model(torch.tensor([[*self._prompt, *tokens]])).logits
+        return found[0, len(self._prompt) - 1 : -1]
 
 
 @dataclass(frozen=True)
@@ -114,21 +128,13 @@ class Sampled:
     logprobs: list[float]
     """Of the tokens of `random`."""
 
-    def difference(self, folder: Path) -> str:
-        """How this differs from what transformers makes of the weights in `folder`; empty if it does not."""
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        prompt = tokenizer(PROMPT, add_special_tokens=False).input_ids
-
-        def logits(tokens: list[int]) -> torch.Tensor:
-            with torch.no_grad():
-                found: torch.Tensor = model(torch.tensor([[*prompt, *tokens]])).logits
-            return found[0, len(prompt) - 1 : -1]
-
-        best = logits(self.greedy).argmax(-1).tolist()
+    def difference(self, reference: Reference) -> str:
+        """How this differs from what it should be under these weights; empty if it does not."""
+        best = reference.logits(self.greedy).argmax(-1).tolist()
         if best != self.greedy:
             return f"greedy tokens {self.greedy}, should be {best}"
-        expected = logits(self.random).log_softmax(-1).gather(1, torch.tensor(self.random)[:, None])[:, 0]
+        logprobs = reference.logits(self.random).log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(self.random)[:, None])[:, 0]
         off = float((expected - torch.tensor(self.logprobs)).abs().max())
         return f"log-probabilities are off by {off:.2e}" if off > LOGPROB_TOLERANCE else ""
 
@@ -143,6 +149,8 @@ class ElasticRun:
             directory / "runs", ClusterSection(learner_ranks=ranks), say=lambda _: None
         )
         self._number = 0
+        self._metrics: list[dict[str, Any]] = []
+        self._metrics_read = 0
         self._spec = make_spec(directory, steps, max_wait_s)
 
     def __enter__(self) -> ElasticRun:
@@ -163,12 +171,12 @@ class ElasticRun:
         self.client.close()
         self.cluster.stop()
 
-    def start_worker(self, fault: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> Worker:
+    def start_worker(self, faulty: bool = False, prefix: Sequence[str] = ()) -> Worker:
         """One more rollout worker."""
         name = f"elastic-{self._number}"
         self._number += 1
         log = self.directory / "runs" / "logs" / f"{name}.log"
-        self.workers[name] = Worker(name, self.address, log, fault, prefix)
+        self.workers[name] = Worker(name, self.address, log, faulty, prefix)
         return self.workers[name]
 
     def end_worker(self, worker: Worker) -> None:
@@ -203,12 +211,18 @@ class ElasticRun:
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl."""
         path = self.cluster.directory / self.run_id / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in lines if line["kind"] == kind]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._metrics_read)
+                for line in file:
+                    if line.endswith(b"\n"):  # else it is being written
+                        self._metrics_read += len(line)
+                        self._metrics.append(json.loads(line))
+        return [line for line in self._metrics if line["kind"] == kind]
 
     def step_begun_after(self, time_s: float) -> float:
         """Start of the first recorded step that began after the wall-clock instant `time_s`; 0 when there is none yet."""
-        for line in self.metrics("train")[-16:]:
+        for line in self.metrics("train"):
             begun_s = float(line["time"] - line["step_s"] - line.get("publish_wait_s", 0.0))
             if begun_s > time_s:
                 return begun_s
@@ -244,11 +258,10 @@ class ElasticRun:
         version: Version = until("the learner waits", settled)
         return version
 
-    def export(self, name: str) -> Path:
-        """The learner's weights as a Hugging Face folder."""
-        return Path(
-            until("an export", lambda: self._learner("Export", learner_pb2.ExportRequest(name=name))).path
-        )
+    def exported(self) -> Reference:
+        """The learner's weights, as they are now."""
+        order = learner_pb2.ExportRequest(name="now")
+        return Reference(Path(until("an export", lambda: self._learner("Export", order)).path))
 
     def sampled(self, worker: Worker) -> Sampled:
         """A greedy and a random sample, both whole under one version: the one that the worker says it has."""
@@ -278,17 +291,16 @@ class ElasticRun:
         found: Sampled = until(f"{worker.name} samples under one version", both)
         return found
 
-    def wrong_weights(self, worker: Worker, folder: Path, version: Version) -> str:
-        """How a worker's tokens and log-probabilities differ from those of the weights in `folder`, which are those of
-        `version`; empty if not."""
+    def wrong_weights(self, worker: Worker, reference: Reference, version: Version) -> str:
+        """How a worker's tokens and log-probabilities differ from those of `version`; empty if not."""
         sampled = self.sampled(worker)
         if sampled.version != version:
             return f"{worker.name} samples under {tuple(sampled.version)}, the learner is at {tuple(version)}"
-        difference = sampled.difference(folder)
+        difference = sampled.difference(reference)
         return f"{worker.name}: {difference}" if difference else ""
 
-    def replayed(self, step: int) -> Path:
-        """The weights after `step` steps as a Hugging Face folder, trained once more from the record by `paceline replay`."""
+    def replayed(self, step: int) -> Reference:
+        """The weights after `step` steps, trained once more from the record by `paceline replay`."""
         output = self.directory / f"replay-{step}-{time.monotonic_ns()}"
         with contextlib.closing(Ledger(self.cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
             rows = ledger.db.execute(
@@ -311,7 +323,7 @@ class ElasticRun:
         load(path, expected_sha256=read_manifest(Folder(path))[1], model=model)
         model.save_pretrained(output / "model")
         AutoTokenizer.from_pretrained(self._spec.policy.model_name).save_pretrained(output / "model")
-        return output / "model"
+        return Reference(output / "model")
 
     def _learner(self, method: str, request: Any) -> Any:
         """The learner's answer; None when there is none now."""
@@ -325,14 +337,21 @@ class ElasticRun:
 
 
 def make_spec(directory: Path, steps: int, max_wait_s: float) -> RunSpec:
-    """A model of some megabytes, so that a version is several buckets, on the task of the demo."""
+    """A model of some megabytes, so that a version is several buckets, on the task of the demo.
+
+    The reward takes its time, so that a step takes about half a second whatever the processor, and leaves some of it to
+    the workers that start.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     make_model(directory / "model", seed=0, hidden=128, layers=4, heads=4)
     rows = [{"prompt": problem(a, b), "answer": answer(a, b)} for a in range(40) for b in range(0, 40, 3)]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = directory / "rewards.py"
     reward.write_text(
-        "def digits(completions, **columns):\n    return [sum(map(str.isdigit, c)) for c in completions]\n"
+        "import time\n\n\n"
+        "def digits(completions, **columns):\n"
+        f"    time.sleep({STEP_S / PROMPTS})\n"
+        "    return [sum(map(str.isdigit, c)) for c in completions]\n"
     )
     return parse_spec(
         {
@@ -344,7 +363,11 @@ def make_spec(directory: Path, steps: int, max_wait_s: float) -> RunSpec:
                 "generation": {"max_new_tokens": 12, "max_batch_size": 16},
             },
             "data": {"train": str(directory / "train.jsonl")},
-            "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": steps},
+            "grpo": {
+                "num_prompts_per_step": PROMPTS,
+                "num_generations_per_prompt": 4,
+                "max_num_steps": steps,
+            },
             "async_grpo": {"max_trajectory_age_steps": 3, "late_wait_s": 5.0},
             "rewards": [{"function": f"{reward}:digits"}],
             "weights": {"max_wait_s": max_wait_s, "bucket_mb": 1},

@@ -1,11 +1,12 @@
 """A real rollout service that harms itself at one precise moment of receiving weights.
 
-    PACELINE_FAULT='{"phase": "transfer", "signal": "SIGKILL", "report": "/path"}' python faulty_rollout.py OPTIONS…
+    PACELINE_FAULT=/path/of/orders.json python faulty_rollout.py OPTIONS…
 
-`phase` is where it happens: `form` in the middle of forming the link, after both sides have met; `transfer` with some
-buckets of a version received and others not; `answer` with the new weights in use and the acknowledgement not yet sent.
-`signal` is what the process does to itself there, or `wait`: then it stands still until SIGUSR2. A fault in `form` is
-armed from the start, the others by SIGUSR1. Just before, one line of JSON is appended to the report.
+At SIGUSR1 it reads the orders: `{"phase": "transfer", "signal": "SIGKILL", "report": "/path"}`. `phase` is where it happens:
+`form` in the middle of forming a link, after both sides have met (the link that it has is broken first, so that another
+one is formed); `transfer` with some buckets of a version received and others not; `answer` with the new weights in use and
+the acknowledgement not yet sent. `signal` is what the process does to itself there, or `wait`: then it stands still until
+SIGUSR2. Just before, one line of JSON is appended to the report.
 """
 
 from __future__ import annotations
@@ -15,32 +16,47 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import paceline.weight_link
 import services.rollout
 import services.rollout_run
+from paceline.errors import Unavailable
 from paceline.groups import Version
 from rollout.receiver import WeightReceiver
 
-FAULT = json.loads(os.environ["PACELINE_FAULT"])
+ORDERS = Path(os.environ["PACELINE_FAULT"])
 RECEIVED_BYTES = 2 << 20
 """Some of the soak model's bytes, at least one bucket, not all."""
 
 armed, go_on = threading.Event(), threading.Event()
+orders: dict[str, str] = {}
+
+
+def arm(*_: object) -> None:
+    """From now on the next moment of the ordered phase is the one."""
+    orders.update(json.loads(ORDERS.read_text()))
+    armed.set()
+
+
+def is_ordered(phase: str) -> bool:
+    """Whether harm is to be done, and in this phase."""
+    return armed.is_set() and orders["phase"] == phase
 
 
 def strike(phase: str) -> None:
     """Harms this process, once, if it is armed for this phase."""
-    if phase != FAULT["phase"] or not armed.is_set():
+    if not is_ordered(phase):
         return
     armed.clear()
-    with open(FAULT["report"], "a") as report:
+    go_on.clear()
+    with open(orders["report"], "a") as report:
         report.write(json.dumps({"phase": phase, "time": time.time(), "pid": os.getpid()}) + "\n")
-    if FAULT["signal"] == "wait":
+    if orders["signal"] == "wait":
         go_on.wait()  # the driver sends SIGUSR2 or kills this process
     else:
-        os.kill(os.getpid(), signal.Signals[FAULT["signal"]])
+        os.kill(os.getpid(), signal.Signals[orders["signal"]])
 
 
 class FaultyReceiver(WeightReceiver):
@@ -50,6 +66,8 @@ class FaultyReceiver(WeightReceiver):
         answer = settings.pop("on_ack")
 
         def on_progress(version: Version, received_bytes: int) -> None:
+            if is_ordered("form"):
+                raise Unavailable("this link is broken on purpose")
             if received_bytes >= RECEIVED_BYTES:
                 strike("transfer")
 
@@ -71,10 +89,8 @@ def main() -> None:
 
     paceline.weight_link._gloo = form_and_strike
     services.rollout_run.WeightReceiver = FaultyReceiver  # type: ignore[misc]
-    signal.signal(signal.SIGUSR1, lambda *_: armed.set())
+    signal.signal(signal.SIGUSR1, arm)
     signal.signal(signal.SIGUSR2, lambda *_: go_on.set())
-    if FAULT["phase"] == "form":
-        armed.set()
     services.rollout.main()
 
 

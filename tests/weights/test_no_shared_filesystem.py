@@ -47,7 +47,7 @@ def test_a_joiner_that_cannot_read_the_store_gets_full_weights_over_its_link(tmp
         until("it follows", lambda: (run.version(joiner) or before).step > before.step + 5)
         version = run.hold()
         until("it has the last version", lambda: run.version(joiner) == version)
-        weights = run.export("now")
+        weights = run.exported()
         assert run.wrong_weights(joiner, weights, version) == ""
         assert run.wrong_weights(first, weights, version) == ""
         assert run.cluster.log_path("learner").read_text().count("cannot catch up") == 1

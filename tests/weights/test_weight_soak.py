@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from elastic_run import ElasticRun
-from weight_soak import MAX_WAIT_S, PHASES, Round, Soak
+from weight_soak import MAX_WAIT_S, PHASES, SIGNALS, Round, Soak
 
 
 def harmless(one: Round) -> bool:
@@ -18,15 +18,16 @@ def harmless(one: Round) -> bool:
     return not [text for text in one.problems if " after " not in text]
 
 
-@pytest.mark.soak
-def test_three_rounds_of_each_fault_and_a_dead_learner_rank(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_three_rounds_in_each_phase_and_a_dead_learner_rank(tmp_path: Path) -> None:
     with ElasticRun(tmp_path, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S) as run:
         soak = Soak(run)
         soak.begin()
-        for signal_name in ("SIGKILL", "SIGKILL", "SIGSTOP"):
-            one = soak.receivers(PHASES, signal_name)
-            assert harmless(one), one
-            assert any(what.startswith(("suspected", "expelled")) for what in one.told), one
+        for signal_name in (*SIGNALS, "SIGKILL"):
+            for phase in PHASES:
+                one = soak.receiver(phase, signal_name)
+                assert harmless(one), one
+                assert any(what.startswith(("suspected", "expelled")) for what in one.told), one
         dead = soak.learner(1)
         assert harmless(dead), dead
         assert run.cluster.deaths("learner") != []
