@@ -37,9 +37,14 @@ class Fault:
         return f"{self.kind} {self.role}-{self.index}{lasts}"
 
 
-def schedule(seed: int, roles: tuple[str, ...] = (), kinds: tuple[str, ...] = ()) -> Iterator[Fault]:
+def schedule(
+    seed: int,
+    roles: tuple[str, ...] = (),
+    kinds: tuple[str, ...] = (),
+    sizes: dict[str, int] = ROLES,
+) -> Iterator[Fault]:
     """Faults without end; the same arguments give the same ones. Every role (of `roles`, if any are named) comes up
-    equally often in the long run. Without `kinds`, all but `full`: that needs a disk of its own."""
+    equally often in the long run, and so does every service of it, of which there are as many as `sizes` says. Without `kinds`, all but `full`: that needs a disk of its own."""
     rng = random.Random(seed)
     weights = {
         kind: weight for kind, weight in KINDS.items() if kind in kinds or (not kinds and kind != "full")
@@ -56,4 +61,4 @@ def schedule(seed: int, roles: tuple[str, ...] = (), kinds: tuple[str, ...] = ()
             elif kind == "full":
                 yield Fault(after_s, kind, "disk", 0, lasts_s)
             else:
-                yield Fault(after_s, kind, role, rng.randrange(ROLES[role]), lasts_s)
+                yield Fault(after_s, kind, role, rng.randrange(sizes[role]), lasts_s)

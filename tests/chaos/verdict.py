@@ -30,8 +30,12 @@ class Verdict:
     wrong_weights: int = 0
     """1 when a learner that nobody disturbed reaches other weights from the same batches."""
     problems: list[str] = field(default_factory=list)
-    longest_wait_s: float = 0.0
-    """For data, of the learner, over the steps."""
+    replayed_steps: int = 0
+    """Steps that more than one session trained."""
+    leased_again: int = 0
+    """Groups of those steps that were given out for generating more than once."""
+    wasted_tokens: int = 0
+    """Generated, and taken by no commit: what a second generation of a group would have been."""
 
 
 def judge(directory: Path, run_id: str, stalled: str = "") -> Verdict:
@@ -52,10 +56,16 @@ def judge(directory: Path, run_id: str, stalled: str = "") -> Verdict:
         verdict.trained_twice = sum(trained.values()) - len(trained)
         if set(trained) != _marked_trained(ledger, run_id):
             verdict.problems.append("the groups in the receipts are not those that are marked as trained")
-        waits = ledger.db.execute("SELECT metrics_json FROM batches WHERE run_id = ?", (run_id,))
-        verdict.longest_wait_s = max(
-            (json.loads(batch["metrics_json"])["learner_wait_s"] for batch in waits), default=0.0
-        )
+        replayed = ledger.db.execute(
+            "SELECT step FROM receipts WHERE run_id = ? GROUP BY step HAVING COUNT(DISTINCT session) > 1",
+            (run_id,),
+        ).fetchall()
+        verdict.replayed_steps = len(replayed)
+        verdict.leased_again = ledger.db.execute(
+            "SELECT COUNT(*) FROM groups WHERE run_id = ? AND attempt > 1 AND step IN (SELECT value FROM json_each(?))",
+            (run_id, json.dumps([row["step"] for row in replayed])),
+        ).fetchone()[0]
+        verdict.wasted_tokens = ledger.counters(run_id).get("tokens:wasted", 0)
     if not verdict.stalled:
         difference = _replay(directory / run_id)
         if difference:

@@ -1,0 +1,121 @@
+"""What a campaign torments: services with proxies between them and a disk of their own, and the run that they work on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from disk import Ballast
+from faults import Fault
+from proxy import Proxy
+
+from paceline.demo.model import make_model
+from paceline.demo.task import answer, problem
+from paceline.spec import ClusterSection, RunSpec
+from paceline.spec_io import parse_spec
+from paceline.up import LocalCluster
+
+LISTENS = re.compile(r"exchange on tcp://([^,\s]+)")
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Setting:
+    """What faults are dealt out to."""
+
+    cluster: LocalCluster
+    links: dict[str, Proxy]
+    """By name, as in `faults.LINKS`."""
+    ballast: Ballast
+
+    def end(self) -> None:
+        """Ends everything."""
+        self.ballast.clear()
+        self.cluster.stop()
+        for proxy in self.links.values():
+            proxy.close()
+
+
+@contextlib.contextmanager
+def tormented(directory: Path, ranks: int, sizes: dict[str, int]) -> Iterator[Setting]:
+    """A cluster whose workers reach both ports of the coordinator through proxies."""
+    section = ClusterSection(
+        rollout_workers=sizes["rollout"], reward_workers=sizes["reward"], learner_ranks=ranks
+    )
+    exchange = Proxy(lambda: exchange_address(cluster))
+    options = ["--exchange-endpoint", f"tcp://{exchange.address}", "--min-free-mb", "16"]
+    cluster = LocalCluster(directory, section, say=log.info, coordinator_options=options)
+    setting = Setting(cluster, {"exchange": exchange}, Ballast(directory))
+    try:
+        address = cluster.start_coordinator()
+        setting.links["control"] = Proxy(lambda: address)
+        cluster.address = setting.links["control"].address
+        cluster.start_workers()
+        yield setting
+    finally:
+        setting.end()
+
+
+def exchange_address(cluster: LocalCluster) -> str:
+    """Where the newest coordinator's exchange listens. Raises IndexError before there is one."""
+    lines = cluster.log_path("coordinator").read_text().splitlines()
+    said = [line for line in lines if "exchange on tcp://" in line]
+    return LISTENS.findall(said[-1])[0]
+
+
+def strike(setting: Setting, fault: Fault) -> bool:
+    """Deals out a fault; False when its service is just being restarted, so that nobody was met."""
+    if fault.kind == "cut":
+        setting.links[fault.role].cut()
+        return True
+    if fault.kind == "full":
+        setting.ballast.fill()
+        return True
+    number = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "term": signal.SIGTERM}[fault.kind]
+    return setting.cluster.kill(fault.role, fault.index, number)
+
+
+def mend(setting: Setting, fault: Fault) -> None:
+    """Ends a pause, a cut or a full disk."""
+    if fault.kind == "cut":
+        setting.links[fault.role].mend()
+    elif fault.kind == "full":
+        setting.ballast.clear()
+    else:
+        setting.cluster.kill(fault.role, fault.index, signal.SIGCONT)
+
+
+def make_spec(directory: Path, steps: int) -> RunSpec:
+    """A model of a few thousand weights on the task of the demo; a checkpoint every five steps."""
+    directory.mkdir(parents=True, exist_ok=True)
+    make_model(directory / "model", seed=0, hidden=32, layers=1, heads=2)
+    rows = [{"prompt": problem(a, b), "answer": answer(a, b)} for a in range(40) for b in range(0, 40, 3)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = directory / "rewards.py"
+    reward.write_text(
+        "def digits(completions, **columns):\n    return [sum(map(str.isdigit, c)) for c in completions]\n"
+    )
+    return parse_spec(
+        {
+            "name": "chaos",
+            "policy": {
+                "model_name": str(directory / "model"),
+                "max_total_sequence_length": 40,
+                "optimizer": {"lr": 1e-3},
+                "generation": {"max_new_tokens": 12},
+            },
+            "data": {"train": str(directory / "train.jsonl")},
+            "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": steps},
+            "async_grpo": {"max_trajectory_age_steps": 2, "late_wait_s": 5.0},
+            "rewards": [{"function": f"{reward}:digits"}],
+            "weights": {"max_wait_s": 10.0},
+            "checkpointing": {"save_period": 5},
+            "logger": {"tensorboard": False},
+        }
+    )
