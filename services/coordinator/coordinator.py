@@ -5,6 +5,7 @@ both. Everything runs on one event loop; `lock` serialises transactions with the
 
   a run starts    when none is active; its data sets are opened first, and a fault there fails the run alone
   a learner       that joins gets a new session, from the newest complete checkpoint
+  a silent worker gives up its tasks, and its leases if they are waited for, before it is given up itself
   an epoch        names the rollout workers that are ready and not pinned by an evaluation, suspected or expelled
   a run ends      when all steps are trained, the learner has exported, and no evaluation is pending
 """
@@ -97,6 +98,7 @@ class Coordinator:
                 await self.leave(member, f"silent for {silent_s:.0f} s", crashed=not member.connected)
             for member in self.members.quiet(time.monotonic()):
                 await self._suspect(member, f"silent for {time.monotonic() - member.last_report_s:.0f} s")
+            await self._lend_again()
             await self._warn(self.watchdog.look(time.monotonic()))
             self.ledger.remove_unused_segments()
             await asyncio.sleep(TICK_S)
@@ -529,6 +531,25 @@ class Coordinator:
         log.warning("%s %s is suspected: %s", _role(member), member.member_id, why)
         self._name_epoch()
         await self._add_member_event(member, f"suspected: {why}")
+
+    async def _lend_again(self) -> None:
+        """Lends what silent workers hold to others before their time-out: score tasks at once, leases when the learner waits,
+        as generating twice costs more. Not where the stream broke: that may be a crash, which what they hold may have caused.
+        """
+        silent = [member.member_id for member in self.members.all() if member.suspected and member.connected]
+        run = self.exchange.active
+        if run is None or not silent:
+            return
+        async with self.lock:
+            if not self.ledger.held().keys() & set(silent):
+                return
+            with self.ledger.transaction():
+                number = leases.lend_again(
+                    self.exchange, silent, with_leases=self.exchange.learner_waits(run)
+                )
+        if number:
+            log.info("%d groups of silent workers are lent again: %s", number, ", ".join(silent))
+            self.server.wake("lease", "task")
 
     async def _expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
         """A member missed a deadline of its weight link: the next epoch is without it, and it is told so."""

@@ -164,6 +164,10 @@ class Exchange:
         """A group entered, or left, the open ones at a place that was counted before."""
         self._counted = (0, 0)
 
+    def learner_waits(self, run: ActiveRun) -> bool:
+        """Whether the next batch was asked for and cannot be fixed yet."""
+        return self.ledger.run(run.run_id)["next_batch"] in self.first_asked_s
+
     def drop(self, run: ActiveRun, row: sqlite3.Row, reason: str, tokens: int | None = None) -> None:
         """Ends a group as dropped(reason) and frees its place; its tokens move in the books."""
         tokens = row["tokens"] if tokens is None else tokens

@@ -278,6 +278,24 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     return exchange.committed(request)
 
 
+def lend_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
+    """Takes back what silent workers hold, though they may be back: score tasks and, if wished, leases. Whichever attempt's
+    result comes first wins. Returns how many groups.
+    """
+    silent = json.dumps(member_ids)
+    number = exchange.db.execute(
+        "UPDATE groups SET scorer_id = NULL WHERE state = 'generated' AND scorer_id IN (SELECT value FROM json_each(?))",
+        (silent,),
+    ).rowcount
+    if with_leases:
+        number += exchange.db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE state = 'leased'"
+            " AND member_id IN (SELECT value FROM json_each(?))",
+            (silent,),
+        ).rowcount
+    return number
+
+
 def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
     """Takes back every lease and task of a member that is gone; returns how many leases."""
     if crashed and exchange.active is not None:

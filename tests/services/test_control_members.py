@@ -229,6 +229,43 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) 
         await plane.stop()
 
 
+async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    worker = rollout(plane)
+    await worker.hear("run")
+    coordinator, ledger = plane.coordinator, plane.ledger
+
+    def holder() -> str | None:
+        row = ledger.db.execute("SELECT member_id FROM groups WHERE state = 'leased'").fetchone()
+        return None if row is None else str(row["member_id"])
+
+    async with coordinator.lock:
+        with ledger.transaction():
+            ledger.db.execute(
+                "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json, member_id)"
+                " VALUES (?, 0, 'train', 'leased', 0, '', '', 'rollout-1')",
+                (run.run_id,),
+            )
+    coordinator.exchange.first_asked_s[0] = 0.0
+    await coordinator._lend_again()
+    assert holder() == "rollout-1", "it is heard of"
+    member = coordinator.members.get("rollout-1")
+    assert member is not None
+    member.suspected = True
+    coordinator.exchange.first_asked_s.clear()
+    await coordinator._lend_again()
+    assert holder() == "rollout-1", "nobody waits for it"
+    coordinator.exchange.first_asked_s[0] = 0.0
+    member.connected = False
+    await coordinator._lend_again()
+    assert holder() == "rollout-1", "that may be a crash"
+    member.connected = True
+    await coordinator._lend_again()
+    assert holder() is None
+
+
 async def test_a_silent_member_is_gone(tmp_path: Path) -> None:
     plane = Plane(tmp_path, timeout_s=0.2)
     await plane.start()

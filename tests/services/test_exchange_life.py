@@ -23,6 +23,7 @@ from exchange_drivers import (
 from paceline.groups import Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.leases import lend_again
 
 
 def test_a_group_from_admission_to_trained(world: World) -> None:
@@ -234,6 +235,26 @@ def test_an_attempt_after_a_failed_one_counts(make_world: MakeWorld) -> None:
     (lease,) = rollout.lease(2)
     assert rollout.finish(lease) == COMMITTED
     assert world.states()[0] == "generated"
+
+
+def test_what_a_silent_worker_holds_is_lent_again_and_the_first_result_wins(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    first, second, *_ = rollout.lease(8)
+    rollout.finish(first)
+    (task,) = reward.tasks()
+    with world.ledger.transaction():
+        assert lend_again(world.exchange, ["rollout", "reward"], with_leases=False) == 1
+    assert world.states()[1] == "leased"
+    (again,) = Reward(world, "other").tasks()
+    assert (again.group_id, again.attempt) == (0, 2)
+    assert reward.score(task) == COMMITTED  # it is back, and the first
+    with world.ledger.transaction():
+        assert lend_again(world.exchange, ["rollout"], with_leases=True) == 3
+    other = Rollout(world, "other")
+    leases = other.lease(8)
+    assert [(lease.group_id, lease.attempt) for lease in leases] == [(1, 2), (2, 2), (3, 2)]
+    assert rollout.finish(second) == COMMITTED
+    assert other.finish(leases[0]) == DUPLICATE
 
 
 def test_a_member_that_is_gone_loses_leases_and_tasks(world: World) -> None:
