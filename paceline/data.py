@@ -8,6 +8,7 @@ cursor) it is always the same, which is what a restart relies on.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -94,20 +95,27 @@ def open_rows(
 
 
 class JsonLines:
-    """A JSONL file by line offsets; every line is checked once when it is opened."""
+    """A JSONL file by line offsets; every line is checked once when it is opened. The file stays open, so that its rows stay
+    what they were when somebody puts another one in its place.
+    """
 
     def __init__(self, path: Path, check: Callable[[dict[str, Any]], None] | None = None):
         self._path = path
         with path.open("rb") as file:
             self._offsets = np.array(self._index(file, check), np.int64)
+            self._ends = np.append(self._offsets[1:], file.tell())
+            self._fd = os.dup(file.fileno())
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        with self._path.open("rb") as file:
-            file.seek(int(self._offsets[index]))
-            row: dict[str, Any] = json.loads(file.readline())
+        start, end = int(self._offsets[index]), int(self._ends[index])
+        row: dict[str, Any] = json.loads(os.pread(self._fd, end - start, start))
         return row
 
     def _index(self, file: IO[bytes], check: Callable[[dict[str, Any]], None] | None) -> list[int]:

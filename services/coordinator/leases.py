@@ -17,6 +17,9 @@ from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
 from services.coordinator.payloads import Frame, read_frame
 
+ADMITTED_AT_ONCE = 64
+"""Groups that one request for leases admits beyond those that it gets: a whole step's would keep the others waiting."""
+
 
 def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Leases for the room that a rollout worker has: evaluation first, then training, oldest place first."""
@@ -36,9 +39,9 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
         _lease(exchange, run, request.member_id, row, version, reply, payloads, pinned=version)
         room -= 1
     if not exchange.paused(run):
-        admit(exchange, run)
         group_size = run.spec.grpo.num_generations_per_prompt
         places = max(room // group_size, 1 if room > 0 and not reply.lease.leases else 0)
+        admit(exchange, run, max(places, ADMITTED_AT_ONCE))
         leasable = _leasable(exchange, run, version, places + poison.num_reserved(exchange))
         steps = {row["group_id"]: step for row, step in leasable}
         rows = [row for row, _ in leasable]
@@ -48,8 +51,10 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     return Outcome(reply, payloads, empty=not reply.lease.leases)
 
 
-def admit(exchange: Exchange, run: ActiveRun) -> None:
-    """Admits prompts in the seeded order for as long as the admission rule allows."""
+def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
+    """Admits prompts in the seeded order for as long as the admission rule allows, `at_most` so many; the next request goes
+    on from there.
+    """
     ledger, run_id = exchange.ledger, run.run_id
     counters = ledger.counters(run_id)
     admitted = counters.get("groups:ever_admitted", 0)
@@ -58,6 +63,7 @@ def admit(exchange: Exchange, run: ActiveRun) -> None:
     number = admissible(
         open_groups, admitted, dropped, batch=run.batch, max_age=run.max_age, max_steps=run.spec.max_num_steps
     )
+    number = min(number, at_most)
     if number == 0 or exchange.admission_closed:
         return
     assert run.prompts is not None
