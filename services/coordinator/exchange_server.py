@@ -10,7 +10,8 @@ Four tasks, in the order in which a message passes them; each waits only for the
 
   receive   reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
   store     checks, hashes and syncs groups on a thread (intake.py), so that leases do not wait behind them
-  answer    one transaction after another, leases first; the sync of its commit is waited for on a thread
+  answer    one transaction after another, every other one for leases alone while there are any; the sync of its commit is
+            waited for on a thread
   deliver   reads arrays of tasks and batches from the disk on a thread, then sends them
 """
 
@@ -131,6 +132,8 @@ class ExchangeServer:
         """What else can be answered: group results that are on the disk, and every other kind."""
         self._commit_s = 0.0
         """How long the last commit waited for the disk."""
+        self._leases_were_alone = False
+        """In the last transaction; the others come next."""
         self._outgoing: deque[tuple[Waiting, Outcome]] = deque()
         """Answers with arrays that have to be read."""
         self._to_store, self._bell, self._to_deliver = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -268,11 +271,12 @@ class ExchangeServer:
         """One transaction for what is there; answers leave after its commit."""
         now_s, taken = time.monotonic(), 0
         answers: list[tuple[Waiting, Outcome]] = []
+        self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock, self._exchange.ledger.transaction_off_loop():
             while self._leases:
                 self._settle(self._leases.popleft(), now_s, answers)
             end_s = time.monotonic() + min(max(MIN_TRANSACTION_S, self._commit_s), MAX_TRANSACTION_S)
-            while self._others:
+            while self._others and not alone:
                 waiting = self._others.popleft()
                 self._settle(waiting, now_s, answers)
                 kinds |= WAKES.get(waiting.kind, set())

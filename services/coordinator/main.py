@@ -17,6 +17,7 @@ from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grp
 from services.coordinator.control import RunServicer, WorkerServicer
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.ledger import Ledger
+from services.coordinator.log_keeper import LogKeeper
 from services.coordinator.members import Members
 from services.grpc_server import STOP_GRACE_S, GrpcServer, run_service
 from services.ready import announce
@@ -115,6 +116,7 @@ def main(
                 loops = [
                     tasks.create_task(coordinator.server.serve()),
                     tasks.create_task(coordinator.run_forever()),
+                    tasks.create_task(LogKeeper(ledger, coordinator.lock).run()),
                 ]
                 await stop.wait()
                 await coordinator.see_off(grace_s)
