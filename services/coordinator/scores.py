@@ -16,6 +16,8 @@ from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
 from services.coordinator.payloads import Frame
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 
 def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Groups without scores, oldest place first."""
@@ -83,7 +85,8 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
             request, f"rewards of shape {rewards_CF.shape} with {len(functions)} functions"
         )
     totals_C = totals(rewards_CF, run.weights_F)
-    if np.isinf(totals_C).any():
+    known_C = totals_C[~np.isnan(totals_C)]
+    if np.isinf(known_C).any():
         return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
     if _wants_reference(run, row):
         fault = _fault_of_reference(arrived, row)
@@ -102,7 +105,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         scorer_id=None,
         rewards=rewards_CF.astype("<f4").tobytes(),
         functions=json.dumps(functions),
-        reward=None if np.isnan(totals_C).all() else float(np.nanmean(totals_C)),
+        reward=float(known_C.mean()) if len(known_C) else None,
     )
     if row["class"] != "train":
         evaluation.finish_if_done(exchange, run, row["class"])
@@ -131,9 +134,11 @@ def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
 
 def totals(rewards_CF: FloatArray, weights_F: FloatArray) -> FloatArray:
     """[C] weighted sums over the functions that apply; NaN where every one said None."""
-    with np.errstate(over="ignore"):
-        sums_C = np.nansum(rewards_CF * weights_F, axis=1)
-    return np.where(np.isnan(rewards_CF).all(axis=1), np.nan, sums_C).astype(np.float32)
+    known_CF = ~np.isnan(rewards_CF)
+    sums_C = np.where(known_CF, rewards_CF, 0.0).astype(np.float64) @ weights_F.astype(np.float64)
+    sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf  # the cast would warn of it
+    sums_C[~known_CF.any(axis=1)] = np.nan
+    return sums_C.astype(np.float32)
 
 
 def has_variance(totals_C: FloatArray) -> bool:
