@@ -62,6 +62,8 @@ class Trainer:
             self.reference = self.model if lora else load_reference(spec.policy, device)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
         self.critic = Critic(spec, device) if spec.uses_value_model else None
+        self.skipped: list[NonFiniteLoss] = []
+        """Updates of the last step that were left out."""
         self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
         self._objective = objective_of(spec)
 
@@ -70,7 +72,8 @@ class Trainer:
 
         Raises:
             NonFiniteLoss: loss or gradient norm is NaN or infinite. Raised on every rank, the optimizer untouched by
-                that update and the gradients cleared; earlier updates of the same step stay.
+                that update and the gradients cleared; earlier updates of the same step stay. With
+                policy.skip_non_finite_updates it is left in `skipped` instead, and the step goes on.
         """
         started_s = time.perf_counter()
         watch = Stopwatch(self.device)
@@ -89,10 +92,17 @@ class Trainer:
                 self.critic.settle(batch, updates)
         sums: dict[str, float] = {}
         grad_norms = []
+        self.skipped = []
         for update in updates:
             self._accumulate_gradients(update, watch)
             update_sums = self._sum_metrics(update)
-            grad_norms.append(self._clip_gradients(update, update_sums["loss"]))
+            try:
+                grad_norms.append(self._clip_gradients(update, update_sums["loss"]))
+            except NonFiniteLoss as error:
+                if not self.spec.policy.skip_non_finite_updates:
+                    raise
+                self.skipped.append(error)
+                continue
             with watch.measure("optimizer_s"):
                 if self.critic is not None:
                     self.critic.step(factor)
@@ -101,15 +111,26 @@ class Trainer:
                 self.optimizer.zero_grad(set_to_none=True)
             for name, value in update_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
+        learnt = {} if not grad_norms else self._metrics(sums, grad_norms, updates)
         return {
-            "loss": sums["loss"] / len(updates),
-            "grad_norm": sum(grad_norms) / len(grad_norms),
             "lr": lr,
-            **metrics_from_sums(sums),
-            **example_metrics({**sums, **self._batch_kl(updates)}, len(updates)),
-            **({} if self.critic is None else self.critic.metrics(len(updates))),
+            **learnt,
+            **({"skipped_updates": float(len(self.skipped))} if self.skipped else {}),
             **self._workload(batch, updates, step),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
+        }
+
+    def _metrics(
+        self, sums: dict[str, float], grad_norms: list[float], updates: Sequence[Update]
+    ) -> dict[str, float]:
+        """Of the updates that were made: means over their tokens, and over them."""
+        made = len(grad_norms)
+        return {
+            "loss": sums["loss"] / made,
+            "grad_norm": sum(grad_norms) / made,
+            **metrics_from_sums(sums),
+            **example_metrics({**sums, **self._batch_kl(updates)}, made),
+            **({} if self.critic is None else self.critic.metrics(made)),
         }
 
     @torch.no_grad()

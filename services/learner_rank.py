@@ -88,6 +88,10 @@ class LearnerRank:
             finally:
                 self._run = None
                 run.close()
+            if self._assigned is not None and self._assigned.session == run.session:
+                self._assigned = (
+                    None  # a session that is over is not to be gone on with after a broken stream
+                )
             if run.out_of_step:
                 raise PacelineError("the ranks may be at different points of the run now, so all of them end")
 

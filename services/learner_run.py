@@ -32,7 +32,7 @@ from learner.gather import gather_merged, gather_weights
 from learner.precomputed import precompute_reference
 from learner.row_check import check_rows
 from learner.trainer import Trainer
-from paceline.errors import Conflict, PacelineError, Unavailable
+from paceline.errors import Conflict, NonFiniteLoss, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.prompts import load_tokenizer
 from paceline.spec import RunSpec
@@ -109,6 +109,12 @@ class LearnerRun:
                     return
                 self._train_step(part)
             self._finish()
+        except NonFiniteLoss as error:  # raised on every rank, so they are still at one point
+            self._fail(
+                f"step {self.step} was stopped before the optimizer: {error}. `paceline resume {self.run_id}` trains on from "
+                "the newest checkpoint; policy.skip_non_finite_updates leaves such updates out",
+                resumable=True,
+            )
         except PacelineError as error:
             self._fail(str(error))
             self.out_of_step = self._rank.world_size > 1
@@ -257,6 +263,8 @@ class LearnerRun:
             sequences = self._sequences(part)
             before = self._validate() if self.step == 0 else {}
             metrics = self._trainer.train_step(sequences, self.step)
+        for skipped in self._trainer.skipped:
+            self._warn(f"step {self.step}: an update was left out, {skipped}")
         metrics["learner/tokens_per_s"] = metrics["tokens"] / metrics["step_s"]
         self._chain = part.chain
         self.step += 1
@@ -448,9 +456,11 @@ class LearnerRun:
             self._report(worker_pb2.ConnectRequest(run_report=finished))
         self._next_part()
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, *, resumable: bool = False) -> None:
         log.error("run %s: %s", self.run_id, message)
-        failed = worker_pb2.RunReport(run_id=self.run_id, session=self.session, error=message)
+        failed = worker_pb2.RunReport(
+            run_id=self.run_id, session=self.session, error=message, resumable=resumable
+        )
         self._rank.report(worker_pb2.ConnectRequest(run_report=failed))
 
     def _report(self, report: worker_pb2.ConnectRequest) -> None:

@@ -175,6 +175,9 @@ class PolicySection(Section):
     """Optimizer updates that one batch gets; the batch's groups are split among them."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
+    skip_non_finite_updates: bool = False
+    """Leave out an optimizer update whose loss or gradient is not finite, with a warning that names its groups, and go on;
+    false pauses the run there."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     cpu_offload: bool = False

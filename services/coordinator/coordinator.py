@@ -158,9 +158,26 @@ class Coordinator:
             if row["state"] != before:
                 raise Conflict(f"run {run_id} is {row['state']}, not {before}")
             with self.ledger.transaction():
-                self.ledger.update_run(run_id, state=after)
+                self.ledger.update_run(run_id, state=after, message="")
                 self.ledger.add_event(run_id, "state", {"state": after})
         self.server.wake("lease", "batch")
+        if not paused:
+            for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
+                learner.failed_run = ""  # it may have paused the run because of a fault
+            await self._assign_learner()
+        await self._tell_watchers()
+
+    async def _pause_on_fault(self, run_id: str, message: str) -> None:
+        """The learner cannot train the step that is due, and nothing is lost: whoever looks into it decides."""
+        async with self.lock:
+            if self.ledger.run(run_id)["state"] not in ACTIVE_STATES:
+                return
+            with self.ledger.transaction():
+                self.ledger.update_run(run_id, state="paused", message=message)
+                self.ledger.add_event(run_id, "state", {"state": "paused", "message": message})
+        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
+            learner.session = 0  # its session has ended; resuming begins another
+        log.warning("run %s is paused: %s", run_id, message)
         await self._tell_watchers()
 
     async def _start_next(self) -> None:
@@ -486,7 +503,9 @@ class Coordinator:
             log.warning(
                 "%s %s cannot work on %s: %s", _role(member), member.member_id, run.run_id, report.error
             )
-            if all(peer.failed_run == run.run_id for peer in peers):
+            if all(peer.failed_run == run.run_id for peer in peers) and report.resumable:
+                await self._pause_on_fault(run.run_id, f"{_role(member)}: {report.error}")
+            elif all(peer.failed_run == run.run_id for peer in peers):
                 await self._end(run.run_id, "failed", f"{_role(member)}: {report.error}")
             return
         member.ready_run, member.expelled = run.run_id, False

@@ -162,6 +162,36 @@ def test_a_nan_names_its_group_and_moves_nothing(model: Path) -> None:
     assert math.isfinite(trainer.train_step(batch, 0)["loss"])
 
 
+def test_a_broken_update_may_be_left_out_and_the_others_of_its_step_train(model: Path) -> None:
+    def train(batch: list[TrainSequence]) -> tuple[dict[str, float], Trainer]:
+        spec = make_spec(model, num_updates_per_step=2, skip_non_finite_updates=True)
+        trainer = Trainer(spec, CPU)
+        return trainer.train_step(batch, 0), trainer
+
+    batch = make_batch()
+    broken = [replace(s, advantage=math.nan) if i == 1 else s for i, s in enumerate(batch)]
+    metrics, trainer = train(broken)
+    assert [error.group_ids for error in trainer.skipped] == [(100,)]
+    assert metrics["skipped_updates"] == 1
+    assert math.isfinite(metrics["loss"])
+    # Groups 102 and 103 are the second update, and all that was trained.
+    alone = Trainer(make_spec(model), CPU)
+    alone.train_step(batch[4:], 0)
+    for one, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert "skipped_updates" not in trainer.train_step(batch, 1)
+    assert trainer.skipped == []
+
+
+def test_a_step_whose_only_update_is_left_out_moves_nothing(model: Path) -> None:
+    trainer = Trainer(make_spec(model, skip_non_finite_updates=True), CPU)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    metrics = trainer.train_step([replace(s, advantage=math.nan) for s in make_batch()], 0)
+    assert metrics["skipped_updates"] == 1
+    assert "loss" not in metrics
+    assert all(torch.equal(p, b) for p, b in zip(trainer.model.parameters(), before, strict=True))
+
+
 def test_a_batch_without_tokens_is_a_step_without_gradient(model: Path) -> None:
     empty = [s for s in make_batch() if len(s.completion_ids) == 0]
     metrics = Trainer(make_spec(model), CPU).train_step(empty, 0)

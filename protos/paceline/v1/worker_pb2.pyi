@@ -737,6 +737,7 @@ class RunReport(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     EXPORT_PATH_FIELD_NUMBER: _builtins.int
     WARNING_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     session: _builtins.int
@@ -749,6 +750,8 @@ class RunReport(_message.Message):
     """Folder of the final export."""
     warning: _builtins.str
     """Something that people should know about; the run goes on. Nothing else in this report counts then."""
+    resumable: _builtins.bool
+    """With `error`: nothing is lost or damaged, and the run may be trained on from its newest checkpoint. It is paused."""
     def __init__(
         self,
         *,
@@ -758,10 +761,11 @@ class RunReport(_message.Message):
         finished: _builtins.bool = ...,
         export_path: _builtins.str = ...,
         warning: _builtins.str = ...,
+        resumable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "export_path", b"export_path", "finished", b"finished", "run_id", b"run_id", "session", b"session", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "export_path", b"export_path", "finished", b"finished", "resumable", b"resumable", "run_id", b"run_id", "session", b"session", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
