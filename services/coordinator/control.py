@@ -117,16 +117,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
         assert first is not None
         await self._check(first.hello, context)
-        member = await self._coordinator.join(first.hello)
+        member = await self._coordinator.pool.join(first.hello)
         yield self._welcome()
         reports = asyncio.create_task(self._read(member, request_iterator))
         try:
-            await self._coordinator.joined(member)
+            await self._coordinator.pool.joined(member)
             while (directive := await member.outbox.get()) is not None:
                 yield directive
         finally:
             reports.cancel()
-            await self._coordinator.disconnected(member)
+            await self._coordinator.pool.disconnected(member)
 
     @with_status
     async def ListMembers(
@@ -151,7 +151,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Takes the member's reports; the end of its stream ends ours."""
         try:
             async for report in reports:
-                await self._coordinator.report(member, report)
+                await self._coordinator.pool.report(member, report)
         finally:
             member.end_stream()
 

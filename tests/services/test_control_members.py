@@ -168,7 +168,7 @@ async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_aga
         await one.hear("run")
         one.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
         await trainer.hear_epoch(*names)
-    named_in = plane.coordinator._epoch
+    named_in = plane.coordinator.pool.epoch
 
     def failed(epoch: int, failure: worker_pb2.PublishFailure.ValueType) -> worker_pb2.PublishReport:
         return worker_pb2.PublishReport(
@@ -186,11 +186,11 @@ async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_aga
 
     worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
     await trainer.hear_epoch("rollout-1", "rollout-2")
-    assert plane.coordinator._epoch == named_in + 2
+    assert plane.coordinator.pool.epoch == named_in + 2
     trainer.say(publish=failed(named_in, worker_pb2.PUBLISH_FAILURE_LINK))  # of the earlier epoch, late
     worker.say(leave=worker_pb2.Leave())
     await trainer.hear_epoch("rollout-2")
-    assert plane.coordinator._epoch == named_in + 3
+    assert plane.coordinator.pool.epoch == named_in + 3
 
 
 async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(plane: Plane) -> None:
@@ -221,10 +221,10 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) 
         await worker.hear("run")
         worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
         await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="suspected: silent for 4 s")
-        assert plane.coordinator._named == (run.run_id, [])
+        assert plane.coordinator.pool.named == (run.run_id, [])
         worker.say(heartbeat=worker_pb2.Heartbeat())
         await plane.watch_until(run.run_id, "member", what="heard of again")
-        assert plane.coordinator._named == (run.run_id, ["rollout-1"])
+        assert plane.coordinator.pool.named == (run.run_id, ["rollout-1"])
     finally:
         await plane.stop()
 
@@ -249,20 +249,20 @@ async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(pl
                 (run.run_id,),
             )
     coordinator.exchange.first_asked_s[0] = 0.0
-    await coordinator._lend_again()
+    await coordinator.pool.lend_again()
     assert holder() == "rollout-1", "it is heard of"
     member = coordinator.members.get("rollout-1")
     assert member is not None
     member.suspected = True
     coordinator.exchange.first_asked_s.clear()
-    await coordinator._lend_again()
+    await coordinator.pool.lend_again()
     assert holder() == "rollout-1", "nobody waits for it"
     coordinator.exchange.first_asked_s[0] = 0.0
     member.connected = False
-    await coordinator._lend_again()
+    await coordinator.pool.lend_again()
     assert holder() == "rollout-1", "that may be a crash"
     member.connected = True
-    await coordinator._lend_again()
+    await coordinator.pool.lend_again()
     assert holder() is None
 
 
@@ -325,7 +325,7 @@ async def test_holders_have_the_whole_timeout_to_come_back_after_a_restart(tmp_p
         (expected,) = members.silent(now_s + 61.0)
         assert expected.member_id == "rollout-1"
         assert plane.coordinator.exchange.members == set()  # and is given nothing before it has come
-        await plane.coordinator.leave(expected, "never came back")
+        await plane.coordinator.pool.leave(expected, "never came back")
         assert plane.ledger.db.execute("SELECT state FROM groups").fetchone()["state"] == "admitted"
     finally:
         await plane.stop()

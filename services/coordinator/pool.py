@@ -1,0 +1,384 @@
+"""Who is there and what each works on: assignments, sessions, epochs of weights, and what their reports change.
+
+A worker that joins is put on the active run; a learner that joins gets a new session, from the newest complete checkpoint.
+An epoch names the rollout workers that are ready and not pinned by an evaluation, suspected or expelled. A member that is
+not heard of is suspected after half the time-out, which takes it out of the epoch and lends out again what others wait for,
+and gone after all of it. One owner: this class changes `Members` and `Exchange.versions`, nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from paceline.groups import Version
+from paceline.tracing import step_traceparent
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator import evaluation, leases, poison, retention
+from services.coordinator.members import Member, Members
+
+if TYPE_CHECKING:
+    from services.coordinator.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
+
+
+class Pool:
+    """The members of one coordinator; `runs` is told what their reports mean for the run."""
+
+    def __init__(self, runs: Coordinator, members: Members):
+        self.members = members
+        self.epoch = 0
+        """Number of the newest."""
+        self.named: tuple[str, list[str]] = ("", [])
+        """Run and members of it; empty when the learner has to be told again."""
+        self._runs = runs
+        self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
+        self._lock: asyncio.Lock = runs.lock
+
+    def expect_holders(self) -> None:
+        """After a restart: whoever holds leases has the usual time to come back before they are taken away."""
+        for member_id, role in self._ledger.holders():
+            # As if its stream stood: one that broke would have half the time, less than a worker's longest back-off.
+            self.members.add(Member(member_id, role, "", 0, time.monotonic()))
+
+    async def look_after(self) -> None:
+        """Suspects and ends members that are not heard of."""
+        for member in self.members.silent(time.monotonic()):
+            silent_s = time.monotonic() - member.last_report_s
+            # A process that dies closes its stream; one that is stopped or cut off does not.
+            await self.leave(member, f"silent for {silent_s:.0f} s", crashed=not member.connected)
+        for member in self.members.quiet(time.monotonic()):
+            await self._suspect(member, f"silent for {time.monotonic() - member.last_report_s:.0f} s")
+        await self.lend_again()
+
+    async def put_to_work(self) -> None:
+        """Everybody who is there gets the run that has become active."""
+        for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD):
+            for member in self.members.of_role(role):
+                self._assign(member)
+        await self._assign_learner()
+
+    async def resume_learner(self) -> None:
+        """A run that was paused goes on; a fault of the learner may have paused it."""
+        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
+            learner.failed_run = ""
+        await self._assign_learner()
+
+    def end_learner_session(self) -> None:
+        """The learner's session has ended with a fault; resuming begins another."""
+        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
+            learner.session = 0
+
+    def dismiss(self, reason: str) -> None:
+        """The run is over: everybody is idle."""
+        for member in self.members.all():
+            member.session, member.ready_run, member.version = 0, "", None
+            member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
+        self._exchange.versions.clear()
+        self.named = ("", [])
+
+    async def join(self, hello: worker_pb2.Hello) -> Member:
+        """A worker joins, or comes back on a new stream."""
+        run = self._exchange.active
+        same_run = run is not None and hello.run_id == run.run_id
+        session = hello.session if same_run else 0
+        member = Member(
+            hello.member_id,
+            hello.role,
+            hello.address,
+            hello.rank,
+            time.monotonic(),
+            hello.http_address,
+            session=session,
+        )
+        if same_run and hello.HasField("version"):
+            member.version = Version(hello.version.session, hello.version.step)
+            self._exchange.versions[member.member_id] = member.version
+        earlier = self.members.get(hello.member_id)
+        self.members.add(member)
+        self._exchange.members.add(member.member_id)
+        log.info("%s %s %s", _role(member), member.member_id, "is back" if earlier else "joined")
+        if run is not None and member.role != common_pb2.ROLE_LEARNER:
+            self._assign(member)
+        return member
+
+    async def joined(self, member: Member) -> None:
+        """After Welcome is on its way: the rest of what a new member has to know."""
+        if member.role == common_pb2.ROLE_LEARNER:
+            await self._assign_learner()
+            self.named = ("", [])  # a learner that comes back has to be told again who receives weights
+        self.name_epoch()
+        await self._add_member_event(member, "joined")
+
+    async def disconnected(self, member: Member) -> None:
+        """The member's stream broke; it has some time to come back."""
+        if self.members.get(member.member_id) is member:
+            member.connected = False
+            # What was on its way to it is lost; when it is back, it is named and offered again.
+            await self._suspect(member, "its stream broke")
+            if member.role == common_pb2.ROLE_LEARNER:
+                await self._assign_learner()
+
+    async def leave(self, member: Member, reason: str, *, crashed: bool = False) -> None:
+        """A member is gone: its leases and tasks go to others, the next epoch is without it."""
+        if self.members.get(member.member_id) is not member:
+            return
+        self.members.remove(member.member_id)
+        member.end_stream()
+        run = self._exchange.active
+        async with self._lock:
+            with self._ledger.transaction():
+                released = leases.release_member(self._exchange, member.member_id, crashed=crashed)
+                if run is not None:
+                    evaluation.unpin_member(self._exchange, run, member.member_id)
+                notices = self._exchange.take_notices()
+                self._journal.write_down(notices)
+        log.warning(
+            "%s %s left (%s); %d leases taken back", _role(member), member.member_id, reason, released
+        )
+        self.name_epoch()
+        self._runs.server.wake("lease", "task")
+        await self._add_member_event(member, f"left: {reason}")
+        if member.role == common_pb2.ROLE_LEARNER:
+            await self._assign_learner()
+        await self._runs.act_on(notices)
+
+    async def report(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
+        """Takes one report of a member; one that has left, or came back on another stream, has no say any more."""
+        if self.members.get(member.member_id) is not member:
+            return
+        member.last_report_s = time.monotonic()
+        if member.suspected:
+            member.suspected = False
+            self.name_epoch()
+            await self._add_member_event(member, "heard of again")
+        match request.WhichOneof("report"):
+            case "heartbeat":
+                member.gauges = dict(request.heartbeat.gauges)
+                member.draining = request.heartbeat.draining
+            case "weight_offer":
+                receiver = self.members.get(request.weight_offer.member_id)
+                if receiver is not None:
+                    receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
+            case "weight_ack":
+                await self._on_weight_ack(member, request.weight_ack)
+            case "run_report":
+                await self._on_run_report(member, request.run_report)
+            case "checkpoint":
+                await self._on_checkpoint(member, request.checkpoint)
+            case "staged":
+                self._journal.note_staged(request.staged, self.epoch, len(self.named[1]))
+            case "publish":
+                await self._on_publish(request.publish)
+            case "leave":
+                reason = request.leave.reason
+                await self.leave(member, reason or "in good order", crashed=bool(reason))
+
+    def _assign(self, member: Member) -> None:
+        """Puts a rollout or reward worker on the active run."""
+        run = self._exchange.active
+        assert run is not None
+        row = self._ledger.run(run.run_id)
+        assignment = worker_pb2.RunAssignment(
+            run_id=run.run_id,
+            spec_yaml=row["spec_yaml"],
+            directory=row["directory"],
+            traceparent=step_traceparent(run.run_id, 0),
+        )
+        if run.prompts is not None:
+            member.direct(worker_pb2.ConnectResponse(run=assignment))
+
+    async def _assign_learner(self) -> None:
+        """Gives the active run to a learner with a new session, unless a live one has it."""
+        run = self._exchange.active
+        if run is None:
+            return
+        async with self._lock:
+            row = self._ledger.run(run.run_id)
+            learners = [m for m in self.members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
+            if any(m.connected and m.session and m.session == row["session"] for m in learners):
+                return
+            waiting = [m for m in learners if m.connected and m.failed_run != run.run_id]
+            if not waiting:
+                return
+            member, session = waiting[-1], row["session"] + 1
+            checkpoint = self._ledger.newest_checkpoint(run.run_id)
+            with self._ledger.transaction():
+                self._ledger.update_run(run.run_id, session=session)
+                self._ledger.add_event(run.run_id, "session", {"session": session})
+            member.session = session
+        member.direct(
+            worker_pb2.ConnectResponse(
+                run=worker_pb2.RunAssignment(
+                    run_id=run.run_id,
+                    spec_yaml=row["spec_yaml"],
+                    session=session,
+                    start_step=checkpoint["step"] if checkpoint else 0,
+                    checkpoint_path=checkpoint["path"] if checkpoint else "",
+                    checkpoint_sha256=checkpoint["sha256"] if checkpoint else "",
+                    chain=checkpoint["chain"] if checkpoint else "",
+                    publish_from_step=max(0, row["published_step"]),
+                    directory=row["directory"],
+                    traceparent=step_traceparent(run.run_id, 0),
+                )
+            )
+        )
+        self.named = ("", [])
+        self.name_epoch()
+
+    def name_epoch(self) -> None:
+        """Tells the learner who receives weights, when that has changed."""
+        run = self._exchange.active
+        if run is None:
+            return
+        pinned = evaluation.pinned_member(self._exchange, run)
+        named = [
+            member.member_id
+            for member in self.members.of_role(common_pb2.ROLE_ROLLOUT)
+            if member.ready_run == run.run_id
+            and member.connected
+            and not member.suspected
+            and not member.expelled
+            and member.member_id != pinned
+        ]
+        if (run.run_id, named) == self.named:
+            return
+        before, self.named = self.named[1], (run.run_id, named)
+        self.epoch += 1
+        for member_id in set(named) - set(before):
+            if (newcomer := self.members.get(member_id)) is not None:
+                newcomer.named_in = self.epoch
+        log.info("epoch %d of run %s: %s", self.epoch, run.run_id, ", ".join(named) or "nobody")
+        directive = worker_pb2.Epoch(run_id=run.run_id, number=self.epoch, member_ids=named)
+        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
+            learner.direct(worker_pb2.ConnectResponse(epoch=directive))
+
+    async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
+        run = self._exchange.active
+        if run is not None and ack.run_id == run.run_id and ack.ok:
+            member.version = Version(ack.version.session, ack.version.step)
+            self._exchange.versions[member.member_id] = member.version
+            self._journal.note_pause(ack)
+            async with self._lock:
+                if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
+                    with self._ledger.transaction():
+                        self._ledger.update_run(run.run_id, published_step=ack.version.step)
+            self._runs.server.wake("lease")
+        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
+            learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
+
+    async def _on_run_report(self, member: Member, report: worker_pb2.RunReport) -> None:
+        run = self._exchange.active
+        if run is None or report.run_id != run.run_id:
+            return
+        if (
+            member.role == common_pb2.ROLE_LEARNER
+            and report.session != self._ledger.run(run.run_id)["session"]
+        ):
+            return  # a learner that another one has replaced
+        if report.warning:
+            await self._runs.warn([report.warning])
+            return
+        if report.error:
+            member.failed_run = run.run_id
+            peers = self.members.of_role(member.role)
+            log.warning(
+                "%s %s cannot work on %s: %s", _role(member), member.member_id, run.run_id, report.error
+            )
+            if all(peer.failed_run == run.run_id for peer in peers) and report.resumable:
+                await self._runs.pause_on_fault(run.run_id, f"{_role(member)}: {report.error}")
+            elif all(peer.failed_run == run.run_id for peer in peers):
+                await self._runs.end(run.run_id, "failed", f"{_role(member)}: {report.error}")
+            return
+        member.ready_run, member.expelled = run.run_id, False
+        if report.finished:
+            async with self._lock:
+                with self._ledger.transaction():
+                    self._ledger.update_run(run.run_id, export_path=report.export_path)
+            await self._runs.learner_finished(report.session)
+        self.name_epoch()
+
+    async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
+        async with self._lock:
+            with self._ledger.transaction():
+                # One that is known is what a learner says again after a restart: no news.
+                if self._ledger.add_checkpoint(report):
+                    content = {"step": report.step, "path": report.path, "seconds": report.seconds}
+                    self._ledger.add_event(report.run_id, "checkpoint", content)
+                run = self._exchange.active
+                if run is not None and run.run_id == report.run_id:
+                    retention.forget_surplus(self._ledger, run.run_id, run.spec.checkpointing)
+            kept = retention.kept_paths(self._ledger, report.run_id)
+        directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
+        member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))
+        await self._runs.tell_watchers()
+
+    async def _on_publish(self, report: worker_pb2.PublishReport) -> None:
+        self._journal.note_publish(report)
+        if report.ok:
+            return
+        log.warning("version %d did not reach %s: %s", report.version.step, report.member_id, report.error)
+        member = self.members.get(report.member_id)
+        missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
+        if missed and member is not None and report.epoch >= member.named_in:
+            await self._expel(member, report)
+
+    async def _suspect(self, member: Member, why: str) -> None:
+        """A member may be gone: the next epoch is without it, and it is back in one as soon as it is heard of."""
+        if member.suspected or self._runs.stopping:
+            return
+        member.suspected = True
+        log.warning("%s %s is suspected: %s", _role(member), member.member_id, why)
+        self.name_epoch()
+        await self._add_member_event(member, f"suspected: {why}")
+
+    async def lend_again(self) -> None:
+        """Lends what silent workers hold to others before their time-out: score tasks at once, leases when the learner waits,
+        as generating twice costs more. Not where the stream broke: that may be a crash, which what they hold may have caused.
+        """
+        silent = [member.member_id for member in self.members.all() if member.suspected and member.connected]
+        run = self._exchange.active
+        if run is None or not silent:
+            return
+        async with self._lock:
+            if not self._ledger.held().keys() & set(silent):
+                return
+            with self._ledger.transaction():
+                number = leases.lend_again(
+                    self._exchange, silent, with_leases=self._exchange.learner_waits(run)
+                )
+        if number:
+            log.info("%d groups of silent workers are lent again: %s", number, ", ".join(silent))
+            self._runs.server.wake("lease", "task")
+
+    async def _expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
+        """A member missed a deadline of its weight link: the next epoch is without it, and it is told so."""
+        if member.expelled:
+            return
+        member.expelled = True
+        log.warning("%s %s is expelled from epoch %d", _role(member), member.member_id, report.epoch)
+        expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
+        member.direct(worker_pb2.ConnectResponse(expelled=expelled))
+        self.name_epoch()
+        await self._add_member_event(member, f"expelled from epoch {report.epoch}: {report.error}")
+
+    async def _add_member_event(self, member: Member, what: str) -> None:
+        run = self._exchange.active
+        if run is not None:
+            async with self._lock:
+                with self._ledger.transaction():
+                    if what == "joined":
+                        poison.forgive(self._exchange, member.member_id)
+                    self._ledger.add_event(
+                        run.run_id,
+                        "member",
+                        {"role": _role(member), "member_id": member.member_id, "what": what},
+                    )
+            await self._runs.tell_watchers()
+
+
+def _role(member: Member) -> str:
+    return common_pb2.Role.Name(member.role).removeprefix("ROLE_").lower()
