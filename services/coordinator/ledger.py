@@ -1,168 +1,28 @@
 """The ledger: the durable record of every group from admission to its end, in one SQLite file and its segments.
 
-Promises: what a transaction wrote is on the disk before it returns, so an acknowledgement sent after it survives a
-power cut; a second process that opens the same file is refused; every opening is a new term. Nobody but the
-coordinator's one event loop writes, one transaction at a time; a thread waits for the disk in its place where it
-would wait long (`transaction_off_loop`).
+`ledger_file.py` holds the promises of the file and of its transactions; here are the few operations on its tables that
+more than one module needs.
 """
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
-from paceline.errors import Conflict, LedgerFault, NotFound
+from paceline.errors import NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.payloads import Payload, PayloadStore
-from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
+from services.coordinator.ledger_file import LedgerFile
+from services.coordinator.payloads import Payload
 
 OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
 ACTIVE_STATES = ("running", "paused")
 
-KnownT = TypeVar("KnownT")
 
-
-class Ledger:
-    """Tables as in schema.py, with the few operations that more than one module needs."""
-
-    def __init__(self, path: Path, *, read_only: bool = False):
-        path = path.resolve()  # the lock is beside the file itself, whatever links to it
-        self.path = path
-        self.payloads = PayloadStore(path)
-        self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
-        """Told of every transaction that the disk refused: the ledger's owner has to end."""
-        self._lock: IO[str] | None = None
-        self._known: dict[str, Any] | None = None
-        """What the transaction under way has read and nobody has changed since; None outside of one."""
-        self._uncounted: dict[tuple[str, str], int] = {}
-        """What the transaction under way adds to counters, by run and name; written before its commit."""
-        self._committer = ThreadPoolExecutor(1, "ledger-commit")
-        if read_only:
-            if not path.is_file():
-                raise NotFound(f"no ledger at {path}")
-            self.db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(path)
-            self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self.db.row_factory = sqlite3.Row
-        try:
-            self._open_schema(read_only)
-            self.term = self._meta("term") if read_only else self._next_term()
-        except sqlite3.DatabaseError as error:
-            self.close()
-            raise Conflict(f"{path} is no ledger, or a damaged one: {error}; restore a backup") from None
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Closes the file; the next opener may take the lock."""
-        self._committer.shutdown()
-        self.db.close()
-        self.payloads.close()
-        if self._lock is not None:
-            self._lock.close()
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All or nothing; durable when it returns. Raises LedgerFault when the disk refuses."""
-        with self._faults_named(), self._rolled_back():
-            self._begin()
-            yield
-            self._write_counters()
-            self.db.execute("COMMIT")
-
-    @asynccontextmanager
-    async def transaction_off_loop(self) -> AsyncIterator[None]:
-        """As `transaction`, but other tasks go on while the disk is waited for. A commit that has begun ends, whoever
-        cancels it.
-        """
-        with self._faults_named(), self._rolled_back():
-            self._begin()
-            yield
-            self._write_counters()
-            loop = asyncio.get_running_loop()
-            commit = loop.run_in_executor(self._committer, self.db.execute, "COMMIT")
-            try:
-                await asyncio.shield(commit)
-            finally:
-                await asyncio.wait([commit])
-
-    @contextmanager
-    def savepoint(self) -> Iterator[None]:
-        """A part of a transaction that is undone by itself when an exception leaves it."""
-        self.db.execute("SAVEPOINT part")
-        uncounted = dict(self._uncounted)
-        try:
-            yield
-        except BaseException:
-            if self.db.in_transaction:
-                self.db.execute("ROLLBACK TO part")
-                self.db.execute("RELEASE part")
-            self._uncounted = uncounted
-            self.forget()
-            raise
-        self.db.execute("RELEASE part")
-
-    def known(self, key: str, read: Callable[[], KnownT]) -> KnownT:
-        """What `read` gives, read once in a transaction; whoever changes it says so with `forget`."""
-        if self._known is None:
-            return read()
-        if key not in self._known:
-            self._known[key] = read()
-        value: KnownT = self._known[key]
-        return value
-
-    def forget(self, key: str | None = None) -> None:
-        """What was known under this key (or at all) has changed."""
-        if self._known is not None:
-            if key is None:
-                self._known.clear()
-            else:
-                self._known.pop(key, None)
-
-    def _begin(self) -> None:
-        self.db.execute("BEGIN IMMEDIATE")
-        self._known, self._uncounted = {}, {}
-
-    def _write_counters(self) -> None:
-        self.db.executemany(
-            "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
-            [(*key, amount) for key, amount in self._uncounted.items()],
-        )
-        self._known, self._uncounted = None, {}
-
-    @contextmanager
-    def _rolled_back(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self.db.in_transaction:  # SQLite itself ends it after some errors
-                self.db.execute("ROLLBACK")
-            self._known, self._uncounted = None, {}
-            raise
-
-    @contextmanager
-    def _faults_named(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            fault = LedgerFault(
-                f"the ledger {self.path} cannot be written: {error}; make room, or repair the disk, then start the "
-                "coordinator again"
-            )
-            self.on_fault(fault)
-            raise fault from error
+class Ledger(LedgerFile):
+    """Tables as in schema.py."""
 
     # Runs
 
@@ -380,45 +240,6 @@ class Ledger:
         ).fetchall()
         return [(row["id"], ROLE_ROLLOUT) for row in leases] + [(row["id"], ROLE_REWARD) for row in tasks]
 
-    # Opening
-
-    def _open_schema(self, read_only: bool) -> None:
-        version = self.db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION, *UPGRADES) or (version != SCHEMA_VERSION and read_only):
-            remedy = "start its coordinator once" if version in UPGRADES else "use the Paceline that wrote it"
-            raise Conflict(
-                f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
-            )
-        if read_only:
-            return
-        self.db.execute("PRAGMA journal_mode = WAL")
-        self.db.execute("PRAGMA synchronous = FULL")
-        while version != SCHEMA_VERSION:
-            script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
-            self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
-
-    def _next_term(self) -> int:
-        with self.transaction():
-            self.db.execute("INSERT INTO meta VALUES ('term', 1) ON CONFLICT DO UPDATE SET value = value + 1")
-        return self._meta("term")
-
-    def _meta(self, key: str) -> int:
-        row = self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return int(row["value"]) if row else 0
-
     def _first(self, query: str) -> sqlite3.Row | None:
         row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1").fetchone()
         return row
-
-
-def _lock(path: Path) -> IO[str]:
-    """Holds the ledger at `path` for this process until closed. Raises Conflict when another one does."""
-    lock = path.with_name(path.name + ".lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise Conflict(
-            f"another coordinator has the ledger {path} open; stop it, or give this one another --directory"
-        ) from None
-    return lock
