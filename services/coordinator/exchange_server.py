@@ -24,16 +24,15 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import zmq
 
-from paceline.errors import Conflict, LedgerFault, WireError
-from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_header
+from paceline.errors import LedgerFault, WireError
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import Exchange, Notice, Outcome
+from services.coordinator.exchange_socket import ExchangeSocket, Waiting, parse, sender
 from services.coordinator.handlers import handle
-from services.coordinator.intake import Arrived, take_in
+from services.coordinator.intake import take_in
 
 MIN_TRANSACTION_S, MAX_TRANSACTION_S = 0.004, 0.01
 """How long requests other than for leases are taken into one transaction: as long as the last commit took, within these
@@ -50,9 +49,6 @@ MAX_PENDING_BYTES = 128 << 20
 """Groups in memory that are not committed; beyond it they stay in ZeroMQ's and the senders' hands. Less than a segment
 (`PayloadStore.old_segments`), save for one message."""
 
-MAX_WAIT_S = 30.0
-"""Longest time for which a request is parked, whatever it asks for."""
-
 TICK_S = 0.2
 """How often parked requests are looked at though nothing happened: some answers change with time alone."""
 
@@ -65,32 +61,6 @@ WAKES = {
 """Which parked requests an arrived one can change the answer to."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Waiting:
-    """A request with the address to answer to."""
-
-    identity: bytes
-    arrived: Arrived
-    deadline_s: float
-    size: int = 0
-    """Bytes of its payload frames."""
-
-    @property
-    def request(self) -> pb.ExchangeRequest:
-        """What it asks."""
-        return self.arrived.request
-
-    @property
-    def kind(self) -> str:
-        """Name of the request's body."""
-        return self.request.WhichOneof("body") or ""
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Who asks for what. Not by connection: a worker that came back on a new one has nothing on the old."""
-        return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 
 class ExchangeServer:
@@ -112,13 +82,8 @@ class ExchangeServer:
         self._lock = lock
         self._record = record
         self._act = act
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        # Every reply was asked for; their number is bounded by the requests.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self.port = self._bind(host, port)
+        self._socket = ExchangeSocket(host, port)
+        self.port = self._socket.port
         self._parked: dict[tuple[str, str, int], Waiting] = {}
         self._wake: set[str] = set()
         self._readable, self._room = asyncio.Event(), asyncio.Event()
@@ -159,69 +124,47 @@ class ExchangeServer:
     def close(self) -> None:
         """Sends what is queued, then closes the socket."""
         self._socket.close()
-        self._context.term()
-
-    def _bind(self, host: str, port: int) -> int:
-        try:
-            if not port:
-                return self._socket.bind_to_random_port(f"tcp://{host}")
-            self._socket.bind(f"tcp://{host}:{port}")
-            return port
-        except zmq.ZMQError as error:
-            self.close()
-            raise Conflict(
-                f"the exchange cannot listen on {host}:{port} ({error}); is another process there? "
-                "Choose another --exchange-port"
-            ) from None
 
     # Receive
 
     async def _receive(self) -> None:
         """Reads whenever the socket has something. Its descriptor tells of changes only, so it is read until empty."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket.FD, self._readable.set)
+        loop.add_reader(self._socket.descriptor, self._readable.set)
         try:
             while True:
                 if self._pending_bytes >= MAX_PENDING_BYTES:
-                    loop.remove_reader(self._socket.FD)
+                    loop.remove_reader(self._socket.descriptor)
                     self._room.clear()
                     await self._room.wait()
-                    loop.add_reader(self._socket.FD, self._readable.set)
+                    loop.add_reader(self._socket.descriptor, self._readable.set)
                 self._readable.clear()
                 if self._read_some():
                     await self._readable.wait()
                 else:
                     await asyncio.sleep(0)
         finally:
-            loop.remove_reader(self._socket.FD)
+            loop.remove_reader(self._socket.descriptor)
 
     def _read_some(self) -> bool:
         """Whether that was all that had arrived."""
         for _ in range(MAX_RECEIVED_AT_ONCE):
             if self._pending_bytes >= MAX_PENDING_BYTES:
                 return False
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            frames = self._socket.receive()
+            if frames is None:
                 return True
             self._take(frames)
         return False
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        identity, header, *payloads = frames if len(frames) > 1 else [frames[0], zmq.Frame(b"")]
         try:
-            request = parse_header(pb.ExchangeRequest, header.bytes)
+            waiting = parse(frames)
         except WireError as error:
-            log.warning("refused a message from %s: %s", identity.bytes.hex()[:16], error)
+            log.warning("refused a message from %s: %s", sender(frames).hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
-            self._send(identity.bytes, reply, [])
+            self._socket.send(sender(frames), reply)
             return
-        body = getattr(request, request.WhichOneof("body") or "", None)
-        # In this order: not-a-number becomes the limit.
-        wait_s = min(MAX_WAIT_S, getattr(body, "wait_s", 0.0))
-        buffers: list[Buffer] = [frame.buffer for frame in payloads]
-        size = sum(len(buffer) for buffer in buffers)
-        waiting = Waiting(identity.bytes, Arrived(request, buffers), time.monotonic() + wait_s, size)
         if waiting.arrived.has_bulk:
             self._pending_bytes += waiting.size
             self._groups.append(waiting)
@@ -300,7 +243,7 @@ class ExchangeServer:
                 self._outgoing.append((waiting, outcome))
                 self._to_deliver.set()
             else:
-                self._send(waiting.identity, outcome.reply, outcome.read())
+                self._socket.send(waiting.identity, outcome.reply, outcome.read())
         self._pending_bytes -= taken
         self._room.set()
         self._readable.set()  # sending may have used up the descriptor's signal
@@ -344,14 +287,5 @@ class ExchangeServer:
             if not self._outgoing:
                 self._to_deliver.clear()
             frames = await loop.run_in_executor(thread, outcome.read)
-            self._send(waiting.identity, outcome.reply, frames)
+            self._socket.send(waiting.identity, outcome.reply, frames)
             self._readable.set()
-
-    def _send(self, identity: bytes, reply: pb.ExchangeReply, payloads: list[bytes]) -> None:
-        try:
-            # DONTWAIT: a peer that is gone or does not read must not hold up the others; it will ask again.
-            self._socket.send_multipart(
-                [identity, reply.SerializeToString(), *payloads], zmq.DONTWAIT, copy=False
-            )
-        except zmq.ZMQError as error:
-            log.warning("a reply to %s could not be sent: %s", identity.hex()[:16], error)

@@ -20,7 +20,7 @@ from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import exchange_server
+from services.coordinator import exchange_server, exchange_socket
 from services.coordinator.exchange import Notice
 from services.coordinator.exchange_server import ExchangeServer
 
@@ -294,7 +294,7 @@ async def test_a_waiting_request_is_answered_empty_at_its_end(service: Service) 
 async def test_no_request_waits_for_ever(
     service: Service, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
-    monkeypatch.setattr(exchange_server, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(exchange_socket, "MAX_WAIT_S", 0.05)
     assert (await service.rollout("rollout", step=None).ask(lease(wait_s))).status == OK
 
 

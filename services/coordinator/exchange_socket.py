@@ -1,0 +1,115 @@
+"""The exchange's ZeroMQ socket: whole messages in, replies out. Nothing that a peer sends or fails to read stops it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from paceline.errors import Conflict
+from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_header
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.intake import Arrived
+
+MAX_WAIT_S = 30.0
+"""Longest time for which a request is parked, whatever it asks for."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Waiting:
+    """A request with the address to answer to."""
+
+    identity: bytes
+    arrived: Arrived
+    deadline_s: float
+    size: int = 0
+    """Bytes of its payload frames."""
+
+    @property
+    def request(self) -> pb.ExchangeRequest:
+        """What it asks."""
+        return self.arrived.request
+
+    @property
+    def kind(self) -> str:
+        """Name of the request's body."""
+        return self.request.WhichOneof("body") or ""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Who asks for what. Not by connection: a worker that came back on a new one has nothing on the old."""
+        return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
+
+
+class ExchangeSocket:
+    """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict when it cannot listen."""
+
+    def __init__(self, host: str, port: int):
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        # Every reply was asked for; their number is bounded by the requests.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self.port = self._bind(host, port)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when something changed; it tells of changes only, so the socket is read until it is empty."""
+        return int(self._socket.FD)
+
+    def receive(self) -> list[zmq.Frame] | None:
+        """The next message, if one has arrived."""
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[bytes] = ()) -> None:
+        """A reply, unless its peer is gone or does not read: that must not hold up the others; it will ask again."""
+        try:
+            self._socket.send_multipart(
+                [identity, reply.SerializeToString(), *payloads], zmq.DONTWAIT, copy=False
+            )
+        except zmq.ZMQError as error:
+            log.warning("a reply to %s could not be sent: %s", identity.hex()[:16], error)
+
+    def close(self) -> None:
+        """Sends what is queued, then closes."""
+        self._socket.close()
+        self._context.term()
+
+    def _bind(self, host: str, port: int) -> int:
+        try:
+            if not port:
+                return self._socket.bind_to_random_port(f"tcp://{host}")
+            self._socket.bind(f"tcp://{host}:{port}")
+            return port
+        except zmq.ZMQError as error:
+            self.close()
+            raise Conflict(
+                f"the exchange cannot listen on {host}:{port} ({error}); is another process there? "
+                "Choose another --exchange-port"
+            ) from None
+
+
+def sender(frames: list[zmq.Frame]) -> bytes:
+    """Whose message it is."""
+    return frames[0].bytes
+
+
+def parse(frames: list[zmq.Frame]) -> Waiting:
+    """The request in a message. Raises WireError."""
+    identity, header, *payloads = frames if len(frames) > 1 else [frames[0], zmq.Frame(b"")]
+    request = parse_header(pb.ExchangeRequest, header.bytes)
+    body = getattr(request, request.WhichOneof("body") or "", None)
+    # In this order: not-a-number becomes the limit.
+    wait_s = min(MAX_WAIT_S, getattr(body, "wait_s", 0.0))
+    buffers: list[Buffer] = [frame.buffer for frame in payloads]
+    size = sum(len(buffer) for buffer in buffers)
+    return Waiting(identity.bytes, Arrived(request, buffers), time.monotonic() + wait_s, size)
