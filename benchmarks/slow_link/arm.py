@@ -18,6 +18,8 @@ from paceline.spec import ClusterSection
 from paceline.up import LocalCluster
 from slow_link.site import FAR, NEAR, Sites
 
+RUN_TIMEOUT_S = 3600.0
+
 
 def measure(
     directory: Path,
@@ -36,17 +38,23 @@ def measure(
         *overrides,
     ]
     spec = make_spec(directory.parent, workload, warm_up + steps, overrides)
-    sizes = ClusterSection(rollout_workers=0, reward_workers=1, learner_ranks=1)
-    with LocalCluster(directory, sizes, host=NEAR) as cluster, Client(cluster.address) as client:
-        worker = _start_worker(directory, sites, place, cluster.address)
-        try:
+    cluster = LocalCluster(directory, ClusterSection(learner_ranks=1), host=NEAR)
+    worker: subprocess.Popen[bytes] | None = None
+    try:
+        coordinator = cluster.start_coordinator()
+        cluster.add("reward")
+        cluster.add("learner")
+        worker = _start_worker(directory, sites, place, coordinator)
+        before = sites.received_bytes()
+        with Client(coordinator) as client:
             run = client.submit(spec)
-            before = sites.received_bytes()
-            ended = client.wait(run.run_id, timeout_s=3600.0)
-            link_bytes = sites.received_bytes() - before
-        finally:
+            ended = client.wait(run.run_id, timeout_s=RUN_TIMEOUT_S)
+        link_bytes = sites.received_bytes() - before
+    finally:
+        if worker is not None:
             worker.terminate()
-            worker.wait(60.0)
+            worker.wait()
+        cluster.stop()
     if state_name(ended) != "succeeded":
         raise SystemExit(f"the run {state_name(ended)}: {ended.message}; see {directory}/logs")
     lines = [json.loads(line) for line in (directory / run.run_id / "metrics.jsonl").read_text().splitlines()]
