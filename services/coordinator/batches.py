@@ -155,13 +155,18 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
     if len(usable) < run.batch:
         return None
     live = exchange.db.execute(
-        "SELECT COALESCE(oldest_step, lease_step) AS oldest FROM groups INDEXED BY groups_by_state"
+        "SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id FROM groups INDEXED BY groups_by_state"
         " WHERE run_id = ? AND class = 'train'"
         " AND state IN ('leased', 'generated')",
         (run.run_id,),
     ).fetchall()
     ready_s = exchange.first_asked_s.setdefault(-step - 1, now_s)
-    if must_wait([row["oldest"] for row in live], step, run.max_age) and now_s - ready_s < spec.late_wait_s:
+    waited_for = [
+        row["oldest"]
+        for row in live
+        if row["state"] != "leased" or row["member_id"] not in exchange.suspected
+    ]
+    if must_wait(waited_for, step, run.max_age) and now_s - ready_s < spec.late_wait_s:
         return None
     return usable[: run.batch]
 

@@ -92,6 +92,8 @@ class Exchange:
         self.active: ActiveRun | None = None
         self.members: set[str] = set()
         """Workers that are there. Others are given nothing: nobody would notice that they died with it."""
+        self.suspected: set[str] = set()
+        """Of these the ones that may be gone: what they hold is still theirs, but no batch waits for it."""
         self.versions: dict[str, Version] = {}
         """Version that each rollout worker acknowledged, by member id."""
         self.notices: list[Notice] = []

@@ -309,6 +309,7 @@ def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
     exchange.versions.pop(member_id, None)
     exchange.members.discard(member_id)
+    exchange.suspected.discard(member_id)
     released = exchange.db.execute(
         "UPDATE groups SET state = 'admitted', member_id = NULL WHERE member_id = ? AND state = 'leased'",
         (member_id,),

@@ -100,6 +100,7 @@ class Pool:
         earlier = self.members.get(hello.member_id)
         self.members.add(member)
         self._exchange.members.add(member.member_id)
+        self._exchange.suspected.discard(member.member_id)
         log.info("%s %s %s", _role(member), member.member_id, "is back" if earlier else "joined")
         if run is not None and member.role != common_pb2.ROLE_LEARNER:
             self._assign(member)
@@ -153,6 +154,7 @@ class Pool:
         member.last_report_s = time.monotonic()
         if member.suspected:
             member.suspected = False
+            self._exchange.suspected.discard(member.member_id)
             self.name_epoch()
             await self._add_member_event(member, "heard of again")
         match request.WhichOneof("report"):
@@ -327,10 +329,13 @@ class Pool:
             await self._expel(member, report)
 
     async def _suspect(self, member: Member, why: str) -> None:
-        """A member may be gone: the next epoch is without it, and it is back in one as soon as it is heard of."""
+        """A member may be gone: the next epoch is without it, no batch waits for what it holds, and it is back as soon as it is
+        heard of."""
         if member.suspected or self._runs.stopping:
             return
         member.suspected = True
+        self._exchange.suspected.add(member.member_id)
+        self._runs.server.wake("batch")
         log.warning("%s %s is suspected: %s", _role(member), member.member_id, why)
         self.name_epoch()
         await self._add_member_event(member, f"suspected: {why}")

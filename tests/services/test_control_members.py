@@ -204,8 +204,10 @@ async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(p
     worker.hang_up()
     await trainer.hear_epoch()
     await plane.watch_until(run.run_id, "member", what="suspected: its stream broke")
+    assert plane.coordinator.exchange.suspected == {"rollout-1"}  # no batch waits for what it holds
     again = rollout(plane)
     await again.hear("run")
+    assert plane.coordinator.exchange.suspected == set()
     again.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
     await trainer.hear_epoch("rollout-1")
 
@@ -222,8 +224,10 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) 
         worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
         await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="suspected: silent for 4 s")
         assert plane.coordinator.pool.named == (run.run_id, [])
+        assert plane.coordinator.exchange.suspected == {"rollout-1"}
         worker.say(heartbeat=worker_pb2.Heartbeat())
         await plane.watch_until(run.run_id, "member", what="heard of again")
+        assert plane.coordinator.exchange.suspected == set()
         assert plane.coordinator.pool.named == (run.run_id, ["rollout-1"])
     finally:
         await plane.stop()

@@ -368,7 +368,7 @@ def make_spec(directory: Path, steps: int, max_wait_s: float) -> RunSpec:
                 "num_generations_per_prompt": 4,
                 "max_num_steps": steps,
             },
-            "async_grpo": {"max_trajectory_age_steps": 3, "late_wait_s": 5.0},
+            "async_grpo": {"max_trajectory_age_steps": 3, "late_wait_s": 2.0},
             "rewards": [{"function": f"{reward}:digits"}],
             "weights": {"max_wait_s": max_wait_s, "bucket_mb": 1},
             "checkpointing": {"save_period": 10},
