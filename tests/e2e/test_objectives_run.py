@@ -13,13 +13,21 @@ from paceline.spec import RunSpec
 from paceline.up import LocalCluster
 
 
-@pytest.mark.parametrize("preset", ["rloo", "reinforce_pp", "m2po", "ppo"])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        {"preset": "rloo"},
+        {"preset": "rloo", "reference_policy_pool": "reward"},
+        {"preset": "reinforce_pp"},
+        {"preset": "m2po"},
+        {"preset": "ppo"},
+    ],
+    ids=lambda loss_fn: "-".join(loss_fn.values()),
+)
 def test_a_preset_runs_with_its_rewards_spread_over_ranks(
-    preset: str, client: Client, cluster: LocalCluster, make_spec: Callable[..., RunSpec]
+    loss_fn: dict[str, str], client: Client, cluster: LocalCluster, make_spec: Callable[..., RunSpec]
 ) -> None:
-    spec = make_spec(
-        grpo={"max_num_steps": 16}, loss_fn={"preset": preset}, policy={"num_updates_per_step": 2}
-    )
+    spec = make_spec(grpo={"max_num_steps": 16}, loss_fn=loss_fn, policy={"num_updates_per_step": 2})
     run = client.wait(client.submit(spec).run_id, timeout_s=180.0)
     cluster.check()
     summary = json.loads((Path(run.directory) / "summary.json").read_text())
@@ -30,5 +38,9 @@ def test_a_preset_runs_with_its_rewards_spread_over_ranks(
     # With no advantage at all (rewards lost on the way) there would be no gradient.
     assert min(line["grad_norm"] for line in trained) > 0
     assert all("kl_reference" in line for line in trained) == (spec.loss_fn.reference_policy_kl_penalty > 0)
+    if spec.loss_fn.reference_policy_kl_penalty:
+        # Before the first update the policy is its reference, whoever asks that, and then it leaves it.
+        kl = [abs(line["kl_reference"]) for line in trained]
+        assert kl[0] < 0.1 * max(kl)
     rewards = [line["reward"] for line in trained]
     assert sum(rewards[-4:]) > sum(rewards[:4])
