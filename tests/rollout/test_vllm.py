@@ -248,15 +248,6 @@ def test_what_paceline_decides_is_refused_in_vllm_kwargs(
             make_spec(model, backend="vllm", vllm_kwargs=kwargs)
 
 
-async def test_a_temperature_that_vllm_would_change_is_refused(
-    start_engine: Callable[[RunSpec], Engine],
-    make_spec: Callable[..., RunSpec],
-    make_model: Callable[..., Any],
-) -> None:
-    with pytest.raises(InvalidInput, match=r"temperature is 0\.005, but vLLM samples at 0\.01 or above"):
-        start_engine(make_spec(make_model(), backend="vllm", temperature=0.005))
-
-
 async def test_an_argument_that_vllm_does_not_know_is_the_runs_fault(
     start_engine: Callable[[RunSpec], Engine],
     make_spec: Callable[..., RunSpec],
