@@ -26,6 +26,8 @@ from rollout.process_guard import VARIABLE
 pytestmark = pytest.mark.vllm
 NUM_SEQUENCES = 64
 NUM_VERSIONS = 5
+TOKENS_EACH = 32
+"""Fewest tokens of a sequence under each version: together more than a block of the KV cache, which is 128 on a CPU."""
 PROMPTS = [np.arange(1 + i % 20, dtype=np.int32) % 23 for i in range(NUM_SEQUENCES)]
 
 
@@ -75,7 +77,7 @@ async def check_versions(
 
     def all_have(step: int) -> bool:
         spans = [completion.spans[-1] for completion in so_far.values()]
-        return len(spans) == NUM_SEQUENCES and all(s.step == step and s.end - s.start >= 4 for s in spans)
+        return len(spans) == NUM_SEQUENCES and all(s.step == step and s.end - s.start >= TOKENS_EACH for s in spans)
 
     tasks = [asyncio.create_task(engine.generate(watched(request))) for request in requests(3000)]
     for step, model in enumerate(models):
