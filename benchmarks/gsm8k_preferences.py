@@ -1,6 +1,6 @@
 """DPO and a reward model on recorded GSM8K solutions: do held-out right solutions win over wrong ones?
 
-    python benchmarks/gsm8k_preferences.py --data example_model_solutions.jsonl [--folds 5] [--steps 150] [--json]
+    python benchmarks/gsm8k_preferences.py --data example_model_solutions.jsonl [--folds 2] [--steps 60] [--json]
 
 `example_model_solutions.jsonl` is published with GSM8K (github.com/openai/grade-school-math): four models' solutions of
 1,319 questions, marked right or wrong; 731 questions have both. Everything is made on the spot and small: a byte-level
@@ -204,15 +204,15 @@ def run_fold(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--folds", type=int, default=2)
     parser.add_argument("--only-folds", type=int, help="stop after this many folds")
     parser.add_argument("--questions", type=int, help="use the first this many questions")
-    parser.add_argument("--steps", type=int, default=150, help="of dpo and of rm")
-    parser.add_argument("--sft-steps", type=int, default=150, help="0: from random weights")
-    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=60, help="of dpo and of rm")
+    parser.add_argument("--sft-steps", type=int, default=0, help="0: from random weights")
+    parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--dpo-lr", type=float, default=1e-3)
-    parser.add_argument("--rm-lr", type=float, default=1e-3)
+    parser.add_argument("--rm-lr", type=float, default=4e-3)
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     options = parser.parse_args()
     torch.set_num_threads(1)

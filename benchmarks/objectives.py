@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
     parser.add_argument("--only", default="", help="objectives, comma-separated; default all of the families")
     parser.add_argument("--steps", type=int, default=40, help="steps of each objective")
+    parser.add_argument("--prompts", type=int, default=32, help="policy, distillation: groups of each batch")
     parser.add_argument("--lag", type=int, default=2, help="policy: age of the sampler's weights in steps")
     parser.add_argument("--updates", type=int, default=2, help="policy: updates that each batch gets")
     parser.add_argument("--held-out", type=int, default=512, help="examples that before and after are about")

@@ -29,7 +29,11 @@ TEACHER_STEPS = 300
 
 def run(name: str, files: Path, taught: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One kind of KL, for `options.steps` steps."""
-    settings = (f"policy.model_name={taught}", f"grpo.max_num_steps={options.steps}")
+    settings = (
+        f"policy.model_name={taught}",
+        f"grpo.max_num_steps={options.steps}",
+        f"grpo.num_prompts_per_step={options.prompts}",
+    )
     whole = load_spec(files / "grpo.yaml", settings).model_dump(exclude_unset=True)
     whole["algorithm"] = "distillation"
     whole["distillation"] = {"teacher_model_name": str(make_teacher(files, taught)), "kl_type": KINDS[name]}

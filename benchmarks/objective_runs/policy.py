@@ -47,6 +47,7 @@ def run(name: str, files: Path, taught: Path, options: Any) -> dict[str, Any]:
     settings = (
         f"policy.model_name={taught}",
         f"grpo.max_num_steps={options.steps}",
+        f"grpo.num_prompts_per_step={options.prompts}",
         f"policy.num_updates_per_step={options.updates}",
         *options.overrides,
     )
