@@ -187,6 +187,9 @@ def may_strike(setting: Setting, fault: Fault, mends: list[tuple[float, Fault]],
     help="Meet a rollout or reward worker only when so many others of its role are whole.",
 )
 @click.option(
+    "--pace", default=1.0, show_default=True, help="Makes the time from fault to fault, 0.2 to 2.5 s, longer."
+)
+@click.option(
     "--disk-mb",
     default=256,
     show_default=True,
@@ -211,6 +214,7 @@ def main(
     ranks: int,
     workers: int,
     leave: int,
+    pace: float,
     disk_mb: int,
     roles: tuple[str, ...],
     kinds: tuple[str, ...],
@@ -227,7 +231,7 @@ def main(
     if leave >= workers:
         raise click.UsageError(f"--leave {leave} of --workers {workers} leaves none that may be met")
     sizes = ROLES | {"rollout": workers, "reward": workers}
-    plan = schedule(seed, roles, kinds or (tuple(KINDS) if mounted else ()), sizes)
+    plan = schedule(seed, roles, kinds or (tuple(KINDS) if mounted else ()), sizes, pace)
     result = campaign(
         directory, plan, faults=faults, steps=steps, per_run=per_run, ranks=ranks, sizes=sizes, leave=leave
     )

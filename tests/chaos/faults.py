@@ -42,9 +42,11 @@ def schedule(
     roles: tuple[str, ...] = (),
     kinds: tuple[str, ...] = (),
     sizes: dict[str, int] = ROLES,
+    pace: float = 1.0,
 ) -> Iterator[Fault]:
     """Faults without end; the same arguments give the same ones. Every role (of `roles`, if any are named) comes up
-    equally often in the long run, and so does every service of it, of which there are as many as `sizes` says. Without `kinds`, all but `full`: that needs a disk of its own."""
+    equally often in the long run, and so does every service of it, of which there are as many as `sizes` says. Times between
+    faults are `pace` times as long. Without `kinds`, all but `full`: that needs a disk of its own."""
     rng = random.Random(seed)
     weights = {
         kind: weight for kind, weight in KINDS.items() if kind in kinds or (not kinds and kind != "full")
@@ -54,7 +56,7 @@ def schedule(
         rng.shuffle(order)
         for role in order:
             kind = rng.choices(list(weights), list(weights.values()))[0]
-            after_s = rng.uniform(0.2, 2.5)
+            after_s = pace * rng.uniform(0.2, 2.5)
             lasts_s = rng.choice(PAUSES_S) if kind in ("pause", "cut", "full") else 0.0
             if kind == "cut":
                 yield Fault(after_s, kind, rng.choice(LINKS), 0, lasts_s)
