@@ -41,7 +41,7 @@ bounds. A request for a lease that arrives meanwhile waits for both."""
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""
 
-MAX_SYNC_BYTES = 4 << 20
+MAX_SYNC_BYTES = 1 << 20
 """Groups are stored in portions of about this size. A larger sync moves more bytes a second, and makes everything that
 waits for the disk wait longer."""
 
