@@ -56,6 +56,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
                 if not events and not ended and not self._coordinator.stopping:
                     await self._coordinator.changed.wait()
                     continue
+            await self._coordinator.ledger.sync_off_loop()  # what is told does not vanish with the power
             for event in events:
                 after = event["sequence"]
                 yield run_pb2.WatchResponse(sequence=after, kind=event["kind"], json=event["json"])

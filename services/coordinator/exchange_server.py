@@ -1,17 +1,17 @@
 """The data plane: a ZeroMQ ROUTER in front of the exchange.
 
-Invariants. Nothing is sent that was not asked for. Every answer leaves after the commit of what it says, and a commit
+Invariants. Nothing is sent that was not asked for. Every answer leaves after the sync of the commit of what it says, and a commit
 that refers to a group's bytes begins after their sync. Requests that have arrived by then share one transaction (group
 commit). A request that could be given nothing is parked until something changes or its own wait ends; a worker has at
 most one parked request of a kind (a rank: one), so the parking lot is bounded by the members. Whatever bytes arrive,
 they are answered or dropped, and the loops go on.
 
-Four tasks, in the order in which a message passes them; each waits only for the one before it and for its own thread:
+Five tasks, in the order in which a message passes them; each waits only for the one before it and for its own thread:
 
   receive   reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
   store     checks, hashes and syncs groups on a thread (intake.py), so that leases do not wait behind them
-  answer    one transaction after another, every other one for leases alone while there are any; the sync of its commit is
-            waited for on a thread
+  answer    one transaction after another, every other one for leases alone while there are any
+  sync      syncs on a thread what was committed meanwhile, then sends the answers: the next transactions go on beside it
   deliver   reads arrays of tasks and batches from the disk on a thread, then sends them
 """
 
@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -34,9 +35,8 @@ from services.coordinator.exchange_socket import ExchangeSocket, Waiting, parse,
 from services.coordinator.handlers import handle
 from services.coordinator.intake import take_in
 
-MIN_TRANSACTION_S, MAX_TRANSACTION_S = 0.004, 0.01
-"""How long requests other than for leases are taken into one transaction: as long as the last commit took, within these
-bounds. A request for a lease that arrives meanwhile waits for both."""
+MAX_TRANSACTION_S = 0.006
+"""How long requests other than for leases are taken into one transaction; what arrives meanwhile waits for its end."""
 
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""
@@ -61,6 +61,16 @@ WAKES = {
 """Which parked requests an arrived one can change the answer to."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Done:
+    """What a committed transaction owes."""
+
+    answers: list[tuple[Waiting, Outcome]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    bulk_bytes: int = 0
+    """Of the groups in it."""
 
 
 class ExchangeServer:
@@ -95,13 +105,14 @@ class ExchangeServer:
         """Requests for leases. They come first: a sampler without work waits for them."""
         self._others: deque[Waiting] = deque()
         """What else can be answered: group results that are on the disk, and every other kind."""
-        self._commit_s = 0.0
-        """How long the last commit waited for the disk."""
         self._leases_were_alone = False
         """In the last transaction; the others come next."""
+        self._done: list[Done] = []
+        """Transactions that are committed and not synced."""
         self._outgoing: deque[tuple[Waiting, Outcome]] = deque()
         """Answers with arrays that have to be read."""
-        self._to_store, self._bell, self._to_deliver = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._to_store, self._bell = asyncio.Event(), asyncio.Event()
+        self._to_sync, self._to_deliver = asyncio.Event(), asyncio.Event()
 
     def wake(self, *kinds: str) -> None:
         """Looks again at the parked requests of these kinds: something outside the exchange changed."""
@@ -113,7 +124,13 @@ class ExchangeServer:
         try:
             with ThreadPoolExecutor(1, "store") as storer, ThreadPoolExecutor(1, "deliver") as reader:
                 async with asyncio.TaskGroup() as tasks:
-                    for task in (self._receive(), self._store(storer), self._answer(), self._deliver(reader)):
+                    for task in (
+                        self._receive(),
+                        self._store(storer),
+                        self._answer(),
+                        self._sync(),
+                        self._deliver(reader),
+                    ):
                         tasks.create_task(task)
         except ExceptionGroup as group:
             fault, _ = group.split(LedgerFault)
@@ -208,47 +225,59 @@ class ExchangeServer:
                 kinds |= {"lease", "task", "batch"}
                 tick_s = time.monotonic()
             if self._leases or self._others or (kinds and self._parked):
-                await self._commit(kinds)
+                await self._transact(kinds)
+                await asyncio.sleep(0)  # everybody else has a turn
 
-    async def _commit(self, kinds: set[str]) -> None:
-        """One transaction for what is there; answers leave after its commit."""
-        now_s, taken = time.monotonic(), 0
-        answers: list[tuple[Waiting, Outcome]] = []
+    async def _transact(self, kinds: set[str]) -> None:
+        """One transaction for what is there; its answers wait for their sync."""
+        now_s, done = time.monotonic(), Done()
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
-        async with self._lock, self._exchange.ledger.transaction_off_loop():
-            while self._leases:
-                self._settle(self._leases.popleft(), now_s, answers)
-            end_s = time.monotonic() + min(max(MIN_TRANSACTION_S, self._commit_s), MAX_TRANSACTION_S)
-            while self._others and not alone:
-                waiting = self._others.popleft()
-                self._settle(waiting, now_s, answers)
-                kinds |= WAKES.get(waiting.kind, set())
-                if waiting.kind == "score" and waiting.request.score.handed_back:
-                    kinds.add("task")
-                taken += waiting.size if waiting.arrived.has_bulk else 0
-                if time.monotonic() > end_s:
-                    break
-            if self._exchange.take_freed():
-                kinds.add("lease")
-            for key, waiting in list(self._parked.items()):
-                if waiting.kind in kinds or waiting.deadline_s <= now_s:
-                    del self._parked[key]
-                    self._settle(waiting, now_s, answers)
-            notices = self._exchange.take_notices()
-            self._record(notices)
-            began_s = time.monotonic()
-        self._commit_s = time.monotonic() - began_s
-        for waiting, outcome in answers:
+        async with self._lock:
+            with self._exchange.ledger.transaction(synced=False):
+                while self._leases:
+                    self._settle(self._leases.popleft(), now_s, done.answers)
+                end_s = time.monotonic() + MAX_TRANSACTION_S
+                while self._others and not alone and time.monotonic() < end_s:
+                    waiting = self._others.popleft()
+                    self._settle(waiting, now_s, done.answers)
+                    kinds |= WAKES.get(waiting.kind, set())
+                    if waiting.kind == "score" and waiting.request.score.handed_back:
+                        kinds.add("task")
+                    done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
+                if self._exchange.take_freed():
+                    kinds.add("lease")
+                for key, waiting in list(self._parked.items()):
+                    if waiting.kind in kinds or waiting.deadline_s <= now_s:
+                        del self._parked[key]
+                        self._settle(waiting, now_s, done.answers)
+                done.notices = self._exchange.take_notices()
+                self._record(done.notices)
+        self._done.append(done)
+        self._to_sync.set()
+
+    async def _sync(self) -> None:
+        """One sync after another, each for all transactions that were committed when it began; then their answers leave."""
+        while True:
+            await self._to_sync.wait()
+            self._to_sync.clear()
+            done, self._done = self._done, []
+            await self._exchange.ledger.sync_off_loop()
+            for each in done:
+                self._answer_all(each)
+            for each in done:
+                if each.notices:
+                    await self._act(each.notices)
+
+    def _answer_all(self, done: Done) -> None:
+        for waiting, outcome in done.answers:
             if outcome.is_stored:
                 self._outgoing.append((waiting, outcome))
                 self._to_deliver.set()
             else:
                 self._socket.send(waiting.identity, outcome.reply, outcome.read())
-        self._pending_bytes -= taken
+        self._pending_bytes -= done.bulk_bytes
         self._room.set()
         self._readable.set()  # sending may have used up the descriptor's signal
-        if notices:
-            await self._act(notices)
 
     def _settle(self, waiting: Waiting, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
         """Answers a request, or parks it when nothing could be given yet."""

@@ -121,11 +121,14 @@ class Ledger(LedgerFile):
 
     def remove_unused_segments(self) -> None:
         """Gives back the space of the segments that nothing refers to any more, after the commit that made it so."""
-        self.payloads.remove(
+        unused = [
             number
             for number in self.payloads.old_segments()
             if self._first(f"SELECT 1 FROM payloads WHERE segment = {number}") is None
-        )
+        ]
+        if unused:
+            self.sync()
+            self.payloads.remove(unused)
 
     # Books
 

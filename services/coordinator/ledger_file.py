@@ -2,18 +2,19 @@
 
 Promises: what a transaction wrote is on the disk before it returns, so an acknowledgement sent after it survives a
 power cut; a second process that opens the same file is refused; every opening is a new term. Nobody but the
-coordinator's one event loop writes, one transaction at a time; a thread waits for the disk in its place where it
-would wait long (`transaction_off_loop`).
+coordinator's one event loop writes, one transaction at a time. Where it would wait long for the disk, a thread does while
+it goes on with the next transaction, and whoever is to be told waits for the thread (`sync_off_loop`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -38,7 +39,11 @@ class LedgerFile:
         """What the transaction under way has read and nobody has changed since; None outside of one."""
         self._uncounted: dict[tuple[str, str], int] = {}
         """What the transaction under way adds to counters, by run and name; written before its commit."""
-        self._committer = ThreadPoolExecutor(1, "ledger-commit")
+        self._syncer = ThreadPoolExecutor(1, "ledger-sync")
+        self._log_fd: int | None = None
+        """File descriptor of SQLite's write-ahead log, which stays the same file for as long as the ledger is open."""
+        self._commits = self._synced_commits = 0
+        """Transactions of this opening, and how many of them are on the disk."""
         if read_only:
             if not path.is_file():
                 raise NotFound(f"no ledger at {path}")
@@ -60,36 +65,45 @@ class LedgerFile:
 
     def close(self) -> None:
         """Closes the file; the next opener may take the lock."""
-        self._committer.shutdown()
+        self._syncer.shutdown()
         self.db.close()
+        if self._log_fd is not None:
+            os.close(self._log_fd)
         self.payloads.close()
         if self._lock is not None:
             self._lock.close()
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All or nothing; durable when it returns. Raises LedgerFault when the disk refuses."""
-        with self._faults_named(), self._rolled_back():
-            self._begin()
-            yield
-            self._write_counters()
-            self.db.execute("COMMIT")
+    def transaction(self, *, synced: bool = True) -> Iterator[None]:
+        """All or nothing; durable when it returns. Raises LedgerFault when the disk refuses.
 
-    @asynccontextmanager
-    async def transaction_off_loop(self) -> AsyncIterator[None]:
-        """As `transaction`, but other tasks go on while the disk is waited for. A commit that has begun ends, whoever
-        cancels it.
+        With `synced` False it is durable only once a `sync` that began later has ended: nobody may be told before.
         """
         with self._faults_named(), self._rolled_back():
             self._begin()
             yield
             self._write_counters()
-            loop = asyncio.get_running_loop()
-            commit = loop.run_in_executor(self._committer, self.db.execute, "COMMIT")
-            try:
-                await asyncio.shield(commit)
-            finally:
-                await asyncio.wait([commit])
+            self.db.execute("COMMIT")
+            self._commits += 1
+        if synced:
+            self.sync()
+
+    def sync(self) -> None:
+        """Waits until every transaction that was committed before is on the disk. Raises LedgerFault."""
+        commits = self._commits
+        if self._synced_commits >= commits:
+            return
+        try:
+            if self._log_fd is None:
+                self._log_fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+            os.fdatasync(self._log_fd)
+        except OSError as error:
+            raise self._fault(error) from error
+        self._synced_commits = max(self._synced_commits, commits)
+
+    async def sync_off_loop(self) -> None:
+        """As `sync`, but other tasks go on, transactions too, while a thread waits for the disk."""
+        await asyncio.get_running_loop().run_in_executor(self._syncer, self.sync)
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
@@ -150,12 +164,15 @@ class LedgerFile:
         try:
             yield
         except sqlite3.Error as error:
-            fault = LedgerFault(
-                f"the ledger {self.path} cannot be written: {error}; make room, or repair the disk, then start the "
-                "coordinator again"
-            )
-            self.on_fault(fault)
-            raise fault from error
+            raise self._fault(error) from error
+
+    def _fault(self, error: sqlite3.Error | OSError) -> LedgerFault:
+        fault = LedgerFault(
+            f"the ledger {self.path} cannot be written: {error}; make room, or repair the disk, then start the "
+            "coordinator again"
+        )
+        self.on_fault(fault)
+        return fault
 
     # Opening
 
@@ -169,7 +186,9 @@ class LedgerFile:
         if read_only:
             return
         self.db.execute("PRAGMA journal_mode = WAL")
-        self.db.execute("PRAGMA synchronous = FULL")
+        # The log is synced by `sync`, before anybody is told; by SQLite itself before it is written over, and the file
+        # before the log is.
+        self.db.execute("PRAGMA synchronous = NORMAL")
         while version != SCHEMA_VERSION:
             script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
             self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")

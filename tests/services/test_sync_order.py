@@ -136,6 +136,8 @@ class Event:
     call: str
     path: str
     content: bytes = b""
+    began: int = 0
+    """Of a sync: how many events there were when it began. What is written later it need not cover."""
 
 
 def read_trace(trace: Path) -> list[Event]:
@@ -145,16 +147,17 @@ def read_trace(trace: Path) -> list[Event]:
         thread, text = line.split(maxsplit=1)
         if resumed := re.match(r"<\.\.\. (\w+) resumed>", text):
             if "sync" in resumed[1] and text.endswith("= 0"):
-                events.append(Event("synced", under_way.pop(thread)))
+                path, began = under_way.pop(thread)
+                events.append(Event("synced", path, began=began))
         elif begun := re.match(r"(\w+)\(\d+<([^>]*)>", text):
             call, path = begun[1], unquote(begun[2]).decode()
             if "sync" not in call:
                 content = b"".join(unquote(part) for part in re.findall(r'"([^"]*)"', text))
                 events.append(Event("sent" if call == "sendto" else "written", path, content))
             elif text.endswith("<unfinished ...>"):
-                under_way[thread] = path
+                under_way[thread] = path, len(events)
             elif text.endswith("= 0"):
-                events.append(Event("synced", path))
+                events.append(Event("synced", path, began=len(events)))
     return events
 
 
@@ -164,10 +167,11 @@ def unquote(text: str) -> bytes:
 
 
 def find(events: list[Event], start: int, call: str, ending: str, content: bytes = b"") -> int:
-    """Index of the first such event from `start` on."""
+    """Index of the first such event from `start` on; a sync has to begin after `start`."""
     for index in range(start, len(events)):
         event = events[index]
-        if event.call == call and event.path.endswith(ending) and content in event.content:
+        late_enough = call != "synced" or event.began > start
+        if late_enough and event.call == call and event.path.endswith(ending) and content in event.content:
             return index
     raise AssertionError(f"no {call} {ending} with {content!r} after {start}")
 
