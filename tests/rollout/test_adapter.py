@@ -17,6 +17,8 @@ from paceline.groups import Version
 from paceline.lora import FINGERPRINT, fingerprint
 from paceline.spec import LoraSection, RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
+from rollout.model_layout import meta_layout, read_config
+from rollout.whole_weights import whole_weights
 
 # PeftModel, the oracle here, asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -148,6 +150,24 @@ async def test_in_bfloat16_the_merge_is_rounded_once(
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
     a, b = adapter[name.format("A")], adapter[name.format("B")]
     assert torch.equal(layer.weight, (base + ALPHA / DIM * (b @ a)).bfloat16())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_engine_that_takes_whole_weights_gets_the_merged_models(
+    lora_spec: Any, make_model: Callable[..., Any], tmp_path: Path, tied: bool
+) -> None:
+    model = make_model(tied=tied)
+    policy = lora_spec(tmp_path, model).policy
+    weights = whole_weights(policy, meta_layout(read_config(policy)), "cpu")
+    for seed in (1, 2):
+        adapter, merged = make_adapter(model, seed)
+        weights.check(adapter)
+        whole, expected = weights.whole(adapter), merged.state_dict()
+        assert set(whole) == set(expected)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6)
+    with pytest.raises(InvalidInput, match=r"policy\.lora_cfg"):
+        weights.check(model.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,9 @@ async def check_versions(
 
     def all_have(step: int) -> bool:
         spans = [completion.spans[-1] for completion in so_far.values()]
-        return len(spans) == NUM_SEQUENCES and all(s.step == step and s.end - s.start >= TOKENS_EACH for s in spans)
+        return len(spans) == NUM_SEQUENCES and all(
+            s.step == step and s.end - s.start >= TOKENS_EACH for s in spans
+        )
 
     tasks = [asyncio.create_task(engine.generate(watched(request))) for request in requests(3000)]
     for step, model in enumerate(models):
