@@ -1,7 +1,8 @@
 """The reward service: score tasks in, rewards out.
 
-`RewardWorker` belongs to the pool and answers `RewardService`. User functions run in processes of their own (reward/),
-so nothing that they do stops the service; a run's reference, if the pool serves it, on a thread of the service. Started by `paceline serve reward` (also `paceline-reward`).
+`RewardWorker` belongs to the pool; `services.reward_service` answers whoever else asks. User functions run in processes of
+their own (reward/), so nothing that they do stops the service; a run's reference, if the pool serves it, on a thread of the
+service. Started by `paceline serve reward` (also `paceline-reward`).
 """
 
 from __future__ import annotations
@@ -16,24 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import click
-import grpc
 
-from paceline.errors import Conflict, InvalidInput, PacelineError
+from paceline.errors import InvalidInput, PacelineError
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec_io import spec_from_yaml
 from paceline.tracing import set_up_tracing, span
 from paceline.wire import PROTOCOL, decode_completions, encode_reference
-from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2
+from protos.paceline.v1 import common_pb2, reward_pb2_grpc, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from reward.builtin import BUILTIN_FUNCTIONS
 from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.advertise import advertised_host
-from services.grpc_server import GrpcServer, run_service, with_status
+from services.grpc_server import GrpcServer, run_service
 from services.lifeline import die_with_parent
 from services.member import Membership
 from services.ready import announce
+from services.reward_service import RewardServicer
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
@@ -42,10 +42,9 @@ PREFETCH = 8
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 
 log = logging.getLogger(__name__)
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
+class RewardWorker:
     """One member of the reward pool: at most one run at a time."""
 
     def __init__(self, coordinator: str, member_id: str, num_processes: int):
@@ -90,6 +89,11 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
                 await self._changed.wait()
             finally:
                 self._spec = self._runner = self._reference = None
+
+    @property
+    def functions(self) -> tuple[RewardFunctionSection, ...]:
+        """Those of the current run; none without a run."""
+        return self._spec.rewards if self._spec is not None else ()
 
     def stop(self) -> None:
         """Takes no further task."""
@@ -245,59 +249,6 @@ class RewardWorker(reward_pb2_grpc.RewardServiceServicer):
         scored, self._scored = self._scored, 0
         return {"groups_since_report": float(scored)}
 
-    # RewardService
-
-    @with_status
-    async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
-        functions = self._functions(list(request.functions))
-        count = len(request.completions)
-        prompts = list(request.prompts) or [""] * count
-        try:
-            columns = json.loads(request.columns_json or "{}")
-        except ValueError as error:
-            raise InvalidInput(f"columns_json is not valid JSON: {error}") from None
-        if not isinstance(columns, dict):
-            raise InvalidInput(f"columns_json is {type(columns).__name__}, it has to be an object of lists")
-        async with RewardRunner(functions) as runner:
-            result = await runner.score(
-                prompts, list(request.completions), [[] for _ in range(count)], columns
-            )
-        if result.failure is not None:
-            raise InvalidInput(result.failure.message)
-        assert result.rewards_CF is not None
-        response = reward_pb2.ScoreResponse()
-        for function, values in zip(functions, result.rewards_CF.T.tolist(), strict=True):
-            scores = response.scores.add(function=function.label)
-            for value in values:
-                scores.scores.add(**({} if value != value else {"value": value}))
-        return response
-
-    @with_status
-    async def ListFunctions(
-        self, request: reward_pb2.ListFunctionsRequest, context: Context
-    ) -> reward_pb2.ListFunctionsResponse:
-        response = reward_pb2.ListFunctionsResponse()
-        used = self._spec.rewards if self._spec is not None else ()
-        for name, factory in BUILTIN_FUNCTIONS.items():
-            response.functions.add(name=name, summary=(factory.__doc__ or "").strip().partition("\n")[0])
-        for function in used:
-            response.functions.add(name=function.label, summary=function.function, weight=function.weight)
-        return response
-
-    def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
-        """The functions asked for: the current run's by name, else built-ins; a file is never named from outside."""
-        used = {
-            function.label: function for function in (self._spec.rewards if self._spec is not None else ())
-        }
-        if not names and not used:
-            raise Conflict("no run is set up here; name the functions to score with")
-        for name in names:
-            if name not in used and name not in BUILTIN_FUNCTIONS:
-                raise InvalidInput(
-                    f"no reward function {name!r}; there are {sorted({*used, *BUILTIN_FUNCTIONS})}"
-                )
-        return [used.get(name, RewardFunctionSection(function=name)) for name in names or used]
-
 
 @click.command()
 @click.option(
@@ -333,7 +284,8 @@ def main(
         reachable = advertised_host(host, advertise_host, coordinator)
         worker = RewardWorker(coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes)
         server = GrpcServer(host, port)
-        server.add(worker, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
+        servicer = RewardServicer(worker)
+        server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"
         async with server, asyncio.TaskGroup() as tasks:
             announce(ready_file, worker.address)
