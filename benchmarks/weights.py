@@ -4,7 +4,7 @@
 
 Collective channel: bringing one version to all receivers, until they have compared its checksums, against a raw gloo
 broadcast of the same bytes; and the pause that the sampler sees against one copy of the weights in memory; in turns in
-one run. Receivers are processes with a native engine each. Sizes that do not fit in half of the free memory are skipped and said so.
+one run. Receivers are processes with a native engine each. Sizes that do not fit in three quarters of the free memory are skipped and said so.
 
 Delta channel: bytes and seconds of a version over Adam steps, and whether each of them is read back bit for bit
 (benchmarks/weights/delta.py says what the weights and the gradients are). `--sizes ""` leaves the collective channel out.
@@ -28,6 +28,7 @@ import psutil
 from weights import collective, delta
 from weights.models import SHAPES
 
+MEMORY_SHARE = 0.75
 COPIES = 3
 """Of a model in each receiver: the engine's, the one that arrives, the raw broadcast's."""
 
@@ -60,7 +61,7 @@ def _collective(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     for size in filter(None, options.sizes.split(",")):
         for receivers in map(int, options.receivers.split(",")):
             needed = _bytes(size) * (2 + COPIES * receivers)
-            if needed > psutil.virtual_memory().available / 2:
+            if needed > psutil.virtual_memory().available * MEMORY_SHARE:
                 print(f"{size} to {receivers}: skipped, needs {needed / 1e9:.1f} GB", file=sys.stderr)
                 continue
             row = collective.measure(directory, size, receivers, options.rounds)

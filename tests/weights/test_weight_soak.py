@@ -25,7 +25,7 @@ def test_three_rounds_in_each_phase_and_a_dead_learner_rank(tmp_path: Path) -> N
         soak.begin()
         for signal_name in (*SIGNALS, "SIGKILL"):
             for phase in PHASES:
-                one = soak.receiver(phase, signal_name)
+                one = soak.receivers((phase,), signal_name)
                 assert harmless(one), one
                 assert any(what.startswith(("suspected", "expelled")) for what in one.told), one
         dead = soak.learner(1)

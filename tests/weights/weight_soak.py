@@ -55,28 +55,36 @@ class Soak:
         self.rounds: list[Round] = []
         self._receivers: list[Worker] = []
 
-    def begin(self) -> None:
+    def begin(self, receivers: int = RECEIVERS) -> None:
         """Starts the receivers and waits for the first steps."""
-        self._receivers = [self.run.start_worker(faulty=True) for _ in range(RECEIVERS)]
+        self._receivers = [self.run.start_worker(faulty=True) for _ in range(receivers)]
         for worker in self._receivers:
             until(f"{worker.name} serves", lambda worker=worker: self.run.version(worker))
         until("the first step", lambda: self.run.step() > 0)
 
-    def receiver(self, phase: str, signal_name: str) -> Round:
-        """The receiver that is there for longest is harmed, and another takes its place."""
-        result = self._begin(f"{signal_name} {phase}")
-        victim = self._receivers.pop(0)
-        victim.arm(phase, signal_name)
-        until(f"{victim.name} harms itself", victim.struck_at_s)
-        replacement = self.run.start_worker(faulty=True)
-        struck_s = victim.struck_at_s()
-        begun_s = until("the learner's next step", lambda: self.run.step_begun_after(struck_s))
-        result.step_wait_s = begun_s - struck_s
-        result.replacement_s = self._serving_after_s(replacement)
-        self._receivers.append(replacement)
-        self._compare(result, self._receivers, victim if signal_name == "SIGSTOP" else None)
-        result.told += self.run.member_events(victim)
-        self.run.end_worker(victim)
+    def receivers(self, phases: tuple[str, ...], signal_name: str) -> Round:
+        """For each phase the receiver that is there for longest is harmed, and another takes its place."""
+        result = self._begin(f"{signal_name} {' + '.join(phases)}")
+        victims, self._receivers = self._receivers[: len(phases)], self._receivers[len(phases) :]
+        for victim, phase in zip(victims, phases, strict=True):
+            victim.arm(phase, signal_name)
+        replacements = []
+        for victim in victims:
+            until(f"{victim.name} harms itself", victim.struck_at_s)
+            replacements.append(self.run.start_worker(faulty=True))
+        for victim in victims:
+            struck_s = victim.struck_at_s()
+            begun_s = until(
+                "the learner's next step", lambda struck_s=struck_s: self.run.step_begun_after(struck_s)
+            )
+            result.step_wait_s = max(result.step_wait_s, begun_s - struck_s)
+        for replacement in replacements:
+            result.replacement_s = max(result.replacement_s, self._serving_after_s(replacement))
+        self._receivers += replacements
+        self._compare(result, self._receivers, victims if signal_name == "SIGSTOP" else [])
+        for victim in victims:
+            result.told += self.run.member_events(victim)
+            self.run.end_worker(victim)
         self._end(result)
         return result
 
@@ -114,7 +122,7 @@ class Soak:
                 result.problems.append(
                     f"while the learner was away: {name} at {tuple(version)}: {difference}"
                 )
-        self._compare(result, self._receivers, None)
+        self._compare(result, self._receivers, [])
         self._end(result)
         return result
 
@@ -136,13 +144,13 @@ class Soak:
         until(f"{worker.name} serves {current}", lambda: (self.run.version(worker) or (0, -1)) >= current)
         return time.time() - worker.started_s
 
-    def _compare(self, result: Round, healthy: list[Worker], stopped: Worker | None) -> None:
+    def _compare(self, result: Round, healthy: list[Worker], stopped: list[Worker]) -> None:
         """With the run held, everybody must come to the learner's version and sample as its weights do."""
-        if stopped is not None:
-            stopped.send(signal.SIGCONT)
+        for worker in stopped:
+            worker.send(signal.SIGCONT)
         version = self.run.hold()
         reference = self.run.exported()
-        for worker in (*healthy, *([stopped] if stopped is not None else [])):
+        for worker in (*healthy, *stopped):
             until(f"{worker.name} has {version}", lambda worker=worker: self.run.version(worker) == version)
             if wrong := self.run.wrong_weights(worker, reference, version):
                 result.problems.append(wrong)
@@ -171,21 +179,30 @@ def table(rounds: list[Round]) -> str:
     "--phase", "phases", multiple=True, type=click.Choice([*PHASES, "learner"]), help="Only this; repeatable."
 )
 @click.option("--signal", "signals", multiple=True, type=click.Choice(SIGNALS), help="Only this; repeatable.")
+@click.option(
+    "--together", is_flag=True, help="A receiver is harmed in each phase at once, with two more beside them."
+)
 @click.option("--directory", type=click.Path(path_type=Path), help="A new folder; default a temporary one.")
-def main(rounds: int, phases: tuple[str, ...], signals: tuple[str, ...], directory: Path | None) -> None:
+def main(
+    rounds: int, phases: tuple[str, ...], signals: tuple[str, ...], together: bool, directory: Path | None
+) -> None:
     """Harms receivers and learner ranks, then says what came of it."""
     directory = (directory or Path(tempfile.mkdtemp(prefix="paceline-soak-"))).resolve()
     print(f"logs and ledger are in {directory}", file=sys.stderr)
+    wanted = phases or (*PHASES, "learner")
+    of_receivers = tuple(phase for phase in wanted if phase != "learner")
+    at_once = [of_receivers] if together and of_receivers else [(phase,) for phase in of_receivers]
     hang = ""
     with ElasticRun(directory, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S) as run:
         soak = Soak(run)
         try:
-            soak.begin()
-            for phase in phases or (*PHASES, "learner"):
-                for name in ("SIGKILL",) if phase == "learner" else signals or SIGNALS:
-                    for number in range(rounds):
-                        one = soak.learner(number) if phase == "learner" else soak.receiver(phase, name)
-                        print(one, file=sys.stderr, flush=True)
+            soak.begin(len(of_receivers) + 2 if together else RECEIVERS)
+            for harmed in at_once:
+                for name in signals or SIGNALS:
+                    for _ in range(rounds):
+                        print(soak.receivers(harmed, name), file=sys.stderr, flush=True)
+            for number in range(rounds if "learner" in wanted else 0):
+                print(soak.learner(number), file=sys.stderr, flush=True)
         except Hang as error:
             hang = str(error)
     click.echo(table(soak.rounds))
