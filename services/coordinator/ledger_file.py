@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from paceline.errors import Conflict, LedgerFault, NotFound
-from services.coordinator.payloads import PayloadStore
+from services.coordinator.payloads import PayloadStore, sync_folder
 from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 
 KnownT = TypeVar("KnownT")
@@ -96,6 +96,7 @@ class LedgerFile:
         try:
             if self._log_fd is None:
                 self._log_fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+                sync_folder(self.path.parent)  # the log's name, which SQLite makes durable only when it syncs
             os.fdatasync(self._log_fd)
         except OSError as error:
             raise self._fault(error) from error

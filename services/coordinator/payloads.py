@@ -156,12 +156,12 @@ class PayloadStore:
         self._close_end()
         if not self.folder.is_dir():
             self.folder.mkdir()
-            _sync_folder(self.folder.parent)
+            sync_folder(self.folder.parent)
         self._number, self._size = self._number + 1, 0
         self._end = os.open(
             self._path(self._number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
         )
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def _close_end(self) -> None:
         if self._end is not None:
@@ -200,7 +200,7 @@ def _write_all(fd: int, parts: list[memoryview]) -> None:
             parts[first] = parts[first][written:]
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY)
     try:
