@@ -97,15 +97,18 @@ def campaign(
     ranks: int = 1,
     sizes: dict[str, int] = ROLES,
     leave: int = 0,
+    minutes: float = 1e9,
 ) -> Result:
     """Runs until `faults` of the plan were dealt out, at most `per_run` to each run of `steps` steps; the learner has
     `ranks` ranks, every role as many services as `sizes` says. A rollout or reward worker is met only when `leave` others
-    of its role are whole.
+    of its role are whole. After `minutes` no further run is begun.
     """
-    spec, result = make_spec(directory, steps), Result()
+    spec, result, end_s = make_spec(directory, steps), Result(), time.monotonic() + 60 * minutes
     with tormented(directory / "runs", ranks, sizes) as setting:
         cluster = setting.cluster
-        while result.faults < faults and not any(verdict.stalled for verdict in result.verdicts):
+        while result.faults < faults and time.monotonic() < end_s:
+            if any(verdict.stalled for verdict in result.verdicts):
+                break
             with Client(coordinator_address(cluster)) as client:
                 run_id = client.submit(spec, wait_s=60.0).run_id
             number = min(per_run, faults - result.faults)
@@ -189,6 +192,7 @@ def may_strike(setting: Setting, fault: Fault, mends: list[tuple[float, Fault]],
 @click.option(
     "--pace", default=1.0, show_default=True, help="Makes the time from fault to fault, 0.2 to 2.5 s, longer."
 )
+@click.option("--minutes", default=1e9, help="Begin no further run after so many.")
 @click.option(
     "--disk-mb",
     default=256,
@@ -215,6 +219,7 @@ def main(
     workers: int,
     leave: int,
     pace: float,
+    minutes: float,
     disk_mb: int,
     roles: tuple[str, ...],
     kinds: tuple[str, ...],
@@ -233,7 +238,15 @@ def main(
     sizes = ROLES | {"rollout": workers, "reward": workers}
     plan = schedule(seed, roles, kinds or (tuple(KINDS) if mounted else ()), sizes, pace)
     result = campaign(
-        directory, plan, faults=faults, steps=steps, per_run=per_run, ranks=ranks, sizes=sizes, leave=leave
+        directory,
+        plan,
+        faults=faults,
+        steps=steps,
+        per_run=per_run,
+        ranks=ranks,
+        sizes=sizes,
+        leave=leave,
+        minutes=minutes,
     )
     if mounted and result.good:
         unmount(directory / "runs")
