@@ -7,7 +7,6 @@ Started by `paceline serve rollout` (also `paceline-rollout`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
 from pathlib import Path
@@ -79,8 +78,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             finally:
                 changed.cancel()
                 work.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await work
+                await _ended(work)
 
     async def drain(self, grace_s: float) -> int:
         """Finishes what it can in `grace_s` seconds and hands back the rest; returns how many leases that were."""
@@ -209,6 +207,16 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
     @with_status
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.DrainResponse:
         return rollout_pb2.DrainResponse(returned=await self.drain(request.grace_s))
+
+
+async def _ended(cancelled: asyncio.Task[None]) -> None:
+    """Waits for a task that was cancelled. Raises what it died of, and CancelledError only if the caller is cancelled too."""
+    try:
+        await cancelled
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is not None and caller.cancelling():
+            raise
 
 
 def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
