@@ -39,4 +39,5 @@ async def test_a_worker_ends_while_it_still_closes_a_run_that_is_over():
     await asyncio.wait((belonging,))
 
     assert ended, "the worker waits for a next run although it was told to end"
-    assert working.cancelled() and closed.is_set()
+    assert working.cancelled()
+    assert closed.is_set()
