@@ -371,7 +371,7 @@ def make_spec(directory: Path, steps: int, max_wait_s: float) -> RunSpec:
             "async_grpo": {"max_trajectory_age_steps": 3, "late_wait_s": 2.0},
             "rewards": [{"function": f"{reward}:digits"}],
             "weights": {"max_wait_s": max_wait_s, "bucket_mb": 1},
-            "checkpointing": {"save_period": 10},
+            "checkpointing": {"save_period": 10, "keep_top_k": 20},  # the judge replays from one of them
             "logger": {"tensorboard": False},
         }
     )
