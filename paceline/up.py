@@ -16,8 +16,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from paceline.errors import NotFound, PacelineError, SpecError, Unavailable
 from paceline.spec import ClusterSection
@@ -33,6 +34,7 @@ KILL_AFTER_S = 15.0
 """Seconds after its grace until it is killed; they are for what is no part of it, as leaving and unloading."""
 
 ROLES = ("rollout", "reward", "learner", "coordinator")
+NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +50,14 @@ class LocalCluster:
         host: str = "127.0.0.1",
         port: int = 0,
         grace_s: float = GRACE_S,
-        coordinator_options: Sequence[str] = (),
+        options: Mapping[str, Sequence[str]] = NOTHING_ELSE,
+        launchers: Mapping[str, Sequence[str]] = NOTHING_ELSE,
         say: Callable[[str], None] = log.warning,
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free one; `grace_s` is every service's
-        `--grace`; `coordinator_options` are further ones of its command line; `say` gets one line for each death. Raises SpecError when the GPUs cannot be shared out.
+        `--grace`; `options` are further ones of a role's command line, and `launchers` what a role's services are started
+        by, such as `ip netns exec NAME`; `say` gets one line for each death. Raises SpecError when the GPUs cannot be
+        shared out.
         """
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -65,7 +70,8 @@ class LocalCluster:
         self._host = host
         self._port = port
         self._grace_s = grace_s
-        self._coordinator_options = tuple(coordinator_options)
+        self._options = options
+        self._launchers = launchers
         self._say = say
         self._failed = threading.Event()
         self._gpus = {
@@ -96,7 +102,7 @@ class LocalCluster:
         ready_file = logs / "coordinator.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--host", self._host, "--grace", str(self._grace_s)]
-        command = ["services.coordinator.main", *options, *self._coordinator_options]
+        command = ["services.coordinator.main", *options, *self._options.get("coordinator", ())]
         ready = ["--ready-file", str(ready_file)]
         service = self._add("coordinator", [*command, "--port", str(self._port), *ready], max_deaths=1)
         deadline_s = time.monotonic() + READY_S
@@ -109,7 +115,7 @@ class LocalCluster:
                 )
         self.address = ready_file.read_text().strip()
         port = self.address.rpartition(":")[2]
-        service.command = _python([*command, "--port", port, *ready])
+        service.command = self._command("coordinator", [*command, "--port", port, *ready])
         service.max_deaths = MAX_DEATHS
         return self.address
 
@@ -131,7 +137,7 @@ class LocalCluster:
         own = {"learner": ["--ranks", str(self.cluster.learner_ranks)], "rollout": ["--http-port", "0"]}
         options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *own.get(role, [])]
         command = [f"services.{role}", "--coordinator", self.address, *options]
-        self._add(role, command)
+        self._add(role, [*command, *self._options.get(role, ())])
         return name
 
     def pids(self, role: str) -> dict[int, int]:
@@ -180,7 +186,7 @@ class LocalCluster:
         gpus = self._gpus.get(role, [()])
         service = Service(
             name,
-            _python(command),
+            self._command(role, command),
             self._environment(gpus[len(services) % len(gpus)]),
             self.directory / "logs" / f"{name}.log",
             self._say,
@@ -190,6 +196,9 @@ class LocalCluster:
         services.append(service)
         service.start()
         return service
+
+    def _command(self, role: str, arguments: list[str]) -> list[str]:
+        return [*self._launchers.get(role, ()), sys.executable, "-m", *arguments]
 
     def _environment(self, gpus: tuple[int, ...]) -> dict[str, str]:
         return os.environ | {
@@ -235,7 +244,3 @@ def _learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
             f"{cluster.learner_ranks}; a rank needs one each"
         )
     return cluster.learner_gpus
-
-
-def _python(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", *arguments]

@@ -1,4 +1,5 @@
-"""`make chaos`: short runs on real processes, killed, stopped and cut off by a seeded schedule, then judged.
+"""`make chaos`: short runs on real processes, killed, stopped and cut off by a seeded schedule, over links that lose, delay,
+tear and repeat what crosses them; then judged.
 
     python tests/chaos/campaign.py --faults 100 --seed 1 --directory /tmp/chaos
 
@@ -13,7 +14,6 @@ shows the longest pause of the learner while two workers of each kind are left.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import tempfile
@@ -25,10 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import network
 from chaos_setting import Setting, make_spec, mend, strike, tormented
 from chaos_watch import StepClock, coordinator_address, phase_of, progress, whole_others
 from disk import mount, unmount
-from faults import KINDS, ROLES, Fault, schedule
+from faults import KINDS, LINKS, ROLES, Fault, schedule
 from verdict import Verdict, judge
 
 from paceline.client import ENDED_STATES, Client
@@ -52,6 +53,8 @@ class Result:
     """Of services, however they came about."""
     longest_step_s: float = 0.0
     """Longest time between two trained steps, by a clock outside of the services."""
+    on_links: dict[str, Counter[str]] = field(default_factory=dict)
+    """What the faults of each link have met there."""
 
     @property
     def faults(self) -> int:
@@ -78,6 +81,13 @@ class Result:
             rows.append(f"| {role} | {phase} | {cells} |")
         return "\n".join(rows)
 
+    def traffic(self) -> str:
+        """What the faults of links have met, in words."""
+        return "; ".join(
+            f"{link}: {', '.join(f'{what} {number}' for what, number in sorted(met.items())) or 'nothing'}"
+            for link, met in sorted(self.on_links.items())
+        )
+
     @property
     def good(self) -> bool:
         """Whether the promise held."""
@@ -98,13 +108,16 @@ def campaign(
     sizes: dict[str, int] = ROLES,
     leave: int = 0,
     minutes: float = 1e9,
+    apart: bool = False,
 ) -> Result:
     """Runs until `faults` of the plan were dealt out, at most `per_run` to each run of `steps` steps; the learner has
     `ranks` ranks, every role as many services as `sizes` says. A rollout or reward worker is met only when `leave` others
-    of its role are whole. After `minutes` no further run is begun.
+    of its role are whole. After `minutes` no further run is begun. With `apart`, the rollout workers have a network of their
+    own.
     """
     spec, result, end_s = make_spec(directory, steps), Result(), time.monotonic() + 60 * minutes
-    with tormented(directory / "runs", ranks, sizes) as setting:
+    upcoming = Upcoming(plan)
+    with tormented(directory / "runs", ranks, sizes, apart) as setting:
         cluster = setting.cluster
         while result.faults < faults and time.monotonic() < end_s:
             if any(verdict.stalled for verdict in result.verdicts):
@@ -113,7 +126,7 @@ def campaign(
                 run_id = client.submit(spec, wait_s=60.0).run_id
             number = min(per_run, faults - result.faults)
             with StepClock(cluster, run_id) as clock:
-                stalled = torment(setting, run_id, itertools.islice(plan, number), result, leave)
+                stalled = torment(setting, run_id, upcoming, number, result, leave)
             result.longest_step_s = max(result.longest_step_s, clock.longest_s)
             verdict = judge(cluster.directory, run_id, stalled)
             result.runs += 1
@@ -125,16 +138,37 @@ def campaign(
                 clock.longest_s,
                 clock.at_step,
             )
+        result.on_links = {name: link.met for name, link in setting.links.items()}
         result.deaths = sum(len(cluster.deaths(role, i)) for role, n in sizes.items() for i in range(n))
     return result
 
 
-def torment(setting: Setting, run_id: str, faults: Iterator[Fault], result: Result, leave: int = 0) -> str:
-    """Deals out the faults while the run goes on, then lets it end; why it was given up, empty when it ended."""
+class Upcoming:
+    """The faults of a plan in their order: one that a run did not live to see is the next run's first."""
+
+    def __init__(self, plan: Iterator[Fault]):
+        self._plan = plan
+        self._first: Fault | None = None
+
+    def first(self) -> Fault | None:
+        """The next one, if there is one."""
+        if self._first is None:
+            self._first = next(self._plan, None)
+        return self._first
+
+    def dealt(self) -> None:
+        """The first has struck."""
+        self._first = None
+
+
+def torment(
+    setting: Setting, run_id: str, upcoming: Upcoming, at_most: int, result: Result, leave: int = 0
+) -> str:
+    """Deals out up to `at_most` faults while the run goes on, then lets it end; why it was given up, empty when it ended."""
     cluster = setting.cluster
     pause = threading.Event()
     mends: list[tuple[float, Fault]] = []
-    fault = next(faults, None)
+    fault = upcoming.first()
     due_s = time.monotonic() + (fault.after_s if fault else 0.0)
     step, moved_s = -1, time.monotonic()
     while True:
@@ -163,7 +197,9 @@ def torment(setting: Setting, run_id: str, faults: Iterator[Fault], result: Resu
                 moved_s = time.monotonic()
                 if fault.lasts_s:
                     mends.append((moved_s + fault.lasts_s, fault))
-                fault = next(faults, None)
+                upcoming.dealt()
+                at_most -= 1
+                fault = upcoming.first() if at_most else None
             due_s = time.monotonic() + (fault.after_s if fault else 0.0)
         pause.wait(0.05)
 
@@ -235,8 +271,11 @@ def main(
         raise click.UsageError("--kind full needs a disk of its own, and mounting one needs root")
     if leave >= workers:
         raise click.UsageError(f"--leave {leave} of --workers {workers} leaves none that may be met")
+    if lacking := network.missing():
+        log.info("without a network of the rollout workers' own: %s", lacking)
+    links = tuple(link for link in LINKS if link != "network" or not lacking)
     sizes = ROLES | {"rollout": workers, "reward": workers}
-    plan = schedule(seed, roles, kinds or (tuple(KINDS) if mounted else ()), sizes, pace)
+    plan = schedule(seed, roles, kinds or (tuple(KINDS) if mounted else ()), sizes, pace, links)
     result = campaign(
         directory,
         plan,
@@ -247,6 +286,7 @@ def main(
         sizes=sizes,
         leave=leave,
         minutes=minutes,
+        apart=not lacking,
     )
     if mounted and result.good:
         unmount(directory / "runs")
@@ -260,6 +300,7 @@ def main(
         f"{replayed} steps trained in more than one session, {again} of their groups leased more than once; "
         f"tokens generated that no commit took {wasted}"
     )
+    click.echo(f"on the links, {result.traffic()}")
     for problem_text in result.problems:
         click.echo(f"✗ {problem_text}")
     click.echo(result.line())

@@ -7,12 +7,16 @@ import json
 import logging
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from chaos_watch import coordinator_address
 from disk import Ballast
-from faults import Fault
+from faults import LINKS, Fault
+from network import Network
 from proxy import Proxy
 
 from paceline.demo.model import make_model
@@ -25,41 +29,70 @@ LISTENS = re.compile(r"exchange on tcp://([^,\s]+)")
 log = logging.getLogger(__name__)
 
 
+class Link(Protocol):
+    """What can suffer for a while: a proxy, a network."""
+
+    @property
+    def met(self) -> Counter[str]:
+        """How often what it suffered has met traffic."""
+        ...
+
+    def harm(self, kind: str) -> None:
+        """Begins to suffer."""
+        ...
+
+    def mend(self) -> None:
+        """Is whole again."""
+        ...
+
+
 @dataclass
 class Setting:
     """What faults are dealt out to."""
 
     cluster: LocalCluster
-    links: dict[str, Proxy]
+    links: dict[str, Link]
     """By name, as in `faults.LINKS`."""
     ballast: Ballast
+    suffered: dict[str, Fault] = field(default_factory=dict)
+    """By link, while it lasts."""
 
     def end(self) -> None:
-        """Ends everything."""
+        """Ends the services, when everything is whole again."""
         self.ballast.clear()
+        for link in self.links.values():
+            link.mend()
         self.cluster.stop()
-        for proxy in self.links.values():
-            proxy.close()
 
 
 @contextlib.contextmanager
-def tormented(directory: Path, ranks: int, sizes: dict[str, int]) -> Iterator[Setting]:
-    """A cluster whose workers reach both ports of the coordinator through proxies."""
+def tormented(directory: Path, ranks: int, sizes: dict[str, int], apart: bool) -> Iterator[Setting]:
+    """A cluster whose workers reach both ports of the coordinator through proxies; with `apart`, the rollout workers are
+    in a network of their own."""
     section = ClusterSection(
         rollout_workers=sizes["rollout"], reward_workers=sizes["reward"], learner_ranks=ranks
     )
-    exchange = Proxy(lambda: exchange_address(cluster))
-    options = ["--exchange-endpoint", f"tcp://{exchange.address}", "--min-free-mb", "16"]
-    cluster = LocalCluster(directory, section, say=log.info, coordinator_options=options)
-    setting = Setting(cluster, {"exchange": exchange}, Ballast(directory))
-    try:
-        address = cluster.start_coordinator()
-        setting.links["control"] = Proxy(lambda: address)
-        cluster.address = setting.links["control"].address
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(contextlib.closing(Network())) if apart else None
+        near = network.near if network else "127.0.0.1"
+        exchange = Proxy(lambda: exchange_address(cluster), messages=True, host=near)
+        control = Proxy(lambda: coordinator_address(cluster), host=near)
+        for proxy in (exchange, control):
+            stack.callback(proxy.close)
+        options = {"coordinator": ["--exchange-endpoint", f"tcp://{exchange.address}", "--min-free-mb", "16"]}
+        links: dict[str, Link] = {"exchange": exchange, "control": control}
+        launchers = {}
+        if network:
+            links["network"] = network
+            options |= {"learner": ["--host", network.near], "rollout": ["--host", network.far]}
+            launchers["rollout"] = network.launcher
+        cluster = LocalCluster(directory, section, say=log.info, options=options, launchers=launchers)
+        setting = Setting(cluster, links, Ballast(directory))
+        stack.callback(setting.end)
+        cluster.start_coordinator()
+        cluster.address = control.address
         cluster.start_workers()
         yield setting
-    finally:
-        setting.end()
 
 
 def exchange_address(cluster: LocalCluster) -> str:
@@ -70,9 +103,13 @@ def exchange_address(cluster: LocalCluster) -> str:
 
 
 def strike(setting: Setting, fault: Fault) -> bool:
-    """Deals out a fault; False when its service is just being restarted, so that nobody was met."""
-    if fault.kind == "cut":
-        setting.links[fault.role].cut()
+    """Deals out a fault; False when its service is just being restarted, so that nobody was met, and when its link suffers
+    from another one."""
+    if fault.role in LINKS:
+        if fault.role in setting.suffered:
+            return False
+        setting.suffered[fault.role] = fault
+        setting.links[fault.role].harm(fault.kind)
         return True
     if fault.kind == "full":
         setting.ballast.fill()
@@ -82,9 +119,10 @@ def strike(setting: Setting, fault: Fault) -> bool:
 
 
 def mend(setting: Setting, fault: Fault) -> None:
-    """Ends a pause, a cut or a full disk."""
-    if fault.kind == "cut":
+    """Ends a pause, a full disk, or what a link suffers."""
+    if fault.role in LINKS:
         setting.links[fault.role].mend()
+        del setting.suffered[fault.role]
     elif fault.kind == "full":
         setting.ballast.clear()
     else:

@@ -9,11 +9,20 @@ from dataclasses import dataclass
 ROLES = {"rollout": 2, "reward": 2, "learner": 1, "coordinator": 1}
 """How many services of each role a campaign has."""
 
-KINDS = {"kill": 5, "pause": 3, "term": 1, "cut": 2, "full": 1}
-"""SIGKILL; SIGSTOP with SIGCONT later; SIGTERM; every connection of a link broken and none let through for a while; the disk
-of ledger, checkpoints and logs full to the last byte for a while. The numbers say how often, in proportion."""
+KINDS = {
+    **{"kill": 6, "pause": 4, "term": 1, "full": 1},
+    **{"cut": 2, "drop": 2, "delay": 1, "truncate": 1, "duplicate": 1},
+}
+"""SIGKILL; SIGSTOP with SIGCONT later; SIGTERM; the disk of ledger, checkpoints and logs full to the last byte for a while;
+what a link suffers for a while (harm.py). The numbers say how often, in proportion."""
 
-LINKS = ("control", "exchange")
+LINKS = {
+    "control": ("cut", "drop", "delay", "truncate"),
+    "exchange": ("cut", "drop", "delay", "truncate", "duplicate"),
+    "network": ("drop", "delay"),
+}
+"""What each can suffer: the proxies before the coordinator's two ports, which every worker uses, and the network of the
+rollout workers, where they have one of their own (network.py)."""
 
 PAUSES_S = (0.5, 3.0, 7.0, 13.0)
 """The last is longer than the heartbeat time-out: such a worker is given up and wakes as a stranger."""
@@ -27,10 +36,10 @@ class Fault:
     """Since the fault before it."""
     kind: str
     role: str
-    """A service's; a link's for a cut, which meets every worker; `disk`."""
+    """A service's; a link's, for what meets every worker behind it; `disk`."""
     index: int
     lasts_s: float = 0.0
-    """Of a pause, a cut or a full disk."""
+    """Of a pause, a full disk, or what a link suffers."""
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:g} s" if self.lasts_s else ""
@@ -43,10 +52,12 @@ def schedule(
     kinds: tuple[str, ...] = (),
     sizes: dict[str, int] = ROLES,
     pace: float = 1.0,
+    links: tuple[str, ...] = ("control", "exchange"),
 ) -> Iterator[Fault]:
     """Faults without end; the same arguments give the same ones. Every role (of `roles`, if any are named) comes up
-    equally often in the long run, and so does every service of it, of which there are as many as `sizes` says. Times between
-    faults are `pace` times as long. Without `kinds`, all but `full`: that needs a disk of its own."""
+    equally often in the long run, and so does every service of it, of which there are as many as `sizes` says, and every link
+    of `links` that can suffer what is to happen. Times between faults are `pace` times as long. Without `kinds`, all but
+    `full`: that needs a disk of its own."""
     rng = random.Random(seed)
     weights = {
         kind: weight for kind, weight in KINDS.items() if kind in kinds or (not kinds and kind != "full")
@@ -57,9 +68,10 @@ def schedule(
         for role in order:
             kind = rng.choices(list(weights), list(weights.values()))[0]
             after_s = pace * rng.uniform(0.2, 2.5)
-            lasts_s = rng.choice(PAUSES_S) if kind in ("pause", "cut", "full") else 0.0
-            if kind == "cut":
-                yield Fault(after_s, kind, rng.choice(LINKS), 0, lasts_s)
+            lasts_s = 0.0 if kind in ("kill", "term") else rng.choice(PAUSES_S)
+            able = [link for link in links if kind in LINKS[link]]
+            if able:
+                yield Fault(after_s, kind, rng.choice(able), 0, lasts_s)
             elif kind == "full":
                 yield Fault(after_s, kind, "disk", 0, lasts_s)
             else:

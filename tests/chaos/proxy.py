@@ -1,38 +1,51 @@
-"""A TCP relay that can be cut: stands between the workers and one of the coordinator's ports, control or exchange.
+"""A TCP relay that can be harmed (harm.py): stands between the workers and one of the coordinator's ports.
 
-A cut closes every connection at once, with whatever was half sent, and closes new ones as they come until it is mended.
-One thread runs an asyncio loop that owns everything; `cut` and `mend` post to it.
+One thread runs an asyncio loop that owns everything; `harm` and `mend` post to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable
+
+from harm import HARMS, Direction, Harm
 
 
 class Proxy:
-    """Listens on a free port of loopback and relays to `target`, which says "host:port" for each new connection; a
-    target that cannot be reached, or is not known (LookupError), refuses it."""
+    """Listens on a free port of `host` and relays to `target`, which says "host:port" for each new connection; a
+    target that cannot be reached, or is not known (LookupError), refuses it. `messages` says that ZeroMQ speaks here."""
 
-    def __init__(self, target: Callable[[], str]):
+    def __init__(
+        self, target: Callable[[], str], *, messages: bool = False, host: str = "127.0.0.1", seed: int = 0
+    ):
+        self.state = Harm(random.Random(seed))
         self._target = target
+        self._messages = messages
         self._open: set[asyncio.StreamWriter] = set()
-        self._is_cut = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop).result(10)
+        self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
-    def cut(self) -> None:
-        """Breaks every connection and lets none through."""
-        self._loop.call_soon_threadsafe(self._break)
+    @property
+    def met(self) -> Counter[str]:
+        """How often what it suffered has met traffic."""
+        return self.state.met
+
+    def harm(self, kind: str) -> None:
+        """Begins one of `HARMS`, in place of another. Raises ValueError for what this link cannot suffer."""
+        if kind not in HARMS or (kind == "duplicate" and not self._messages):
+            raise ValueError(f"this link cannot suffer {kind!r}")
+        self._loop.call_soon_threadsafe(self._begin, kind)
 
     def mend(self) -> None:
-        """Lets connections through again."""
-        self._loop.call_soon_threadsafe(setattr, self, "_is_cut", False)
+        """Lets everything through again."""
+        self._loop.call_soon_threadsafe(self._end_harm)
 
     def close(self) -> None:
         """Ends the relay and its thread."""
@@ -41,42 +54,61 @@ class Proxy:
         self._thread.join(10)
         self._loop.close()
 
-    async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_server(self._relay, "127.0.0.1", 0)
+    async def _listen(self, host: str) -> asyncio.Server:
+        return await asyncio.start_server(self._relay, host, 0)
 
     async def _end(self) -> None:
         self._server.close()
-        self._break()
+        self._end_harm()
+        self._abort_all()
         relays = asyncio.all_tasks() - {asyncio.current_task()}
         if relays:
             await asyncio.wait(relays, timeout=5)
 
-    def _break(self) -> None:
-        self._is_cut = True
+    def _begin(self, kind: str) -> None:
+        self._end_harm()
+        self.state.begin(kind)
+        if kind == "cut":
+            self._abort_all()
+
+    def _end_harm(self) -> None:
+        if self.state.kind == "drop":
+            self._abort_all()
+        self.state.end()
+
+    def _abort_all(self) -> None:
         for writer in self._open:
             writer.transport.abort()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]
         try:
-            if self._is_cut:
+            if self.state.kind == "cut":
                 return
             self._open.add(writer)
+            if self.state.kind == "drop":
+                self.state.met["dropped"] += 1
+                await self.state.mended.wait()
+                return
             with contextlib.suppress(OSError, LookupError):
                 host, _, port = self._target().rpartition(":")
                 far_reader, far_writer = await asyncio.open_connection(host, int(port))
                 writers.append(far_writer)
                 self._open.add(far_writer)
-                await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+                await self._pass_on((reader, far_writer), (far_reader, writer))
         finally:
             for each in writers:
                 self._open.discard(each)
                 each.transport.abort()
 
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    writer.transport.abort()
+    async def _pass_on(self, *ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        """In both directions, until one of them ends."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for reader, writer in ends:
+                    writer.transport.set_write_buffer_limits(0)
+                    direction = Direction(self.state, reader, writer, messages=self._messages)
+                    tasks.create_task(direction.take())
+                    tasks.create_task(direction.pass_on())
+        except* OSError:
+            pass

@@ -6,9 +6,10 @@ import contextlib
 import json
 from pathlib import Path
 
+import network
 import pytest
-from campaign import Result, campaign
-from faults import ROLES, schedule
+from campaign import Result, Upcoming, campaign
+from faults import KINDS, LINKS, ROLES, schedule
 from verdict import Verdict, judge
 
 from services.coordinator.ledger import Ledger
@@ -18,7 +19,7 @@ from services.coordinator.ledger import Ledger
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """Runs that met five faults, and where they are."""
     directory = tmp_path_factory.mktemp("chaos")
-    return directory / "runs", campaign(directory, schedule(7), faults=5, steps=40, per_run=5)
+    return directory / "runs", campaign(directory, schedule(82), faults=5, steps=120, per_run=5)
 
 
 @pytest.mark.slow
@@ -27,6 +28,20 @@ def test_a_short_campaign_keeps_the_promise(outcome: tuple[Path, Result]) -> Non
     assert result.problems == []
     assert result.line().endswith("runs: lost 0, trained twice 0, stalled 0, wrong weights 0")
     assert result.faults == 5
+    assert {"kill", "drop", "duplicate"} <= {kind for _, _, kind in result.met}
+    assert result.on_links["exchange"]["doubled"] > 0
+    assert result.good
+
+
+@pytest.mark.slow
+def test_rollout_workers_that_are_cut_off_from_everybody_cost_nothing(tmp_path: Path) -> None:
+    if lacking := network.missing():
+        pytest.skip(f"a network of the rollout workers' own: {lacking}")
+    plan = schedule(1, kinds=("drop", "delay"), links=("network",))
+    result = campaign(tmp_path, plan, faults=2, steps=120, per_run=2, apart=True)
+    assert result.problems == []
+    assert result.faults == 2
+    assert result.on_links["network"]["dropped"] > 0
     assert result.good
 
 
@@ -63,12 +78,30 @@ def test_the_judge_sees_what_it_looks_for(outcome: tuple[Path, Result]) -> None:
 
 
 def test_a_schedule_is_its_seed_and_meets_every_role() -> None:
-    first = [fault for fault, _ in zip(schedule(3), range(40), strict=False)]
-    assert first == [fault for fault, _ in zip(schedule(3), range(40), strict=False)]
-    assert first != [fault for fault, _ in zip(schedule(4), range(40), strict=False)]
+    first = [fault for fault, _ in zip(schedule(3), range(100), strict=False)]
+    assert first == [fault for fault, _ in zip(schedule(3), range(100), strict=False)]
+    assert first != [fault for fault, _ in zip(schedule(4), range(100), strict=False)]
     assert set(ROLES) <= {fault.role for fault in first}
-    assert {fault.kind for fault in first} == {"kill", "pause", "term", "cut"}
+    assert {fault.kind for fault in first} == set(KINDS) - {"full"}
     assert all(fault.index < ROLES.get(fault.role, 1) for fault in first)
+
+
+def test_a_link_meets_only_what_it_can_suffer() -> None:
+    faults = [fault for fault, _ in zip(schedule(3, links=tuple(LINKS)), range(400), strict=False)]
+    for link, kinds in LINKS.items():
+        assert {fault.kind for fault in faults if fault.role == link} == set(kinds)
+        assert all(fault.lasts_s for fault in faults if fault.role == link)
+    assert {fault.kind for fault in faults if fault.role in ROLES} == {"kill", "pause", "term"}
+
+
+def test_a_fault_that_a_run_did_not_live_to_see_is_the_first_of_the_next() -> None:
+    first, second = faults = [fault for fault, _ in zip(schedule(3), range(2), strict=False)]
+    upcoming = Upcoming(iter(faults))
+    assert upcoming.first() is upcoming.first() is first
+    upcoming.dealt()
+    assert upcoming.first() is second
+    upcoming.dealt()
+    assert upcoming.first() is None
 
 
 def test_one_fault_of_any_kind_spoils_the_result() -> None:

@@ -40,9 +40,11 @@ def test_a_group_that_kills_its_worker_is_dropped_and_the_run_ends_well(
         data={"validation": None},
     )
     sizes = ClusterSection(rollout_workers=1, reward_workers=2)
-    options = ["--heartbeat-timeout", "6"]  # a crash counts when it was not mended within half of that
+    options = {
+        "coordinator": ["--heartbeat-timeout", "6"]
+    }  # a crash counts when it was not mended within half of that
     with (
-        LocalCluster(tmp_path / "runs", sizes, coordinator_options=options) as cluster,
+        LocalCluster(tmp_path / "runs", sizes, options=options) as cluster,
         Client(cluster.address) as client,
     ):
         run = client.wait(client.submit(spec).run_id, timeout_s=400)
