@@ -63,17 +63,6 @@ def objective_of(spec: RunSpec) -> Objective:
             raise ValueError(f"unknown algorithm {spec.algorithm!r}")
 
 
-def needs_reference(spec: RunSpec) -> bool:
-    """Whether steps ask a frozen model in the learner: a copy of the policy as it was, or a teacher."""
-    match spec.algorithm:
-        case "grpo" | "distillation":
-            return spec.frozen_policy is not None and not spec.pool_serves_reference
-        case "dpo" | "kto":
-            return not spec.precomputes_reference
-        case _:
-            return False
-
-
 def distillation_advantages(
     current_N: Tensor, teacher_N: Tensor, kind: str, mixed_weight: float, max_ratio: float
 ) -> Tensor:

@@ -36,8 +36,7 @@ from learner.cpu_linear import use_onednn_linear
 from learner.logprobs import chunked_logprobs
 from paceline.errors import InvalidInput
 from paceline.head import check_head
-from paceline.prompts import check_same_tokenizer
-from paceline.spec import PolicySection, RunSpec
+from paceline.spec import PolicySection
 
 
 def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> PreTrainedModel:
@@ -79,18 +78,10 @@ def _prepared(model: Any, policy: PolicySection, device: torch.device) -> PreTra
 
 
 def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedModel:
-    """The same model as it was before training, frozen, in the compute type: π_ref of the KL penalty."""
+    """The model as it was before training, frozen, in the compute type: π_ref of a KL penalty, or a teacher."""
     model: Any = _load(policy.model_name, compute_dtype(policy, device))
     model.requires_grad_(False).eval()
     return _placed(model, policy, device, resharded=True)
-
-
-def load_teacher(spec: RunSpec, device: torch.device) -> PreTrainedModel:
-    """The teacher of `distillation`, frozen, in the compute type. Raises InvalidInput; also for another tokenizer."""
-    teacher = spec.frozen_policy
-    assert teacher is not None, "the spec refuses distillation without a teacher"
-    check_same_tokenizer(spec.policy, teacher)
-    return load_reference(teacher, device)
 
 
 def row_logprobs(

@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from learner.adapter import adapter_off
 from learner.batch import PackedRow, TrainSequence, Verdict, pack_row
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from learner.critic import Critic
-from learner.example_objectives import example_metrics, needs_reference, objective_of
+from learner.example_objectives import example_metrics, objective_of
 from learner.gradients import clip_gradients, gradient_norm, set_gradient_sync
-from learner.model import load_policy, load_reference, load_reward_model, load_teacher, row_logprobs
+from learner.model import load_policy, load_reward_model, row_logprobs
 from learner.objectives import Denominators, LossResult, TokenArrays, metrics_from_sums
 from learner.optimizer import lr_factor, make_optimizer, set_learning_rate
 from learner.packing import pack, pack_whole
+from learner.reference import reference_of
 from learner.stopwatch import Stopwatch
 from learner.update import MicroBatch, Update, needs_proximal, settle
 from paceline.errors import NonFiniteLoss
@@ -42,7 +42,7 @@ class Trainer:
     """Model, optimizer and the step. One per rank, after the process group was made (if there is more than one rank).
 
     `model` (a transformers model, its parameters DTensors when sharded), `optimizer` and PPO's `critic` are public:
-    checkpoints, export and publishing read them between steps.
+    checkpoints, export and publishing read them between steps. So is `reference`: it prepares the examples of a run.
     """
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
@@ -54,17 +54,12 @@ class Trainer:
             if spec.algorithm == "rm"
             else load_policy(spec.policy, device, spec.seed)
         )
-        self.reference: PreTrainedModel | None = None
-        if needs_reference(spec) and spec.algorithm == "distillation":
-            self.reference = load_teacher(spec, device)
-        elif needs_reference(spec):
-            lora = spec.policy.lora_cfg.enabled
-            self.reference = self.model if lora else load_reference(spec.policy, device)
+        self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
+        self.reference = reference_of(spec, self.model, device, self._temperature)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
         self.critic = Critic(spec, device) if spec.uses_value_model else None
         self.skipped: list[NonFiniteLoss] = []
         """Updates of the last step that were left out."""
-        self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
         self._objective = objective_of(spec)
 
     def train_step(self, batch: Sequence[TrainSequence], step: int) -> dict[str, float]:
@@ -213,28 +208,22 @@ class Trainer:
     def _dummy(self) -> MicroBatch:
         zero = np.zeros(1, np.int32)
         if self.spec.examples is not None:
-            known = 0.0 if self.spec.precomputes_reference else None
-            pair = [Verdict(good, reference_logprob=known) for good in (True, False)]
+            pair = [Verdict(good, reference_logprob=0.0) for good in (True, False)]
             verdicts: Sequence[Verdict | None] = [None] if self.spec.algorithm == "sft" else pair
             sequences = [TrainSequence(-1, zero, zero, verdict=verdict) for verdict in verdicts]
             return MicroBatch(pack_row(sequences, self.device), is_dummy=True)
-        known_T = np.zeros(1, np.float32) if self.spec.pool_serves_reference else None
-        sequence = TrainSequence(
-            -1, zero, zero, np.zeros(1, np.float32), versions_T=zero, reference_logprobs_T=known_T
-        )
+        known_T = np.zeros(1, np.float32)
+        sequence = TrainSequence(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)
         row = pack_row([sequence], self.device)
         return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)
 
     @torch.no_grad()
     def _ask_frozen_policies(self, updates: list[Update]) -> None:
-        """π_prox where it is not π itself or is needed before the loss, π_ref where it is needed, unless it came with the batch."""
+        """π_prox where it is not π itself or is needed before the loss, π_ref where it is needed token by token."""
         for micro in (micro for update in updates for micro in update.micro_batches):
             if needs_proximal(self.spec):
-                micro.proximal_N = self._logprobs(self.model, micro.row)[0]
-            if self.reference is not None:
-                micro.reference_N = self._reference_logprobs(micro.row)
-            elif self.spec.pool_serves_reference:
-                micro.reference_N = micro.row.reference_N
+                micro.proximal_N = self._logprobs(micro.row)[0]
+            micro.reference_N = self.reference.logprobs(micro.row)
 
     @torch.no_grad()
     def _measure_batch_kl(self, measured: Sequence[TrainSequence], updates: Sequence[Update]) -> None:
@@ -244,11 +233,8 @@ class Trainer:
         (update,) = self._plan(measured, 0, [list(range(len(measured)))])
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for micro in update.micro_batches:
-            log_sum = self._logprobs(self.model, micro.row)[0].sum(dtype=torch.float64)
-            if self.reference is not None:
-                log_sum = log_sum - self._reference_logprobs(micro.row).sum(dtype=torch.float64)
-            else:
-                log_sum = log_sum - math.fsum(v.reference_logprob or 0.0 for v in micro.row.verdicts_S)
+            log_sum = self._logprobs(micro.row)[0].sum(dtype=torch.float64)
+            log_sum = log_sum - self.reference.total(micro.row)
             if not micro.is_dummy:
                 total += log_sum
         kl = sum_over_ranks(total).item() / max(update.denominators.sequences, 1)
@@ -277,7 +263,7 @@ class Trainer:
 
     def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
         with_bonus = self.spec.examples is None and self.spec.loss_fn.entropy_bonus > 0
-        logprobs_N, entropy_N = self._logprobs(self.model, micro.row, entropy_gradient=with_bonus)
+        logprobs_N, entropy_N = self._logprobs(micro.row, entropy_gradient=with_bonus)
         tokens = TokenArrays(
             current_N=logprobs_N,
             entropy_N=entropy_N,
@@ -301,22 +287,14 @@ class Trainer:
             result.token_losses_N,
         )
 
-    def _logprobs(
-        self, model: PreTrainedModel, row: PackedRow, *, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, row: PackedRow, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         return row_logprobs(
-            model,
+            self.model,
             row,
             temperature=self._temperature,
             chunk_tokens=self.spec.policy.logprob_chunk_tokens,
             entropy_gradient=entropy_gradient,
         )
-
-    def _reference_logprobs(self, row: PackedRow) -> Tensor:
-        """[N] by π_ref: a model of its own, or the policy without its adapter."""
-        assert self.reference is not None
-        with adapter_off(self.reference):
-            return self._logprobs(self.reference, row)[0]
 
     def _sum_metrics(self, update: Update) -> dict[str, float]:
         """The metric sums over micro-batches and ranks."""

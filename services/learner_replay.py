@@ -21,7 +21,6 @@ from learner import checkpoint as checkpoints
 from learner.batch import TrainSequence, sequences_from_groups
 from learner.collectives import end_process
 from learner.examples import ExampleSource
-from learner.precomputed import precompute_reference
 from learner.trainer import Trainer
 from paceline.errors import PacelineError
 from paceline.onednn import bound_caches
@@ -57,8 +56,8 @@ def replay(
             critic=trainer.critic,
         )
     examples = ExampleSource(spec, load_tokenizer(spec.policy)) if spec.examples is not None else None
-    if examples is not None and spec.precomputes_reference:
-        precompute_reference(examples, spec, device, rank)
+    if examples is not None:
+        trainer.reference.prepare(examples, rank)
 
     def part(step: int) -> list[TrainSequence]:
         if examples is not None:

@@ -29,7 +29,6 @@ from learner.collectives import broadcast_bytes, max_over_ranks
 from learner.examples import ExampleSource
 from learner.export import export_pretrained
 from learner.gather import gather_merged, gather_weights
-from learner.precomputed import precompute_reference
 from learner.row_check import check_rows
 from learner.trainer import Trainer
 from paceline.errors import Conflict, NonFiniteLoss, PacelineError, Unavailable
@@ -187,8 +186,8 @@ class LearnerRun:
             for source in (self._examples, self._held_out):
                 if source is not None and start == 0:  # later sessions train what an earlier one has checked
                     check_rows(source, self._rank.device, self._rank.rank)
-                if source is not None and spec.precomputes_reference:
-                    precompute_reference(source, spec, self._rank.device, self._rank.rank)
+                if source is not None:
+                    self._trainer.reference.prepare(source, self._rank.rank)
         else:
             self._set_up_channel()
 

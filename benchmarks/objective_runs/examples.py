@@ -20,7 +20,6 @@ import torch
 from learner.batch import TrainSequence, pack_row
 from learner.examples import ExampleSource
 from learner.model import row_logprobs
-from learner.precomputed import precompute_reference
 from learner.trainer import Trainer
 from paceline.demo.task import teach
 from paceline.prompts import encode_exchange, load_tokenizer
@@ -60,8 +59,7 @@ def run(name: str, files: Path, taught: Path, options: argparse.Namespace) -> di
     torch.manual_seed(spec.seed)
     trainer = Trainer(spec, CPU)
     source = ExampleSource(spec, tokenizer)
-    if spec.precomputes_reference:
-        precompute_reference(source, spec, CPU, rank=0)
+    trainer.reference.prepare(source, rank=0)
     held_out = [json.loads(line) for line in (data / "validation.jsonl").read_text().splitlines()]
     held_out = held_out[: options.held_out]
 

@@ -19,7 +19,7 @@ from learner.batch import TrainSequence, pack_row, sequences_from_groups
 from learner.example_objectives import distillation_advantages, objective_of, pairs_of
 from learner.examples import ExampleSource
 from learner.objectives import Denominators, TokenArrays
-from learner.precomputed import precompute_reference
+from learner.reference import AskedReference
 from learner.trainer import Trainer
 from paceline.demo.model import make_model
 from paceline.errors import InvalidInput, NonFiniteLoss
@@ -190,9 +190,8 @@ def test_the_precomputed_reference_gives_the_same_steps(algorithm: str, tmp_path
         )
         source = ExampleSource(spec, load_tokenizer(spec.policy))
         trainer = Trainer(spec, CPU)
-        if precompute:
-            assert trainer.reference is None
-            precompute_reference(source, spec, CPU, rank=0)
+        assert isinstance(trainer.reference, AskedReference) != precompute
+        trainer.reference.prepare(source, rank=0)
         return [trainer.train_step(source.part(step, 0, 1), step)["loss"] for step in range(4)]
 
     asked, known = losses(False), losses(True)  # 16 examples from 7 rows: they come again, beside others
@@ -307,7 +306,7 @@ def test_a_reference_in_the_reward_pool_trains_as_one_in_the_learner(
             num_updates_per_step=2,
         )
         trainer = Trainer(spec, CPU)
-        assert (trainer.reference is None) == (pool == "reward")
+        assert isinstance(trainer.reference, AskedReference) == (pool == "learner")
         batch = make_batch()
         if pool == "reward":
             frozen = spec.frozen_policy

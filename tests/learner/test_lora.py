@@ -20,6 +20,7 @@ from learner.checkpoint import read_state
 from learner.export import check_has_adapter, export_checkpoint, export_pretrained
 from learner.gather import gather_merged, gather_weights
 from learner.model import load_policy, load_reference, row_logprobs
+from learner.reference import AskedReference
 from learner.trainer import Trainer
 from paceline.errors import InvalidInput, SpecError
 from paceline.flat_weights import plan
@@ -104,8 +105,9 @@ def test_the_kl_penalty_needs_no_second_model_and_pulls_back(policy: Path) -> No
 
     strong, metrics = trained(10.0)
     free, _ = trained(0.0)
-    assert strong.reference is strong.model
-    assert free.reference is None
+    assert isinstance(strong.reference, AskedReference)
+    assert strong.reference.model is strong.model
+    assert not isinstance(free.reference, AskedReference)
     assert metrics["kl_reference"] > 0
     with adapter_off(strong.model):
         at_first = row_of(strong, strong.model)
