@@ -34,6 +34,12 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def any_over_ranks(facts: Sequence[bool], device: torch.device) -> list[bool]:
+    """Each fact, if it is true on any rank."""
+    facts_F = torch.tensor([int(fact) for fact in facts], device=device)
+    return [bool(fact) for fact in max_over_ranks(facts_F).tolist()]
+
+
 def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
     """All distinct numbers that any rank has, ascending."""
     own = sorted(set(numbers))

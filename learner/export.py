@@ -94,9 +94,24 @@ def export_checkpoint(
     """
     if adapter_only:
         check_has_adapter(policy)
-        adapter = adapter_weights(_adapted_model(checkpoint, expected_sha256, policy))
-        return export_adapter(directory, adapter, policy.lora_cfg, policy.model_name)
-    tensors = checkpoint_weights(checkpoint, expected_sha256, policy, scoring=scoring)
+        tensors = adapter_weights(_adapted_model(checkpoint, expected_sha256, policy))
+    else:
+        tensors = checkpoint_weights(checkpoint, expected_sha256, policy, scoring=scoring)
+    return export_policy(directory, tensors, policy, dtype=dtype, scoring=scoring, adapter_only=adapter_only)
+
+
+def export_policy(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    policy: PolicySection,
+    *,
+    dtype: torch.dtype | None = None,
+    scoring: bool = False,
+    adapter_only: bool = False,
+) -> Path:
+    """`tensors` as what the policy's model has become, or with `adapter_only` as an adapter to it. Raises as both do."""
+    if adapter_only:
+        return export_adapter(directory, tensors, policy.lora_cfg, policy.model_name)
     return export_pretrained(
         directory,
         tensors,

@@ -10,7 +10,7 @@ import torch
 from learner.catch_up import CatchUp
 from learner.channel import WeightChannel
 from learner.collective_channel import CollectiveChannel
-from learner.collectives import max_over_ranks
+from learner.collectives import any_over_ranks
 from learner.delta_channel import DeltaChannel
 from learner.publisher import Publisher, PublishResult
 from learner.rank_board import make_board
@@ -116,14 +116,11 @@ class _Wiring:
             world_size=self._rank.world_size,
             algorithm=self._algorithm,
             anchor_interval=self._weights.anchor_interval,
-            any_rank=self._any_rank,
+            any_rank=lambda fact: any_over_ranks([fact], self._rank.device)[0],
             on_stored=offers.tell if offers is not None else _nobody,
             oldest_held=offers.oldest_held if offers is not None else lambda: None,
         )
         return DeltaChannel(writer, offers, self._dtype, self._announce)
-
-    def _any_rank(self, fact: bool) -> bool:
-        return bool(max_over_ranks(torch.tensor([int(fact)], device=self._rank.device)).item())
 
     def _backend(self) -> str:
         if self._weights.backend != "auto":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.collectives import end_process, max_over_ranks
+from learner.collectives import any_over_ranks, end_process
 from learner.gather import gather_weights
 from learner.rank_board import make_board
 from learner.shards import local_slices, plan_tensors
@@ -48,7 +48,7 @@ def main(model: Path, store: Path, out: Path) -> None:
         world_size=dist.get_world_size(),
         algorithm="xxh3_64",
         anchor_interval=3,
-        any_rank=lambda fact: bool(max_over_ranks(torch.tensor([int(fact)])).item()),
+        any_rank=lambda fact: any_over_ranks([fact], torch.device("cpu"))[0],
         on_stored=on_stored,
         oldest_held=lambda: Version(1, 0),  # so that nothing is pruned
     )

@@ -1,0 +1,138 @@
+"""The checkpoints of one session: begun after a step, written beside the next ones, then made known to the coordinator.
+
+One that cannot be written is warned of, and the run goes on without it; only the last one is tried again. All ranks call
+`load`, `begin`, `finish` and `save_last` at the same point. Old ones are deleted on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from learner import checkpoint as checkpoints
+from learner.checkpoint_writer import CheckpointWriter
+from learner.collectives import any_over_ranks
+from learner.trainer import Trainer
+from paceline.errors import PacelineError, Unavailable
+from paceline.spec import CheckpointingSection
+from protos.paceline.v1 import worker_pb2
+
+LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
+"""Before each further try at the last checkpoint."""
+
+log = logging.getLogger(__name__)
+
+
+class SessionCheckpoints:
+    """One rank's side. `report` brings a complete one to the coordinator, `warn` says what went wrong with another."""
+
+    def __init__(
+        self,
+        assignment: worker_pb2.RunAssignment,
+        settings: CheckpointingSection,
+        report: Callable[[worker_pb2.ConnectRequest], None],
+        warn: Callable[[str], None],
+    ):
+        self.newest = (assignment.checkpoint_path, assignment.start_step)
+        """Path and step of the newest complete one; kept up to date on rank 0."""
+        self.saving = False
+        """Whether training waits for a checkpoint."""
+        self._assignment, self._report, self._warn = assignment, report, warn
+        elsewhere = settings.checkpoint_dir
+        # Names of checkpoints are unique within a run only, and pruning must not see another run's.
+        self._directory = (
+            f"{elsewhere}/{assignment.run_id}" if elsewhere else f"{assignment.directory}/checkpoints"
+        )
+        self._writer = CheckpointWriter(self._directory, assignment.session)
+        self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether `finish` would wait, on this rank."""
+        return self._writer.in_progress and not self._writer.ready
+
+    def load(self, trainer: Trainer) -> None:
+        """Puts the trainer where the session begins. Raises what `learner.checkpoint.load` raises."""
+        if self._assignment.checkpoint_path:
+            checkpoints.load(
+                self._assignment.checkpoint_path,
+                expected_sha256=self._assignment.checkpoint_sha256,
+                model=trainer.model,
+                optimizer=trainer.optimizer,
+                critic=trainer.critic,
+            )
+            log.info("session %d goes on from step %d", self._assignment.session, self._assignment.start_step)
+
+    def begin(self, trainer: Trainer, step: int, chain: str) -> None:
+        """Copies the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile."""
+        if step == (self._assignment.start_step if self._assignment.checkpoint_path else -1):
+            return  # it is what this session came from
+        if step == self._writer.step:
+            return
+        self.finish()
+        self.saving = True
+        self._writer.begin(step, trainer.model, trainer.optimizer, chain, trainer.critic)
+        self.saving = False
+
+    def finish(self) -> str:
+        """Waits for the checkpoint in the making, if there is one, and reports it.
+
+        Returns why it could not be written, on the ranks that know: the run goes on, and the next one is tried.
+        """
+        self.saving = self._writer.in_progress
+        try:
+            saved = self._writer.finish()
+        except (Unavailable, OSError) as error:
+            self._warn(f"no checkpoint of step {self._writer.step}: {error}; the run goes on without it")
+            return str(error)
+        finally:
+            self.saving = False
+        if saved is not None:
+            self.newest = (str(saved.path), saved.manifest.step)
+            self._report(
+                worker_pb2.ConnectRequest(
+                    checkpoint=worker_pb2.CheckpointReport(
+                        run_id=self._assignment.run_id,
+                        session=self._assignment.session,
+                        step=saved.manifest.step,
+                        path=str(saved.path),
+                        sha256=saved.manifest_sha256,
+                        chain=saved.manifest.chain_hash,
+                        seconds=self._writer.seconds,
+                    )
+                )
+            )
+        return ""
+
+    def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
+        """Finishes the last step's, for which no later one makes up: tried again while the disk may be full.
+
+        Raises Unavailable after the last try.
+        """
+        for pause_s in LAST_SAVE_PAUSES_S:
+            if not any_over_ranks([bool(self.finish())], trainer.device)[0]:
+                return
+            if pause_s:
+                pause(pause_s)
+                self._writer.step = -1
+                self.begin(trainer, step, chain)
+        raise Unavailable(f"the checkpoint of step {step}, the last one, could not be written; see the log")
+
+    def keep_only(self, paths: list[str]) -> None:
+        """The ledger has forgotten all older ones but these: they are deleted while training goes on."""
+        with contextlib.suppress(RuntimeError):  # the run ends at this very moment
+            self._deleting.submit(self._delete_all_but, paths)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        with contextlib.suppress(PacelineError):
+            self._writer.finish()  # nobody asks for it any more; but its thread must not run into the next run
+        self._deleting.shutdown()
+
+    def _delete_all_but(self, kept: list[str]) -> None:
+        try:
+            checkpoints.prune(self._directory, kept)
+        except OSError as error:
+            log.warning("old checkpoints could not be deleted: %s; the next one tries again", error)

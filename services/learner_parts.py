@@ -1,0 +1,92 @@
+"""One rank's parts of a run's batches, as it asks the exchange for them and receipts them.
+
+Nothing is given up because the coordinator is away: the learner has nothing else to do. Only a rank that was told to stop
+waits no longer than its grace.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.errors import PacelineError, Unavailable
+from paceline.groups import Group
+from paceline.wire import decode_group
+from protos.paceline.v1 import exchange_pb2 as pb
+
+if TYPE_CHECKING:
+    from services.learner_rank import LearnerRank
+
+BATCH_WAIT_S = 5.0
+REQUEST_TIMEOUT_S = 3600.0
+
+
+class Part(NamedTuple):
+    """What the exchange said of a step: this rank's part of its batch, or that there is none any more."""
+
+    batch: pb.BatchReply
+    payloads: list[bytes]
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the run, or this session of it, has ended."""
+        return self.batch.state == pb.BATCH_STATE_END
+
+    def groups(self) -> list[Group]:
+        """The part's groups, with what the reward pool's reference said. Raises WireError."""
+        groups = []
+        for place, group in enumerate(self.batch.groups):
+            reference = self.payloads[group.reference_frame - 1] if group.reference_frame else None
+            groups.append(decode_group(group.group_id, self.payloads[place], group.rewards, reference))
+        return groups
+
+
+class Parts:
+    """Those of one session. Its methods raise PacelineError for what the exchange refuses."""
+
+    def __init__(self, run_id: str, session: int, rank: LearnerRank):
+        self.superseded = threading.Event()
+        """Set when this session is over, by whoever hears of it."""
+        self._run_id, self._session, self._rank = run_id, session, rank
+
+    def ask(self, step: int) -> Part | None:
+        """This rank's part of a step; None while there is no batch yet."""
+        rank = self._rank
+        asked = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
+        reply, payloads = self._request(
+            pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=asked)
+        )
+        if reply.status == pb.REPLY_STATUS_STALE or self.superseded.is_set():
+            return Part(pb.BatchReply(state=pb.BATCH_STATE_END), [])
+        if reply.status != pb.REPLY_STATUS_OK:
+            raise PacelineError(f"the exchange refused the request for step {step}: {reply.message}")
+        return None if reply.batch.state == pb.BATCH_STATE_WAIT else Part(reply.batch, payloads)
+
+    def send_receipt(self, part: Part, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        """Says that this part is trained; rank 0's metrics are the step's."""
+        receipt = pb.Receipt(
+            step=step,
+            rank=self._rank.rank,
+            world_size=self._rank.world_size,
+            groups=[
+                pb.BatchGroup(group_id=group.group_id, digest=group.digest) for group in part.batch.groups
+            ],
+            tokens=tokens,
+            metrics=metrics if self._rank.rank == 0 else {},
+        )
+        reply, _ = self._request(
+            pb.ExchangeRequest(run_id=self._run_id, session=self._session, receipt=receipt)
+        )
+        if reply.status == pb.REPLY_STATUS_INVALID:
+            raise PacelineError(f"the receipt of step {step} was refused: {reply.message}")
+        if reply.status == pb.REPLY_STATUS_STALE:
+            self.superseded.set()
+
+    def _request(self, request: pb.ExchangeRequest) -> tuple[pb.ExchangeReply, list[bytes]]:
+        rank = self._rank
+        try:
+            return rank.background.wait(
+                rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, rank.grace_s
+            )
+        except TimeoutError:
+            raise Unavailable("the coordinator did not answer before this rank had to go") from None
