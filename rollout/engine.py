@@ -7,6 +7,7 @@ else is in the batch; weights change only between two decode steps; and nothing 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -172,3 +173,9 @@ def check_prefix(prefix: Completion) -> None:
 def empty_completion() -> Completion:
     """What exists of a request that was aborted before its first token."""
     return Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
+
+
+def sample_seed(group_seed: int, attempt: int, index: int) -> int:
+    """Seed, of 63 bits, of sample `index` in an attempt at a group."""
+    digest = hashlib.sha256(f"{group_seed}/{attempt}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

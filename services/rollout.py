@@ -23,14 +23,14 @@ from paceline.spec_io import spec_from_yaml
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
-from rollout.engine import GenerationRequest, SamplingParams
+from rollout.engine import GenerationRequest, SamplingParams, sample_seed
 from services.advertise import advertised_host
 from services.endpoint.server import Endpoint
 from services.grpc_server import GrpcServer, run_service, with_status
 from services.lifeline import die_with_parent
 from services.member import Membership
 from services.ready import announce
-from services.rollout_run import RolloutRun, sample_seed
+from services.rollout_run import RolloutRun
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -124,10 +124,10 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
                 self._changed.set()
             case "weight_offer":
                 if self._run is not None:
-                    self._run.offer(directive.weight_offer)
+                    self._run.weights.offer(directive.weight_offer)
             case "expelled":
                 if self._run is not None and self._run.run_id == directive.expelled.run_id:
-                    self._run.expelled(directive.expelled)
+                    self._run.weights.expelled(directive.expelled)
                     await self._report_ready()
             case "drain":
                 self._grace_s = directive.drain.grace_s

@@ -1,38 +1,31 @@
-"""A rollout worker's work on one run: ask for leases as there is room, generate, hand in, take weights on the way.
+"""A rollout worker's work on one run: ask for leases as there is room, generate, hand in.
 
 Who waits for whom: the lease loop waits for room or for the exchange; each group's task waits for its samples and
-then for the exchange's word. A finished group is kept until that word came. New weights come on the receiver's
-threads and are swapped in by the engine between two decode steps.
+then for the exchange's word. A finished group is kept until that word came. New weights come beside all this
+(`services/rollout_weights.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from paceline.errors import Conflict, InvalidInput, PacelineError, Unavailable
-from paceline.groups import Completion, Group, IntArray, Version
+from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.groups import Completion, Group, IntArray
 from paceline.prompts import encode_prompt, load_tokenizer
 from paceline.spec import RunSpec
-from paceline.stored_weights import StoredObject, StoreOffer
 from paceline.tracing import span
-from paceline.weights import WeightOffer, algorithm_named
 from paceline.wire import decode_completions, encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
-from rollout.receiver import WeightReceiver
-from rollout.store_receiver import StoreReceiver
+from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine, sample_seed
 from services.member import Membership
+from services.rollout_weights import RolloutWeights
 from services.stuck import until_stuck
 
 LEASE_WAIT_S = 10.0
@@ -45,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutRun:
-    """Engine, tokenizer and receiver of one run."""
+    """Engine, tokenizer and weights of one run."""
 
     def __init__(
         self,
@@ -63,9 +56,7 @@ class RolloutRun:
         self.tokenizer = tokenizer
         self.params = SamplingParams.from_spec(spec.policy.generation)
         self.generated_tokens = 0
-        self._member_id = member_id
         self._membership = membership
-        self._loop = asyncio.get_running_loop()
         self._leases: dict[int, int] = {}
         """Samples that are still running, by group."""
         self._room = asyncio.Event()
@@ -73,22 +64,13 @@ class RolloutRun:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: dict[str, None] = {}
-        self._pause_s = self._swap_s = 0.0
         self._guests: dict[str, None] = {}
         self._no_guests = asyncio.Event()
         self._no_guests.set()
         self._reported = (time.monotonic(), 0, 0.0)
         self._empty_since_s: float | None = time.monotonic()
         self._empty_s = 0.0
-        self.receiver = WeightReceiver(
-            run_id=run_id,
-            max_wait_s=spec.weights.max_wait_s,
-            on_weights=self._on_weights,
-            on_ack=self._on_ack,
-            host=host,
-        )
-        self.store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
-        self._swapping = threading.Lock()
+        self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, host)
 
     @classmethod
     async def start(
@@ -119,9 +101,8 @@ class RolloutRun:
         return len(self._leases)
 
     async def close(self) -> None:
-        """Ends receiver and engine."""
-        self.receiver.close()
-        self.store_receiver.close()
+        """Ends receivers and engine."""
+        self.weights.close()
         await self.engine.close()
 
     async def generate_forever(self) -> None:
@@ -213,33 +194,6 @@ class RolloutRun:
             del self._guests[request.request_id]
             if not self._guests:
                 self._no_guests.set()
-
-    def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """The learner offers a version, over a link or from a store."""
-        if offer.HasField("stored"):
-            self.store_receiver.offer(_store_offer(offer))
-            return
-        self.receiver.offer(
-            WeightOffer(
-                run_id=offer.run_id,
-                epoch=offer.epoch,
-                member_id=offer.member_id,
-                attempt=offer.attempt,
-                backend=offer.backend,
-                store_host=offer.store_host,
-                store_port=offer.store_port,
-                prefix=offer.prefix,
-                session=offer.version.session,
-                step=offer.version.step,
-                manifest=offer.manifest,
-            )
-        )
-
-    def expelled(self, expelled: worker_pb2.Expelled) -> None:
-        """This worker missed a deadline: it serves what it holds, and takes part again over a link of the next epoch."""
-        version = None if self.engine.version is None else tuple(self.engine.version)
-        log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
-        self.receiver.leave_epoch()
 
     def decode(self, token_ids: IntArray) -> str:
         """Text of a completion, without special tokens."""
@@ -370,45 +324,6 @@ class RolloutRun:
             self._idle.set()
             self._empty_since_s = time.monotonic()
 
-    # Weights, on the receiver's threads
-
-    def _on_weights(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
-        # A link and a store may bring weights at one time; the engine's version only ever grows.
-        with self._swapping:
-            serving = self.engine.version
-            if serving is not None and version <= serving:
-                if version == serving:
-                    return
-                raise Conflict(
-                    f"{tuple(version)} came after {tuple(serving)}, which this worker serves already"
-                )
-            started_s = time.monotonic()
-            swap = asyncio.run_coroutine_threadsafe(self.engine.update_weights(version, tensors), self._loop)
-            self._pause_s = (
-                swap.result()
-            )  # the engine answers or raises; the learner has a deadline of its own
-            self._swap_s = time.monotonic() - started_s
-
-    def _on_ack(self, version: Version, ok: bool, message: str, damaged: bool = False) -> None:
-        ack = worker_pb2.WeightAck(
-            run_id=self.run_id,
-            member_id=self._member_id,
-            ok=ok,
-            message=message,
-            pause_s=self._pause_s,
-            swap_s=self._swap_s,
-            damaged=damaged,
-        )
-        ack.version.session, ack.version.step = version
-        report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
-        asyncio.run_coroutine_threadsafe(report, self._loop)
-
-
-def sample_seed(group_seed: int, attempt: int, index: int) -> int:
-    """Seed, of 63 bits, of sample `index` in an attempt at a group."""
-    digest = hashlib.sha256(f"{group_seed}/{attempt}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
 
 def _lease_params(lease: pb.Lease) -> SamplingParams:
     params = lease.params
@@ -420,23 +335,3 @@ def _lease_params(lease: pb.Lease) -> SamplingParams:
         top_k=params.top_k,
         stop_token_ids=tuple(params.stop_token_ids),
     )
-
-
-def _store_offer(offer: worker_pb2.WeightOffer) -> StoreOffer:
-    stored = offer.stored
-    return StoreOffer(
-        run_id=offer.run_id,
-        epoch=offer.epoch,
-        member_id=offer.member_id,
-        version=Version(offer.version.session, offer.version.step),
-        url=stored.url,
-        algorithm=algorithm_named(stored.algorithm),
-        manifest=_stored_object(stored.manifest),
-        anchor_version=Version(stored.anchor_version.session, stored.anchor_version.step),
-        anchor=_stored_object(stored.anchor),
-        anchor_bytes=stored.anchor_bytes,
-    )
-
-
-def _stored_object(stored: worker_pb2.StoredObject) -> StoredObject:
-    return StoredObject(stored.name, stored.size_bytes, stored.digest)

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.groups import Version
+from rollout.engine import sample_seed
 from services.endpoint.answers import Answer, Json
 from services.endpoint.gate import Busy, Gate
 from services.endpoint.requests import Ask, ChatAsk, CompletionAsk, Unsupported, read_ask
@@ -31,7 +32,6 @@ from services.endpoint.sampling import (
     model_name,
     resolve,
 )
-from services.rollout_run import sample_seed
 
 MAX_BODY_BYTES = 8 << 20
 SHUTDOWN_S = 2.0

@@ -21,7 +21,7 @@ from typing import Any
 
 import paceline.weight_link
 import services.rollout
-import services.rollout_run
+import services.rollout_weights
 from paceline.errors import Unavailable
 from paceline.groups import Version
 from rollout.receiver import WeightReceiver
@@ -88,7 +88,7 @@ def main() -> None:
         return form(*arguments)
 
     paceline.weight_link._gloo = form_and_strike
-    services.rollout_run.WeightReceiver = FaultyReceiver  # type: ignore[misc]
+    services.rollout_weights.WeightReceiver = FaultyReceiver  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, arm)
     signal.signal(signal.SIGUSR2, lambda *_: go_on.set())
     services.rollout.main()

@@ -1,0 +1,137 @@
+"""How weights come to a rollout worker's engine: offers over links or from a store, the swap, the learner's answer.
+
+Offers come on the event loop, weights on the receivers' threads: those wait for one another and for the engine, which swaps
+between two decode steps. The engine's version only ever grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+
+import torch
+
+from paceline.errors import Conflict
+from paceline.groups import Version
+from paceline.stored_weights import StoredObject, StoreOffer
+from paceline.weights import WeightOffer, algorithm_named
+from protos.paceline.v1 import worker_pb2
+from rollout.engine import Engine
+from rollout.receiver import WeightReceiver
+from rollout.store_receiver import StoreReceiver
+from services.member import Membership
+
+log = logging.getLogger(__name__)
+
+
+class RolloutWeights:
+    """Those of one run, for one engine. To be made on the event loop; `host` is this machine's address for the learner."""
+
+    def __init__(
+        self,
+        run_id: str,
+        member_id: str,
+        membership: Membership,
+        engine: Engine,
+        max_wait_s: float,
+        host: str,
+    ):
+        self._run_id, self._member_id = run_id, member_id
+        self._membership, self._engine = membership, engine
+        self._loop = asyncio.get_running_loop()
+        self._swapping = threading.Lock()
+        self._pause_s = self._swap_s = 0.0
+        self._receiver = WeightReceiver(
+            run_id=run_id,
+            max_wait_s=max_wait_s,
+            on_weights=self._on_weights,
+            on_ack=self._on_ack,
+            host=host,
+        )
+        self._store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
+
+    def offer(self, offer: worker_pb2.WeightOffer) -> None:
+        """The learner offers a version, over a link or from a store."""
+        if offer.HasField("stored"):
+            self._store_receiver.offer(_store_offer(offer))
+            return
+        self._receiver.offer(
+            WeightOffer(
+                run_id=offer.run_id,
+                epoch=offer.epoch,
+                member_id=offer.member_id,
+                attempt=offer.attempt,
+                backend=offer.backend,
+                store_host=offer.store_host,
+                store_port=offer.store_port,
+                prefix=offer.prefix,
+                session=offer.version.session,
+                step=offer.version.step,
+                manifest=offer.manifest,
+            )
+        )
+
+    def expelled(self, expelled: worker_pb2.Expelled) -> None:
+        """This worker missed a deadline: it serves what it holds, and takes part again over a link of the next epoch."""
+        version = None if self._engine.version is None else tuple(self._engine.version)
+        log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
+        self._receiver.leave_epoch()
+
+    def close(self) -> None:
+        """Ends the receivers."""
+        self._receiver.close()
+        self._store_receiver.close()
+
+    # On the receivers' threads
+
+    def _on_weights(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        # A link and a store may bring weights at one time.
+        with self._swapping:
+            serving = self._engine.version
+            if serving is not None and version <= serving:
+                if version == serving:
+                    return
+                raise Conflict(
+                    f"{tuple(version)} came after {tuple(serving)}, which this worker serves already"
+                )
+            started_s = time.monotonic()
+            swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, tensors), self._loop)
+            # The engine answers or raises; the learner has a deadline of its own.
+            self._pause_s = swap.result()
+            self._swap_s = time.monotonic() - started_s
+
+    def _on_ack(self, version: Version, ok: bool, message: str, damaged: bool = False) -> None:
+        ack = worker_pb2.WeightAck(
+            run_id=self._run_id,
+            member_id=self._member_id,
+            ok=ok,
+            message=message,
+            pause_s=self._pause_s,
+            swap_s=self._swap_s,
+            damaged=damaged,
+        )
+        ack.version.session, ack.version.step = version
+        report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
+        asyncio.run_coroutine_threadsafe(report, self._loop)
+
+
+def _store_offer(offer: worker_pb2.WeightOffer) -> StoreOffer:
+    stored = offer.stored
+    return StoreOffer(
+        run_id=offer.run_id,
+        epoch=offer.epoch,
+        member_id=offer.member_id,
+        version=Version(offer.version.session, offer.version.step),
+        url=stored.url,
+        algorithm=algorithm_named(stored.algorithm),
+        manifest=_stored_object(stored.manifest),
+        anchor_version=Version(stored.anchor_version.session, stored.anchor_version.step),
+        anchor=_stored_object(stored.anchor),
+        anchor_bytes=stored.anchor_bytes,
+    )
+
+
+def _stored_object(stored: worker_pb2.StoredObject) -> StoredObject:
+    return StoredObject(stored.name, stored.size_bytes, stored.digest)
