@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from learner.member_link import PublishResult
-from learner.store_writer import Stored
+from learner.store_chain import Stored
 from paceline.groups import Version
 from paceline.stored_weights import StoreOffer
 from paceline.weights import Algorithm

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from learner.rank_board import RankBoard
 from learner.shards import LocalSlice
+from learner.store_chain import Chain, Stored
 from paceline.delta_codec import changed_positions, encode
 from paceline.errors import PacelineError
 from paceline.groups import Version
@@ -49,26 +50,7 @@ T = TypeVar("T")
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
-ANCHORS_KEPT = 2
-"""Chains that are never pruned: the newest, and the one before, which a joiner may just be reading."""
 CLOSE_WAIT_S = 2.0
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A version that is complete in the store, and the newest anchor before or at it."""
-
-    version: Version
-    manifest: StoredObject
-    anchor_version: Version
-    anchor: StoredObject
-    """The anchor's manifest."""
-    anchor_bytes: int
-    """Size of the anchor's parts."""
-    size_bytes: int
-    """Of the parts that a member with the version before has to read."""
-    seconds: float
-    """From `put` to the manifest."""
 
 
 @dataclass
@@ -129,7 +111,7 @@ class StoreWriter:
         self._closed = threading.Event()
         self._kept: _Kept | None = None
         self._fault: Exception | None = None
-        self._chain = _Chain(anchor_interval, oldest_held) if rank == 0 else None
+        self._chain = Chain(anchor_interval, oldest_held) if rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="weight-store", daemon=True)
         self._thread.start()
 
@@ -349,61 +331,6 @@ class StoreWriter:
 
 class _Closed(Exception):
     """The writer was closed in the middle of a job."""
-
-
-class _Chain:
-    """What is in the store, as rank 0 knows it: deltas by version, anchors, and what may go."""
-
-    def __init__(self, anchor_interval: int, oldest_held: Callable[[], Version | None]) -> None:
-        self._anchor_interval = anchor_interval
-        self._oldest_held = oldest_held
-        self._objects: dict[Version, list[str]] = {}
-        self._anchors: list[tuple[Version, StoredObject, int]] = []
-        self._since_anchor: list[int] = []
-        self.newest: StoredObject | None = None
-        self.newest_version: Version | None = None
-        self.contents: tuple[str, ...] = ()
-
-    def add_delta(self, manifest: StoredVersion, stored: StoredObject) -> None:
-        self._add(manifest, stored)
-        self._since_anchor.append(manifest.size_bytes)
-        self.newest, self.newest_version, self.contents = stored, manifest.version, manifest.contents
-
-    def add_anchor(self, manifest: StoredVersion, stored: StoredObject) -> None:
-        self._add(manifest, stored)
-        self._since_anchor = []
-        self._anchors = [known for known in self._anchors if known[0] != manifest.version]
-        self._anchors.append((manifest.version, stored, manifest.size_bytes))
-        if self.newest is None:  # the first of a session has no delta
-            self.newest, self.newest_version, self.contents = stored, manifest.version, manifest.contents
-
-    def anchor_is_due(self) -> bool:
-        """The interval is over, or whoever starts from the last anchor reads more in deltas than a new one has."""
-        return (
-            len(self._since_anchor) >= self._anchor_interval or sum(self._since_anchor) > self._anchors[-1][2]
-        )
-
-    def stored(self, size_bytes: int, seconds: float) -> Stored:
-        assert self.newest is not None
-        assert self.newest_version is not None
-        version, anchor, anchor_bytes = self._anchors[-1]
-        return Stored(self.newest_version, self.newest, version, anchor, anchor_bytes, size_bytes, seconds)
-
-    def prune(self) -> list[str]:
-        """Forgets what neither a member nor the newest chains need, and returns its names."""
-        first = self._anchors[-ANCHORS_KEPT:][0][0]
-        held = self._oldest_held()
-        if held is not None:
-            # A member goes on from what it holds with the delta after it; that one's base is named, but not read.
-            first = min(first, held)
-        names = [name for version in self._objects if version < first for name in self._objects[version]]
-        self._objects = {version: names for version, names in self._objects.items() if version >= first}
-        self._anchors = [known for known in self._anchors if known[0] >= first]
-        return names
-
-    def _add(self, manifest: StoredVersion, stored: StoredObject) -> None:
-        names = [part.name for part in manifest.parts] + [stored.name]
-        self._objects.setdefault(manifest.version, []).extend(names)
 
 
 def _keep(version: Version, slices: list[LocalSlice], algorithm: Algorithm) -> _Kept:

@@ -14,8 +14,9 @@ from learner.collectives import any_over_ranks
 from learner.delta_channel import DeltaChannel
 from learner.publisher import Publisher, PublishResult
 from learner.rank_board import make_board
+from learner.store_chain import Stored
 from learner.store_offers import StoreOffers
-from learner.store_writer import Stored, StoreWriter
+from learner.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.stored_weights import StoredObject, StoreOffer

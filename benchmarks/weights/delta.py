@@ -20,7 +20,8 @@ import torch
 
 from learner.rank_board import LocalBoard
 from learner.shards import whole_slices
-from learner.store_writer import Stored, StoreWriter
+from learner.store_chain import Stored
+from learner.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import OptimizerSection
 from paceline.stored_weights import StoreOffer

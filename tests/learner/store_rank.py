@@ -21,7 +21,8 @@ from learner.collectives import any_over_ranks, end_process
 from learner.gather import gather_weights
 from learner.rank_board import make_board
 from learner.shards import local_slices, plan_tensors
-from learner.store_writer import Stored, StoreWriter
+from learner.store_chain import Stored
+from learner.store_writer import StoreWriter
 from learner.trainer import Trainer
 from paceline.groups import Version
 from paceline.weight_store import WeightStore

@@ -15,7 +15,8 @@ from torch import nn
 
 from learner.rank_board import make_board
 from learner.shards import local_slices, plan_tensors
-from learner.store_writer import Stored, StoreWriter
+from learner.store_chain import Stored
+from learner.store_writer import StoreWriter
 from paceline.errors import InvalidInput, NotFound
 from paceline.groups import Version
 from paceline.stored_weights import StoreOffer
