@@ -6,10 +6,8 @@ version of a session is an anchor; later ones are deltas against the one before,
 every `anchor_interval` versions, when the deltas since the last one outweigh it, and when somebody asks (`put_anchor`).
 
 Who waits for whom: the thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
-store that fails is tried again, with the reason in the log, for as long as it takes; training does not notice. Of the
-jobs that no rank has begun only the newest is kept, so a slow store is overtaken and memory stays bounded: the kept copy,
-the version being written, and one that waits. Whether a job was begun anywhere is decided by one small collective in
-`put`, so that all ranks write the same versions.
+store that fails is tried again, with the reason in the log, for as long as it takes; training does not notice. What
+waits meanwhile is overtaken by the next one (`learner/store_jobs.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import json
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +23,7 @@ from typing import TypeVar
 from learner.rank_board import RankBoard
 from learner.shards import LocalSlice
 from learner.store_chain import Chain, Stored
+from learner.store_jobs import Job, StoreJobs
 from paceline.delta_codec import changed_positions, encode
 from paceline.errors import PacelineError
 from paceline.groups import Version
@@ -51,19 +49,6 @@ T = TypeVar("T")
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 CLOSE_WAIT_S = 2.0
-
-
-@dataclass
-class _Job:
-    number: int
-    version: Version
-    slices: list[LocalSlice] | None
-    """None: only an anchor of the newest version."""
-    wants_anchor: bool
-    staged_s: float
-    begun: bool = False
-    held: bool = False
-    """`put` is deciding about it; it may not begin."""
 
 
 @dataclass
@@ -102,13 +87,10 @@ class StoreWriter:
         self._rank = rank
         self._world_size = world_size
         self._algorithm: Algorithm = algorithm
-        self._any_rank = any_rank
         self._on_stored = on_stored
         self._tensors: tuple[TensorPlan, ...] = ()
-        self._jobs: deque[_Job] = deque()
-        self._count = 0
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._jobs = StoreJobs(any_rank)
+        self._closed = self._jobs.closed
         self._kept: _Kept | None = None
         self._fault: Exception | None = None
         self._chain = Chain(anchor_interval, oldest_held) if rank == 0 else None
@@ -118,11 +100,11 @@ class StoreWriter:
     def put(self, version: Version, slices: list[LocalSlice], tensors: tuple[TensorPlan, ...]) -> None:
         """Stores this rank's slices of `tensors` as `version`, soon; they must not change any more. A collective call."""
         self._tensors = tensors
-        self._enqueue(version, slices, wants_anchor=False)
+        self._jobs.put(version, slices, wants_anchor=False)
 
     def put_anchor(self) -> None:
         """Asks for an anchor of the newest version. A collective call."""
-        self._enqueue(Version(0, 0), None, wants_anchor=True)
+        self._jobs.put(Version(0, 0), None, wants_anchor=True)
 
     def check(self) -> None:
         """Raises the fault that ended the thread, if one did."""
@@ -131,36 +113,13 @@ class StoreWriter:
 
     def close(self) -> None:
         """Ends the thread. Waits a moment for it, never for a store that is stuck."""
-        self._closed.set()
-        with self._changed:
-            self._changed.notify_all()
+        self._jobs.close()
         self._thread.join(CLOSE_WAIT_S)
-
-    # In the caller's thread
-
-    def _enqueue(self, version: Version, slices: list[LocalSlice] | None, wants_anchor: bool) -> None:
-        with self._changed:
-            last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
-            if last is not None:
-                last.held = True
-        overtakes = not self._any_rank(last is None)
-        with self._changed:
-            if overtakes and last is not None:
-                last.version, last.slices = (
-                    (version, slices) if slices is not None else (last.version, last.slices)
-                )
-                last.wants_anchor |= wants_anchor
-            else:
-                self._count += 1
-                self._jobs.append(_Job(self._count, version, slices, wants_anchor, time.monotonic()))
-            if last is not None:
-                last.held = False
-            self._changed.notify_all()
 
     # In the thread
 
     def _run(self) -> None:
-        while (job := self._next_job()) is not None:
+        while (job := self._jobs.begin()) is not None:
             try:
                 self._work_on(job)
             except _Closed:
@@ -170,21 +129,9 @@ class StoreWriter:
                 log.exception("version %s could not be stored", tuple(job.version))
                 self._fault = error
                 return
-            with self._changed:
-                self._jobs.popleft()
+            self._jobs.end()
 
-    def _next_job(self) -> _Job | None:
-        with self._changed:
-            # No deadline: the next version comes when the learner has one. `close` ends it.
-            self._changed.wait_for(
-                lambda: self._closed.is_set() or (len(self._jobs) > 0 and not self._jobs[0].held)
-            )
-            if self._closed.is_set():
-                return None
-            self._jobs[0].begun = True
-            return self._jobs[0]
-
-    def _work_on(self, job: _Job) -> None:
+    def _work_on(self, job: Job) -> None:
         before = self._kept
         wants_anchor = job.wants_anchor
         if job.slices is not None:
@@ -248,7 +195,7 @@ class StoreWriter:
         note = [*part, content_hash(kept.table.values())]
         self._board.put(f"{key}/{self._rank}", json.dumps(note).encode())
 
-    def _finish_delta(self, job: _Job) -> bool:
+    def _finish_delta(self, job: Job) -> bool:
         """Waits until the version is complete; whether all ranks now write an anchor of it."""
         if self._chain is not None:
             parts, contents = self._all_parts(f"delta/{job.number}")
@@ -270,7 +217,7 @@ class StoreWriter:
             self._board.put(f"complete/{job.number}", b"anchor" if anchor_due else b"-")
         return self._wait(f"complete/{job.number}") == b"anchor"
 
-    def _finish_anchor(self, job: _Job, version: Version) -> None:
+    def _finish_anchor(self, job: Job, version: Version) -> None:
         if self._chain is not None:
             parts, contents = self._all_parts(f"anchor/{job.number}")
             manifest = StoredVersion(
@@ -283,7 +230,7 @@ class StoreWriter:
             self._prune(version, is_first)
         self._wait(f"anchored/{job.number}")
 
-    def _tell(self, job: _Job, size_bytes: int) -> None:
+    def _tell(self, job: Job, size_bytes: int) -> None:
         assert self._chain is not None
         self._on_stored(self._chain.stored(size_bytes, time.monotonic() - job.staged_s))
 
