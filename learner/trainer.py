@@ -16,21 +16,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from learner.batch import PackedRow, TrainSequence, Verdict, pack_row
-from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
+from learner.batch import PackedRow, TrainSequence
+from learner.collectives import sum_over_ranks, union_over_ranks, world_size
 from learner.critic import Critic
 from learner.example_objectives import example_metrics, objective_of
 from learner.gradients import clip_gradients, gradient_norm, set_gradient_sync
 from learner.model import load_policy, load_reward_model, row_logprobs
-from learner.objectives import Denominators, LossResult, TokenArrays, metrics_from_sums
+from learner.objectives import LossResult, TokenArrays, metrics_from_sums
 from learner.optimizer import lr_factor, make_optimizer, set_learning_rate
-from learner.packing import pack, pack_whole
+from learner.plan import plan_one, plan_updates, workload
 from learner.reference import reference_of
 from learner.stopwatch import Stopwatch
 from learner.update import MicroBatch, Update, needs_proximal, settle
@@ -77,7 +76,7 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         measured = [s for s in batch if s.verdict is not None and s.verdict.mismatched]
         batch = [s for s in batch if s.verdict is None or not s.verdict.mismatched]
-        updates = self._plan(batch, step, self._split_into_updates(batch))
+        updates = plan_updates(batch, step, self.spec, self.device)
         with watch.measure("frozen_s"):
             self._ask_frozen_policies(updates)
             settle(batch, updates, self.spec, self.device)
@@ -111,7 +110,7 @@ class Trainer:
             "lr": lr,
             **learnt,
             **({"skipped_updates": float(len(self.skipped))} if self.skipped else {}),
-            **self._workload(batch, updates, step),
+            **workload(batch, updates, step, self.spec, self.device),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
 
@@ -136,11 +135,11 @@ class Trainer:
         """
         measured = [s for s in held_out if s.verdict is not None and s.verdict.mismatched]
         examples = [s for s in held_out if s.verdict is None or not s.verdict.mismatched]
-        updates = self._plan(examples, 0, [list(range(len(examples)))])
+        update = plan_one(examples, self.spec, self.device)
+        updates = [update]
         self.model.train(False)  # an adapter may drop inputs while it is trained
         self._ask_frozen_policies(updates)
         self._measure_batch_kl(measured, updates)
-        (update,) = updates
         update.results = [self._loss(micro, update) for micro in update.micro_batches]
         self.model.train()
         sums = self._sum_metrics(update)
@@ -153,69 +152,6 @@ class Trainer:
     @property
     def _policy_starts(self) -> int:
         return 0 if self.critic is None else self.spec.value.policy_training_start_step
-
-    def _plan(
-        self, batch: Sequence[TrainSequence], step: int, parts: Sequence[Sequence[int]]
-    ) -> list[Update]:
-        """Updates of the given parts of the batch, split into micro-batches, with counts agreed over the ranks."""
-        packed = [self._pack(batch, part) for part in parts]
-        counts_U4 = torch.tensor(
-            [
-                [
-                    sum(batch[i].num_trained_tokens for i in part),
-                    len(part),
-                    len(micro_batches),
-                    len({batch[i].group_id for i in part}),
-                ]
-                for part, micro_batches in zip(parts, packed, strict=True)
-            ],
-            device=self.device,
-        )
-        passes_U = max_over_ranks(counts_U4[:, 2].clone()).tolist()
-        updates = []
-        for part, micro_batches, passes, (tokens, sequences, total, prompts) in zip(
-            parts, packed, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
-        ):
-            rows = [
-                self._micro_batch(batch, tuple(part[i] for i in indices), step) for indices in micro_batches
-            ]
-            rows += [self._dummy() for _ in range(max(passes, 1) - len(rows))]
-            max_tokens = self.spec.policy.generation.max_new_tokens
-            updates.append(Update(rows, Denominators(tokens, sequences, max_tokens, total, prompts)))
-        return updates
-
-    def _pack(self, batch: Sequence[TrainSequence], part: Sequence[int]) -> list[list[int]]:
-        """Places in `part`, by micro-batch; a prompt's chosen and rejected completions are not separated."""
-        lengths = [batch[i].num_row_tokens for i in part]
-        if any(batch[i].verdict is not None for i in part):
-            return pack_whole(lengths, [batch[i].group_id for i in part], self.spec.policy.train_mb_tokens)
-        return pack(lengths, self.spec.policy.train_mb_tokens)
-
-    def _split_into_updates(self, batch: Sequence[TrainSequence]) -> list[list[int]]:
-        """Indices in the batch: whole groups in order of their id, the same split whatever rank a group's sequences
-        are on."""
-        count = self.spec.policy.num_updates_per_step
-        if count == 1:
-            return [list(range(len(batch)))]
-        group_ids = union_over_ranks([s.group_id for s in batch], self.device)
-        update_of = {group_id: i * count // len(group_ids) for i, group_id in enumerate(group_ids)}
-        return [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(count)]
-
-    def _micro_batch(self, batch: Sequence[TrainSequence], places: tuple[int, ...], step: int) -> MicroBatch:
-        row = pack_row([batch[i] for i in places], self.device)
-        return MicroBatch(row, places, ages_N=None if row.versions_N is None else step - row.versions_N)
-
-    def _dummy(self) -> MicroBatch:
-        zero = np.zeros(1, np.int32)
-        if self.spec.examples is not None:
-            pair = [Verdict(good, reference_logprob=0.0) for good in (True, False)]
-            verdicts: Sequence[Verdict | None] = [None] if self.spec.algorithm == "sft" else pair
-            sequences = [TrainSequence(-1, zero, zero, verdict=verdict) for verdict in verdicts]
-            return MicroBatch(pack_row(sequences, self.device), is_dummy=True)
-        known_T = np.zeros(1, np.float32)
-        sequence = TrainSequence(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)
-        row = pack_row([sequence], self.device)
-        return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)
 
     @torch.no_grad()
     def _ask_frozen_policies(self, updates: list[Update]) -> None:
@@ -230,7 +166,7 @@ class Trainer:
         """KTO's KL: mean Σ_t log π - log π_ref of completions of other prompts, over the global batch."""
         if self.spec.algorithm != "kto":
             return
-        (update,) = self._plan(measured, 0, [list(range(len(measured)))])
+        update = plan_one(measured, self.spec, self.device)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for micro in update.micro_batches:
             log_sum = self._logprobs(micro.row)[0].sum(dtype=torch.float64)
@@ -332,36 +268,6 @@ class Trainer:
             f"loss {loss}, {norms}; every token's loss is finite, the update had groups {group_ids}",
             tuple(group_ids),
         )
-
-    def _workload(self, batch: Sequence[TrainSequence], updates: list[Update], step: int) -> dict[str, float]:
-        """How much was trained, how full the micro-batches were, how old the tokens were."""
-        rows = [micro for update in updates for micro in update.micro_batches]
-        versions = [s.versions_T for s in batch if s.versions_T is not None]
-        ages = step - np.concatenate(versions) if versions else np.zeros(0)
-        row_tokens, real_rows, age_sum, aged_tokens = sum_over_ranks(
-            torch.tensor(
-                [
-                    sum(m.row.input_ids.numel() for m in rows if not m.is_dummy),
-                    sum(not m.is_dummy for m in rows),
-                    float(ages.sum()),
-                    len(ages),
-                ],
-                dtype=torch.float64,
-                device=self.device,
-            )
-        ).tolist()
-        # Rows are dense; what is empty is the budget of passes that were not full (dummies included).
-        room = len(rows) * self.world_size * self.spec.policy.train_mb_tokens
-        metrics = {
-            "tokens": float(sum(u.denominators.tokens for u in updates)),
-            "sequences": float(sum(u.denominators.sequences for u in updates)),
-            "row_tokens": row_tokens,
-            "micro_batches": real_rows,
-            "unfilled_fraction": max(1.0 - row_tokens / room, 0.0),
-        }
-        if aged_tokens:
-            metrics["age"] = age_sum / aged_tokens
-        return metrics
 
     def _mean_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
         tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
