@@ -148,7 +148,7 @@ class Coordinator:
                 self.ledger.add_event(run_id, "state", {"state": after})
         self.server.wake("lease", "batch")
         if not paused:
-            await self.pool.resume_learner()
+            await self.pool.assignments.resume_learner()
         await self.tell_watchers()
 
     async def pause_on_fault(self, run_id: str, message: str) -> None:
@@ -159,7 +159,7 @@ class Coordinator:
             with self.ledger.transaction():
                 self.ledger.update_run(run_id, state="paused", message=message)
                 self.ledger.add_event(run_id, "state", {"state": "paused", "message": message})
-        self.pool.end_learner_session()
+        self.pool.assignments.end_learner_session()
         log.warning("run %s is paused: %s", run_id, message)
         await self.tell_watchers()
 
@@ -191,7 +191,7 @@ class Coordinator:
         self.journal.open(run_id, Path(row["directory"]), tensorboard=spec.logger.tensorboard)
         self._finished_session = 0
         log.info("run %s starts at step %d of %d", run_id, row["next_step"], spec.max_num_steps)
-        await self.pool.put_to_work()
+        await self.pool.assignments.put_to_work()
         await self.tell_watchers()
 
     async def end(self, run_id: str, state: str, message: str) -> None:
@@ -211,7 +211,7 @@ class Coordinator:
         )
         if active:
             self.journal.close(self.journal.summary(run_id))
-            self.pool.dismiss(f"run {run_id} {state}")
+            self.pool.assignments.dismiss(f"run {run_id} {state}")
             self.server.wake("lease", "task", "batch")
         await self.tell_watchers()
 
@@ -268,7 +268,7 @@ class Coordinator:
             if notice.kind == "failed":
                 await self.end(run.run_id, "failed", notice.content["message"])
                 return
-        self.pool.name_epoch()
+        self.pool.assignments.name_epoch()
         await self.tell_watchers()
         await self._finish_if_done()
 

@@ -1,9 +1,8 @@
-"""Who is there and what each works on: assignments, sessions, epochs of weights, and what their reports change.
+"""Who is there: workers join, are suspected, expelled and leave, and what their reports change.
 
-A worker that joins is put on the active run; a learner that joins gets a new session, from the newest complete checkpoint.
-An epoch names the rollout workers that are ready and not pinned by an evaluation, suspected or expelled. A member that is
-not heard of is suspected after half the time-out, which takes it out of the epoch and lends out again what others wait for,
-and gone after all of it. One owner: this class changes `Members` and `Exchange.versions`, nobody else.
+A worker that joins is put to work (`services/coordinator/assignments.py`). A member that is not heard of is suspected after
+half the time-out, which takes it out of the epoch and lends out again what others wait for, and gone after all of it. One
+owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.groups import Version
-from paceline.tracing import step_traceparent
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import evaluation, leases, poison, retention
+from services.coordinator.assignments import Assignments
 from services.coordinator.members import Member, Members
 
 if TYPE_CHECKING:
@@ -30,10 +29,7 @@ class Pool:
 
     def __init__(self, runs: Coordinator, members: Members):
         self.members = members
-        self.epoch = 0
-        """Number of the newest."""
-        self.named: tuple[str, list[str]] = ("", [])
-        """Run and members of it; empty when the learner has to be told again."""
+        self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock)
         self._runs = runs
         self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
         self._lock: asyncio.Lock = runs.lock
@@ -53,32 +49,6 @@ class Pool:
         for member in self.members.quiet(time.monotonic()):
             await self._suspect(member, f"silent for {time.monotonic() - member.last_report_s:.0f} s")
         await self.lend_again()
-
-    async def put_to_work(self) -> None:
-        """Everybody who is there gets the run that has become active."""
-        for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD):
-            for member in self.members.of_role(role):
-                self._assign(member)
-        await self._assign_learner()
-
-    async def resume_learner(self) -> None:
-        """A run that was paused goes on; a fault of the learner may have paused it."""
-        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
-            learner.failed_run = ""
-        await self._assign_learner()
-
-    def end_learner_session(self) -> None:
-        """The learner's session has ended with a fault; resuming begins another."""
-        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
-            learner.session = 0
-
-    def dismiss(self, reason: str) -> None:
-        """The run is over: everybody is idle."""
-        for member in self.members.all():
-            member.session, member.ready_run, member.version = 0, "", None
-            member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
-        self._exchange.versions.clear()
-        self.named = ("", [])
 
     async def join(self, hello: worker_pb2.Hello) -> Member:
         """A worker joins, or comes back on a new stream."""
@@ -103,15 +73,15 @@ class Pool:
         self._exchange.suspected.discard(member.member_id)
         log.info("%s %s %s", _role(member), member.member_id, "is back" if earlier else "joined")
         if run is not None and member.role != common_pb2.ROLE_LEARNER:
-            self._assign(member)
+            self.assignments.assign(member)
         return member
 
     async def joined(self, member: Member) -> None:
         """After Welcome is on its way: the rest of what a new member has to know."""
         if member.role == common_pb2.ROLE_LEARNER:
-            await self._assign_learner()
-            self.named = ("", [])  # a learner that comes back has to be told again who receives weights
-        self.name_epoch()
+            await self.assignments.assign_learner()
+            self.assignments.forget_epoch()  # a learner that comes back has to be told who receives weights
+        self.assignments.name_epoch()
         await self._add_member_event(member, "joined")
 
     async def disconnected(self, member: Member) -> None:
@@ -121,7 +91,7 @@ class Pool:
             # What was on its way to it is lost; when it is back, it is named and offered again.
             await self._suspect(member, "its stream broke")
             if member.role == common_pb2.ROLE_LEARNER:
-                await self._assign_learner()
+                await self.assignments.assign_learner()
 
     async def leave(self, member: Member, reason: str, *, crashed: bool = False) -> None:
         """A member is gone: its leases and tasks go to others, the next epoch is without it."""
@@ -140,11 +110,11 @@ class Pool:
         log.warning(
             "%s %s left (%s); %d leases taken back", _role(member), member.member_id, reason, released
         )
-        self.name_epoch()
+        self.assignments.name_epoch()
         self._runs.server.wake("lease", "task")
         await self._add_member_event(member, f"left: {reason}")
         if member.role == common_pb2.ROLE_LEARNER:
-            await self._assign_learner()
+            await self.assignments.assign_learner()
         await self._runs.act_on(notices)
 
     async def report(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
@@ -155,7 +125,7 @@ class Pool:
         if member.suspected:
             member.suspected = False
             self._exchange.suspected.discard(member.member_id)
-            self.name_epoch()
+            self.assignments.name_epoch()
             await self._add_member_event(member, "heard of again")
         match request.WhichOneof("report"):
             case "heartbeat":
@@ -172,91 +142,13 @@ class Pool:
             case "checkpoint":
                 await self._on_checkpoint(member, request.checkpoint)
             case "staged":
-                self._journal.note_staged(request.staged, self.epoch, len(self.named[1]))
+                named = self.assignments.named[1]
+                self._journal.note_staged(request.staged, self.assignments.epoch, len(named))
             case "publish":
                 await self._on_publish(request.publish)
             case "leave":
                 reason = request.leave.reason
                 await self.leave(member, reason or "in good order", crashed=bool(reason))
-
-    def _assign(self, member: Member) -> None:
-        """Puts a rollout or reward worker on the active run."""
-        run = self._exchange.active
-        assert run is not None
-        row = self._ledger.run(run.run_id)
-        assignment = worker_pb2.RunAssignment(
-            run_id=run.run_id,
-            spec_yaml=row["spec_yaml"],
-            directory=row["directory"],
-            traceparent=step_traceparent(run.run_id, 0),
-        )
-        if run.prompts is not None:
-            member.direct(worker_pb2.ConnectResponse(run=assignment))
-
-    async def _assign_learner(self) -> None:
-        """Gives the active run to a learner with a new session, unless a live one has it."""
-        run = self._exchange.active
-        if run is None:
-            return
-        async with self._lock:
-            row = self._ledger.run(run.run_id)
-            learners = [m for m in self.members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
-            if any(m.connected and m.session and m.session == row["session"] for m in learners):
-                return
-            waiting = [m for m in learners if m.connected and m.failed_run != run.run_id]
-            if not waiting:
-                return
-            member, session = waiting[-1], row["session"] + 1
-            checkpoint = self._ledger.newest_checkpoint(run.run_id)
-            with self._ledger.transaction():
-                self._ledger.update_run(run.run_id, session=session)
-                self._ledger.add_event(run.run_id, "session", {"session": session})
-            member.session = session
-        member.direct(
-            worker_pb2.ConnectResponse(
-                run=worker_pb2.RunAssignment(
-                    run_id=run.run_id,
-                    spec_yaml=row["spec_yaml"],
-                    session=session,
-                    start_step=checkpoint["step"] if checkpoint else 0,
-                    checkpoint_path=checkpoint["path"] if checkpoint else "",
-                    checkpoint_sha256=checkpoint["sha256"] if checkpoint else "",
-                    chain=checkpoint["chain"] if checkpoint else "",
-                    publish_from_step=max(0, row["published_step"]),
-                    directory=row["directory"],
-                    traceparent=step_traceparent(run.run_id, 0),
-                )
-            )
-        )
-        self.named = ("", [])
-        self.name_epoch()
-
-    def name_epoch(self) -> None:
-        """Tells the learner who receives weights, when that has changed."""
-        run = self._exchange.active
-        if run is None:
-            return
-        pinned = evaluation.pinned_member(self._exchange, run)
-        named = [
-            member.member_id
-            for member in self.members.of_role(common_pb2.ROLE_ROLLOUT)
-            if member.ready_run == run.run_id
-            and member.connected
-            and not member.suspected
-            and not member.expelled
-            and member.member_id != pinned
-        ]
-        if (run.run_id, named) == self.named:
-            return
-        before, self.named = self.named[1], (run.run_id, named)
-        self.epoch += 1
-        for member_id in set(named) - set(before):
-            if (newcomer := self.members.get(member_id)) is not None:
-                newcomer.named_in = self.epoch
-        log.info("epoch %d of run %s: %s", self.epoch, run.run_id, ", ".join(named) or "nobody")
-        directive = worker_pb2.Epoch(run_id=run.run_id, number=self.epoch, member_ids=named)
-        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
-            learner.direct(worker_pb2.ConnectResponse(epoch=directive))
 
     async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
         run = self._exchange.active
@@ -301,7 +193,7 @@ class Pool:
                 with self._ledger.transaction():
                     self._ledger.update_run(run.run_id, export_path=report.export_path)
             await self._runs.learner_finished(report.session)
-        self.name_epoch()
+        self.assignments.name_epoch()
 
     async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
         async with self._lock:
@@ -337,7 +229,7 @@ class Pool:
         self._exchange.suspected.add(member.member_id)
         self._runs.server.wake("batch")
         log.warning("%s %s is suspected: %s", _role(member), member.member_id, why)
-        self.name_epoch()
+        self.assignments.name_epoch()
         await self._add_member_event(member, f"suspected: {why}")
 
     async def lend_again(self) -> None:
@@ -367,7 +259,7 @@ class Pool:
         log.warning("%s %s is expelled from epoch %d", _role(member), member.member_id, report.epoch)
         expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
         member.direct(worker_pb2.ConnectResponse(expelled=expelled))
-        self.name_epoch()
+        self.assignments.name_epoch()
         await self._add_member_event(member, f"expelled from epoch {report.epoch}: {report.error}")
 
     async def _add_member_event(self, member: Member, what: str) -> None:

@@ -1,0 +1,143 @@
+"""What each member works on: runs for workers, sessions for learners, and epochs, which say who receives weights.
+
+A learner that joins gets a new session, from the newest complete checkpoint. An epoch names the rollout workers that are
+ready and not pinned by an evaluation, suspected or expelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from typing import Any
+
+from paceline.tracing import step_traceparent
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator import evaluation
+from services.coordinator.exchange import Exchange
+from services.coordinator.ledger import Ledger
+from services.coordinator.members import Member, Members
+
+log = logging.getLogger(__name__)
+
+
+class Assignments:
+    """Those of the active run; `lock` serialises transactions."""
+
+    def __init__(self, members: Members, ledger: Ledger, exchange: Exchange, lock: asyncio.Lock):
+        self.epoch = 0
+        """Number of the newest."""
+        self.named: tuple[str, list[str]] = ("", [])
+        """Run and members of it; empty when the learner has to be told again."""
+        self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
+
+    async def put_to_work(self) -> None:
+        """Everybody who is there gets the run that has become active."""
+        for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD):
+            for member in self._members.of_role(role):
+                self.assign(member)
+        await self.assign_learner()
+
+    async def resume_learner(self) -> None:
+        """A run that was paused goes on; a fault of the learner may have paused it."""
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            learner.failed_run = ""
+        await self.assign_learner()
+
+    def end_learner_session(self) -> None:
+        """The learner's session has ended with a fault; resuming begins another."""
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            learner.session = 0
+
+    def dismiss(self, reason: str) -> None:
+        """The run is over: everybody is idle."""
+        for member in self._members.all():
+            member.session, member.ready_run, member.version = 0, "", None
+            member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
+        self._exchange.versions.clear()
+        self.forget_epoch()
+
+    def assign(self, member: Member) -> None:
+        """Puts a rollout or reward worker on the active run."""
+        run = self._exchange.active
+        assert run is not None
+        if run.prompts is not None:
+            member.direct(_assignment(self._ledger.run(run.run_id)))
+
+    async def assign_learner(self) -> None:
+        """Gives the active run to a learner with a new session, unless a live one has it."""
+        run = self._exchange.active
+        if run is None:
+            return
+        async with self._lock:
+            row = self._ledger.run(run.run_id)
+            learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
+            if any(m.connected and m.session and m.session == row["session"] for m in learners):
+                return
+            waiting = [m for m in learners if m.connected and m.failed_run != run.run_id]
+            if not waiting:
+                return
+            member, session = waiting[-1], row["session"] + 1
+            checkpoint = self._ledger.newest_checkpoint(run.run_id)
+            with self._ledger.transaction():
+                self._ledger.update_run(run.run_id, session=session)
+                self._ledger.add_event(run.run_id, "session", {"session": session})
+            member.session = session
+        member.direct(
+            _assignment(
+                row,
+                session=session,
+                start_step=checkpoint["step"] if checkpoint else 0,
+                checkpoint_path=checkpoint["path"] if checkpoint else "",
+                checkpoint_sha256=checkpoint["sha256"] if checkpoint else "",
+                chain=checkpoint["chain"] if checkpoint else "",
+                publish_from_step=max(0, row["published_step"]),
+            )
+        )
+        self.forget_epoch()
+        self.name_epoch()
+
+    def forget_epoch(self) -> None:
+        """The learner has to be told again who receives weights."""
+        self.named = ("", [])
+
+    def name_epoch(self) -> None:
+        """Tells the learner who receives weights, when that has changed."""
+        run = self._exchange.active
+        if run is None:
+            return
+        pinned = evaluation.pinned_member(self._exchange, run)
+        named = [
+            member.member_id
+            for member in self._members.of_role(common_pb2.ROLE_ROLLOUT)
+            if member.ready_run == run.run_id
+            and member.connected
+            and not member.suspected
+            and not member.expelled
+            and member.member_id != pinned
+        ]
+        if (run.run_id, named) == self.named:
+            return
+        before, self.named = self.named[1], (run.run_id, named)
+        self.epoch += 1
+        for member_id in set(named) - set(before):
+            if (newcomer := self._members.get(member_id)) is not None:
+                newcomer.named_in = self.epoch
+        log.info("epoch %d of run %s: %s", self.epoch, run.run_id, ", ".join(named) or "nobody")
+        directive = worker_pb2.Epoch(run_id=run.run_id, number=self.epoch, member_ids=named)
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            learner.direct(worker_pb2.ConnectResponse(epoch=directive))
+
+
+def _assignment(row: sqlite3.Row, **session: Any) -> worker_pb2.ConnectResponse:
+    """The run of a row of the ledger, with what a learner's session adds."""
+    run_id = row["run_id"]
+    traceparent = step_traceparent(run_id, 0)
+    assignment = worker_pb2.RunAssignment(
+        run_id=run_id,
+        spec_yaml=row["spec_yaml"],
+        directory=row["directory"],
+        traceparent=traceparent,
+        **session,
+    )
+    return worker_pb2.ConnectResponse(run=assignment)
