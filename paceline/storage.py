@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from paceline.errors import SpecError
@@ -22,21 +23,35 @@ from paceline.errors import SpecError
 CHUNK_BYTES = 8 << 20
 
 
+def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URL or a local path, and the path in it.
+
+    Raises SpecError, which names it as `what`, for a scheme that is unknown or whose package is not installed.
+    """
+    try:
+        # Listings must not come from a cache: other processes write here too.
+        store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise SpecError(
+            f"{what} {url!r} cannot be used: {error}; name a local folder, or install the package that fsspec needs for "
+            "this scheme"
+        ) from None
+    return store, str(path)
+
+
+def is_local(store: AbstractFileSystem) -> bool:
+    """Whether the files are this machine's (or those of something mounted into it)."""
+    return isinstance(store, LocalFileSystem)
+
+
 class Folder:
     """One folder. It need not exist: a store without folders has it as soon as a file is in it."""
 
     def __init__(self, url: str | os.PathLike[str]):
-        """Raises SpecError for a URL whose scheme is unknown or whose fsspec package is not installed."""
+        """Raises what `open_url` raises."""
         self.url = os.fspath(url).rstrip("/") or "/"
-        try:
-            # Listings must not come from a cache: another process writes here too.
-            self._store, self._path = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            raise SpecError(
-                f"the storage {self.url!r} cannot be used: {error}; name a local folder, or install the package "
-                "that fsspec needs for this scheme"
-            ) from None
-        self.local = Path(self._path) if isinstance(self._store, LocalFileSystem) else None
+        self._store, self._path = open_url(self.url, "the storage")
+        self.local = Path(self._path) if is_local(self._store) else None
         """The path, when it is on a local disk."""
 
     def __str__(self) -> str:

@@ -2,17 +2,15 @@
 
 Nothing here lists or renames to find out what is complete: whoever reads was told an object's name and digest over the
 control plane, so a half-written object is never taken for a whole one, and an object store will do.
-
-Credentials and endpoints are fsspec's own affair (the environment, or its configuration files).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
-from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.errors import NotFound, PacelineError, Unavailable
+from paceline.storage import is_local, open_url
 
 WHOLE_BYTES = 64 << 20
 """Objects up to this size are written and read in one request; larger ones in pieces of this size."""
@@ -21,23 +19,14 @@ Buffer = bytes | memoryview
 
 
 class WeightStore:
-    """The objects below `url`, a directory or any fsspec URL. Raises InvalidInput when fsspec cannot use it."""
+    """The objects below `url`, a directory or any fsspec URL. Raises what `paceline.storage.open_url` raises."""
 
     def __init__(self, url: str) -> None:
-        import fsspec
-
         self.url = url
-        try:
-            # The listings of a fsspec file system are cached, and other processes write here too.
-            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            raise InvalidInput(f"weights.store {url!r} cannot be used: {error}") from error
-        self._root = self._root.rstrip("/")
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the objects are files of this machine (or of something mounted into it)."""
-        return "file" in _protocols(self._fs)
+        self._fs, root = open_url(url, "weights.store")
+        self._root = root.rstrip("/")
+        self.is_local = is_local(self._fs)
+        """Whether the objects are files of this machine."""
 
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         """Writes one object; one of that name is replaced. Raises Unavailable."""
@@ -94,11 +83,6 @@ class WeightStore:
             return [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
         except (FileNotFoundError, NotImplementedError):
             return []
-
-
-def _protocols(file_system: Any) -> tuple[str, ...]:
-    protocol = file_system.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 
 def _unavailable(what: str, error: Exception) -> PacelineError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import SpecError
 from paceline.storage import Folder
+from paceline.weight_store import WeightStore
 
 
 @pytest.fixture(params=["local", "file URL", "store"])
@@ -54,8 +56,9 @@ def test_a_local_file_url_is_the_path(tmp_path: Path) -> None:
     assert str(Folder("memory://runs/") / "1-2") == "memory://runs/1-2"
 
 
-def test_a_scheme_that_nobody_knows_is_refused_with_the_remedy() -> None:
-    with pytest.raises(
-        SpecError, match=r"the storage 'nowhere://x' cannot be used: .*; name a local folder, or"
-    ):
-        Folder("nowhere://x")
+@pytest.mark.parametrize(("kind", "name"), [(Folder, "the storage"), (WeightStore, "weights.store")])
+def test_a_scheme_that_nobody_knows_is_refused_with_the_remedy(
+    kind: Callable[[str], object], name: str
+) -> None:
+    with pytest.raises(SpecError, match=rf"{name} 'nowhere://x' cannot be used: .*; name a local folder, or"):
+        kind("nowhere://x")
