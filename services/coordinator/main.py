@@ -102,30 +102,30 @@ def main(
         )
         await coordinator.recover()
         await server.start()
-        announce(ready_file, f"{host}:{server.port}")
-        log.info(
-            "listening on %s:%d, exchange on %s, ledger %s (term %d)",
-            host,
-            server.port,
-            endpoint,
-            ledger.path,
-            ledger.term,
-        )
-        with contextlib.suppress(asyncio.CancelledError):
-            async with asyncio.TaskGroup() as tasks:
-                loops = [
-                    tasks.create_task(coordinator.server.serve()),
-                    tasks.create_task(coordinator.run_forever()),
-                    tasks.create_task(LogKeeper(ledger, coordinator.lock).run()),
-                ]
-                await stop.wait()
-                await coordinator.see_off(grace_s)
-                stopped = tasks.create_task(server.stop(STOP_GRACE_S))
-                await asyncio.sleep(0)  # it refuses new calls from here on, so that nobody comes back at once
-                await coordinator.end_streams()
-                await stopped
-                for loop in loops:
-                    loop.cancel()
+        try:
+            announce(ready_file, f"{host}:{server.port}")
+            log.info(
+                "listening on %s:%d, exchange on %s, ledger %s (term %d)",
+                host,
+                server.port,
+                endpoint,
+                ledger.path,
+                ledger.term,
+            )
+            with contextlib.suppress(asyncio.CancelledError):
+                async with asyncio.TaskGroup() as tasks:
+                    loops = [
+                        tasks.create_task(coordinator.server.serve()),
+                        tasks.create_task(coordinator.run_forever()),
+                        tasks.create_task(LogKeeper(ledger, coordinator.lock).run()),
+                    ]
+                    await stop.wait()
+                    await coordinator.see_off(grace_s)
+                    await end_calls(server, coordinator)
+                    for loop in loops:
+                        loop.cancel()
+        finally:
+            await end_calls(server, coordinator)  # a loop that fails comes here past the one above
         coordinator.close()
         ledger.close()
 
@@ -138,6 +138,14 @@ def main(
             f"the disk of {directory} is full. Nothing that was acknowledged is lost; the next coordinator "
             f"begins when {NEEDED_BYTES >> 20} MB are free"
         ) from None
+
+
+async def end_calls(server: GrpcServer, coordinator: Coordinator) -> None:
+    """Ends the calls under way and takes no further one; nothing the second time."""
+    stopped = asyncio.create_task(server.stop(STOP_GRACE_S))
+    await asyncio.sleep(0)  # it refuses new calls from here on, so that nobody comes back at once
+    await coordinator.end_streams()
+    await stopped
 
 
 def is_disk_full(error: BaseException) -> bool:
