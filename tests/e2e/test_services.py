@@ -63,13 +63,15 @@ class Reflected:
 
 
 def address_of(client: Client, role: str) -> str:
-    """Where a worker of that role listens."""
+    """Where a worker of that role listens; of several rollout workers, one that has weights."""
     from protos.paceline.v1.common_pb2 import Role
 
     return next(
         member.address
         for member in client.members()
-        if member.role == Role.Value(f"ROLE_{role}") and member.address
+        if member.role == Role.Value(f"ROLE_{role}")
+        and member.address
+        and (role != "ROLLOUT" or member.HasField("version"))
     )
 
 
