@@ -27,6 +27,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     reply.lease.SetInParent()
     if request.lease.HasField("held"):
         _release_lost(exchange, run, request)
+        _take_up_again(exchange, run, request)
     payloads: list[Frame] = []
     version = exchange.versions.get(request.member_id)
     if version is None or run.prompts is None:
@@ -104,6 +105,15 @@ def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeReques
         "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
         " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",
         (run.run_id, request.member_id, json.dumps(list(request.lease.held.group_ids))),
+    )
+
+
+def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
+    """Leases that were taken back while the worker was not heard of, and that nobody else got: it still works on them."""
+    exchange.db.execute(
+        "UPDATE groups SET state = 'leased', member_id = ? WHERE run_id = ? AND state = 'admitted' AND attempt > 0"
+        " AND group_id IN (SELECT value FROM json_each(?))",
+        (request.member_id, run.run_id, json.dumps(list(request.lease.held.group_ids))),
     )
 
 

@@ -30,6 +30,22 @@ def test_leases_whose_reply_was_lost_are_given_out_anew(world: World) -> None:
     assert len(ask_holding(rollout)) == 3  # a worker that knows of nothing gets all of its own
 
 
+def test_a_worker_that_is_back_goes_on_with_what_it_holds(world: World) -> None:
+    """It was silent for too long. To lend it the same group once more would have it generated twice by one worker."""
+    rollout = Rollout(world)
+    first, second, third = rollout.lease(6)
+    world.release("rollout")
+    rollout = Rollout(world)
+    (taken,) = Rollout(world, "other").lease(2)
+    again = ask_holding(rollout, first.group_id, second.group_id)
+    assert taken.group_id == first.group_id
+    assert [(lease.group_id, lease.attempt) for lease in again] == [(third.group_id, 2), (3, 1)]
+    assert [world.group(group_id)["member_id"] for group_id in range(3)] == ["other", "rollout", "rollout"]
+    assert world.group(second.group_id)["attempt"] == 1
+    assert rollout.finish(second) == COMMITTED
+    assert rollout.finish(first) == COMMITTED
+
+
 def test_a_worker_that_does_not_say_what_it_holds_keeps_it(world: World) -> None:
     rollout = Rollout(world)
     assert len(rollout.lease(8)) == 4
