@@ -23,14 +23,26 @@ MAX_MESSAGE_BYTES = 64 << 20
 STOP_GRACE_S = 1.0
 """Seconds that calls under way have when the service ends."""
 
-OPTIONS = [
+LIMITS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+CHANNEL_OPTIONS = [
+    *LIMITS,
+    # A coordinator from which nothing came for 15 s is given up. gRPC goes by the ping's time-out, whatever the keepalive's.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # for how long a connection is attempted
+]
+SERVER_OPTIONS = [
+    *LIMITS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    # Later than the heartbeats' time-out: a stream that breaks is a crash, a silent worker is none.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
 ]
 
 STATUS = (
@@ -65,7 +77,7 @@ class GrpcServer:
     """One listening gRPC server with the given services."""
 
     def __init__(self, host: str, port: int):
-        self._server = grpc.aio.server(options=OPTIONS)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]

@@ -5,6 +5,9 @@ breaks, it comes back with the same member id after a growing pause; the coordin
 `request()` sends an exchange request and waits for its reply. Only the absence of a reply is a reason to send
 again: after a reconnect, everything that is still unanswered is sent again under the new term.
 
+Heartbeats say that both connections stand. A worker that has lost the exchange cannot hand in what it holds, so it sends
+none until it is there again, and the coordinator lends to others what it would lend for any silent worker.
+
 Who waits for whom: requests wait for the reader task, which waits for the socket; nothing waits for a request.
 """
 
@@ -30,7 +33,8 @@ from paceline.errors import Conflict, WireError
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_header
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
-from services.grpc_server import OPTIONS
+from services.exchange_link import watch
+from services.grpc_server import CHANNEL_OPTIONS
 
 MAX_BACKOFF_S = 5.0
 LEAVE_WAIT_S = 2.0
@@ -72,6 +76,7 @@ class Membership:
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(OUTBOX_SIZE)
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
+        self._exchange_stands = False
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
         self.term = 0
@@ -141,7 +146,7 @@ class Membership:
     # The control stream
 
     async def _stream(self) -> None:
-        async with grpc.aio.insecure_channel(self._coordinator, options=OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Connect(self._reports())
             try:
@@ -157,7 +162,7 @@ class Membership:
                 call.cancel()
 
     async def _reports(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
-        """Hello, then whatever is reported, and a heartbeat whenever a second has passed without."""
+        """Hello, then whatever is reported, and a heartbeat every second while the exchange can be reached."""
         yield worker_pb2.ConnectRequest(hello=self._hello())
         beat_s = time.monotonic()
         while True:
@@ -165,6 +170,8 @@ class Membership:
                 yield await asyncio.wait_for(self._outbox.get(), max(0.01, beat_s + 1.0 - time.monotonic()))
             except TimeoutError:
                 beat_s = time.monotonic()
+                if not self._exchange_stands:
+                    continue
                 beat = worker_pb2.Heartbeat(gauges=self._gauges(), draining=self.draining)
                 yield worker_pb2.ConnectRequest(heartbeat=beat)
 
@@ -175,6 +182,7 @@ class Membership:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        watch(socket)
         socket.connect(_reachable(welcome.exchange_endpoint, self._coordinator))
         self._socket = socket
         self._reader = asyncio.create_task(self._read(socket))
@@ -225,9 +233,10 @@ class Membership:
         broken = False
         while True:
             event = (await recv_monitor_message(monitor))["event"]
-            if event == zmq.EVENT_DISCONNECTED:
+            self._exchange_stands = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if not self._exchange_stands:
                 broken = True
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and broken:
+            elif broken:
                 broken = False
                 log.warning("the connection to the exchange was mended")
                 for pending in list(self._pending.values()):
@@ -248,7 +257,7 @@ class Membership:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()
-            self._socket = None
+            self._socket, self._exchange_stands = None, False
 
 
 def _reachable(endpoint: str, coordinator: str) -> str:

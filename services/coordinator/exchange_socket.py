@@ -13,6 +13,7 @@ from paceline.errors import Conflict
 from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_header
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.intake import Arrived
+from services.exchange_link import watch
 
 MAX_WAIT_S = 30.0
 """Longest time for which a request is parked, whatever it asks for."""
@@ -56,6 +57,7 @@ class ExchangeSocket:
         self._socket.setsockopt(zmq.LINGER, 1000)
         # Every reply was asked for; their number is bounded by the requests.
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        watch(self._socket)
         self.port = self._bind(host, port)
 
     @property

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from control_plane import Plane, Worker, learner, refusal, rollout
+from control_plane import DEADLINE_S, Plane, Worker, learner, refusal, rollout
 
+from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
 from services.coordinator.ledger import Ledger
+from services.member import Membership
 
 # Workers
 
@@ -230,6 +233,31 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) 
         assert plane.coordinator.exchange.suspected == set()
         assert plane.coordinator.pool.assignments.named == (run.run_id, ["rollout-1"])
     finally:
+        await plane.stop()
+
+
+async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path) -> None:
+    """Its stream stands, and what it holds would wait for ever."""
+
+    async def on_directive(_: worker_pb2.ConnectResponse) -> None:
+        return
+
+    def hello() -> worker_pb2.Hello:
+        return worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
+
+    plane = Plane(tmp_path, timeout_s=4.0)  # and an exchange that nobody listens at
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    coordinator = plane.coordinator
+    belonging = asyncio.create_task(Membership(f"127.0.0.1:{plane.server.port}", hello, on_directive).run())
+    try:
+        await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="joined")
+        async with asyncio.timeout(DEADLINE_S), coordinator.changed:
+            await coordinator.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+    finally:
+        belonging.cancel()
+        await asyncio.wait((belonging,))
         await plane.stop()
 
 
