@@ -19,7 +19,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -47,6 +47,7 @@ OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 log = logging.getLogger(__name__)
 Directive = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
+Stream = grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]
 
 
 @dataclass
@@ -74,6 +75,8 @@ class Membership:
         self._on_directive = on_directive
         self._gauges = gauges
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(OUTBOX_SIZE)
+        self._unsaid: worker_pb2.ConnectRequest | None = None
+        """Taken from there; the stream may break before it is written."""
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._exchange_stands = False
@@ -148,7 +151,8 @@ class Membership:
     async def _stream(self) -> None:
         async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            call = stub.Connect(self._reports())
+            call = stub.Connect()  # type: ignore[call-arg]  # its types know no `write`
+            speaking = asyncio.create_task(self._speak(call))
             try:
                 async for directive in call:
                     if directive.WhichOneof("directive") == "welcome":
@@ -160,20 +164,27 @@ class Membership:
                         )  # lost with a stream
             finally:
                 call.cancel()
+                speaking.cancel()  # not later than the stream: it would take from the outbox what the next one has to say
+                await asyncio.wait((speaking,))
 
-    async def _reports(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
-        """Hello, then whatever is reported, and a heartbeat every second while the exchange can be reached."""
-        yield worker_pb2.ConnectRequest(hello=self._hello())
-        beat_s = time.monotonic()
-        while True:
-            try:
-                yield await asyncio.wait_for(self._outbox.get(), max(0.01, beat_s + 1.0 - time.monotonic()))
-            except TimeoutError:
-                beat_s = time.monotonic()
-                if not self._exchange_stands:
-                    continue
-                beat = worker_pb2.Heartbeat(gauges=self._gauges(), draining=self.draining)
-                yield worker_pb2.ConnectRequest(heartbeat=beat)
+    async def _speak(self, call: Stream) -> None:
+        """Hello, then whatever is reported, and a heartbeat every second while the exchange can be reached; until the stream
+        breaks, which its reader hears of."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await call.write(worker_pb2.ConnectRequest(hello=self._hello()))
+            beat_s = time.monotonic()
+            while True:
+                try:
+                    async with asyncio.timeout(max(0.01, beat_s + 1.0 - time.monotonic())):
+                        self._unsaid = self._unsaid or await self._outbox.get()
+                except TimeoutError:
+                    beat_s = time.monotonic()
+                    if self._exchange_stands:
+                        beat = worker_pb2.Heartbeat(gauges=self._gauges(), draining=self.draining)
+                        await call.write(worker_pb2.ConnectRequest(heartbeat=beat))
+                else:
+                    await call.write(self._unsaid)
+                    self._unsaid = None
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         """(Re)connects the exchange; what was not answered is sent again under the new term."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 import zmq
 import zmq.asyncio
@@ -28,17 +29,39 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.reports: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
         self._ended = asyncio.Event()
+        self._broken = False
 
     async def Connect(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        """Welcome, then nothing until the term ends."""
+        """Welcome, then only ears until the term ends or the stream breaks."""
         ended = self._ended
+        listening = asyncio.create_task(self._listen(request_iterator))
         yield worker_pb2.ConnectResponse(
             welcome=worker_pb2.Welcome(term=self.term, exchange_endpoint=f"tcp://127.0.0.1:{self.port}")
         )
         await ended.wait()
+        listening.cancel()
+        if self._broken:
+            self._broken = False
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream breaks")
+
+    async def _listen(self, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
+        async for report in reports:
+            self.reports.put_nowait(report)
+
+    async def hear_report(self, kind: str) -> None:
+        """Returns at the next report of a kind."""
+        async with asyncio.timeout(DEADLINE_S):
+            while (await self.reports.get()).WhichOneof("report") != kind:
+                pass
+
+    def break_stream(self) -> None:
+        """The stream ends with an error, and new ones are taken at once."""
+        self._broken = True
+        self.restart()
 
     def restart(self) -> None:
         """The streams end, and the next welcome is to another term."""
@@ -89,8 +112,9 @@ async def coordinator() -> AsyncIterator[Coordinator]:
 
 @pytest.fixture
 async def membership(coordinator: Coordinator) -> AsyncIterator[Membership]:
-    async def on_directive(_: worker_pb2.ConnectResponse) -> None:
-        return
+    async def on_directive(directive: worker_pb2.ConnectResponse) -> None:
+        if directive.WhichOneof("directive") == "welcome":
+            await made.report(worker_pb2.ConnectRequest(run_report=worker_pb2.RunReport(run_id="run-1")))
 
     def hello() -> worker_pb2.Hello:
         return worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
@@ -158,3 +182,13 @@ async def test_what_waits_is_sent_again_when_the_connection_was_mended(
     assert again[1].term == 1
     await coordinator.answer(again, 1, pb.REPLY_STATUS_OK)
     assert await result(asked) == pb.REPLY_STATUS_OK
+
+
+async def test_what_is_reported_on_a_new_stream_is_not_lost_with_the_old_one(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    """A worker says on each stream that it is ready; a coordinator that does not hear it gives it no work."""
+    for _ in range(3):
+        await coordinator.hear_report("run_report")
+        coordinator.break_stream()
+    await coordinator.hear_report("run_report")
