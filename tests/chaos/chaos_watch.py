@@ -82,6 +82,8 @@ def phase_of(cluster: LocalCluster, fault: Fault) -> str:
     for member in members:
         role = Role.Name(member.role).removeprefix("ROLE_").lower()
         if role == fault.role and member.member_id.startswith(f"{fault.role}-{fault.index}-"):
+            if role == "learner" and not member.address:
+                continue  # a rank that only the first one speaks for
             if role == "learner":
                 return _learner_phase(member.address)
             return "working" if member.held else "waiting"
