@@ -142,7 +142,9 @@ class Sampled:
 class ElasticRun:
     """A coordinator, a reward worker, a learner of some ranks, and rollout workers that the test starts itself."""
 
-    def __init__(self, directory: Path, *, ranks: int, steps: int, max_wait_s: float = 10.0):
+    def __init__(
+        self, directory: Path, *, ranks: int, steps: int, max_wait_s: float = 10.0, step_s: float = STEP_S
+    ):
         self.directory = directory
         self.workers: dict[str, Worker] = {}
         self.cluster = LocalCluster(
@@ -151,7 +153,7 @@ class ElasticRun:
         self._number = 0
         self._metrics: list[dict[str, Any]] = []
         self._metrics_read = 0
-        self._spec = make_spec(directory, steps, max_wait_s)
+        self._spec = make_spec(directory, steps, max_wait_s, step_s)
 
     def __enter__(self) -> ElasticRun:
         try:
@@ -336,11 +338,11 @@ class ElasticRun:
         return None
 
 
-def make_spec(directory: Path, steps: int, max_wait_s: float) -> RunSpec:
+def make_spec(directory: Path, steps: int, max_wait_s: float, step_s: float) -> RunSpec:
     """A model of some megabytes, so that a version is several buckets, on the task of the demo.
 
-    The reward takes its time, so that a step takes about half a second whatever the processor, and leaves some of it to
-    the workers that start.
+    The reward takes its time, so that a step takes a little more than `step_s` whatever the processor, and leaves some of
+    it to the workers that start.
     """
     directory.mkdir(parents=True, exist_ok=True)
     make_model(directory / "model", seed=0, hidden=128, layers=4, heads=4)
@@ -350,7 +352,7 @@ def make_spec(directory: Path, steps: int, max_wait_s: float) -> RunSpec:
     reward.write_text(
         "import time\n\n\n"
         "def digits(completions, **columns):\n"
-        f"    time.sleep({STEP_S / PROMPTS})\n"
+        f"    time.sleep({step_s / PROMPTS})\n"
         "    return [sum(map(str.isdigit, c)) for c in completions]\n"
     )
     return parse_spec(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from elastic_run import DEADLINE_S, ElasticRun, until
+from elastic_run import DEADLINE_S, STEP_S, ElasticRun, until
 
 from paceline.client import ENDED_STATES, state_name
 from services.coordinator.ledger import Ledger
@@ -55,12 +55,12 @@ class Outcome:
         return self.state == "succeeded" and undisturbed and self.generated == self.accounted
 
 
-def churn(directory: Path, steps: int, every_s: float) -> Outcome:
+def churn(directory: Path, steps: int, every_s: float, step_s: float = STEP_S) -> Outcome:
     """Runs `steps` steps while every `every_s` seconds a worker joins or leaves."""
     started_s = time.monotonic()
     counts = {"joined": 0, "killed": 0, "drained": 0}
     pause = threading.Event()
-    with ElasticRun(directory, ranks=1, steps=steps) as run:
+    with ElasticRun(directory, ranks=1, steps=steps, step_s=step_s) as run:
         workers = [run.start_worker() for _ in range(AT_LEAST)]
         until("the first step", lambda: run.step() > 0)
         turn = 0
@@ -101,12 +101,13 @@ def churn(directory: Path, steps: int, every_s: float) -> Outcome:
 @click.command()
 @click.option("--steps", default=60, show_default=True)
 @click.option("--every", "every_s", default=3.0, show_default=True, help="Seconds between two changes.")
+@click.option("--step", "step_s", default=2.0, show_default=True, help="Seconds that a step takes at least.")
 @click.option("--directory", type=click.Path(path_type=Path), help="A new folder; default a temporary one.")
-def main(steps: int, every_s: float, directory: Path | None) -> None:
+def main(steps: int, every_s: float, step_s: float, directory: Path | None) -> None:
     """Lets workers join and leave for a whole run, then says what came of it."""
     directory = (directory or Path(tempfile.mkdtemp(prefix="paceline-churn-"))).resolve()
     print(f"logs and ledger are in {directory}", file=sys.stderr)
-    outcome = churn(directory, steps, every_s)
+    outcome = churn(directory, steps, every_s, step_s)
     click.echo(outcome)
     raise SystemExit(not outcome.good)
 
