@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -35,7 +36,9 @@ CHANNELS = 8
 PUBLISH_S = 1.0
 """Pause between two versions that the workers acknowledge, as a publisher needs it."""
 
-RETRY_S = 0.02
+REPLIES_AT_ONCE = 32
+
+RETRY_S = 0.2
 """Pause of a worker that was given no lease."""
 
 
@@ -120,9 +123,21 @@ async def _reports(
             yield worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat())
 
 
+def _random_completion(seed: int, tokens: int) -> Completion:
+    """Without its version."""
+    random = np.random.default_rng(seed)
+    return Completion(
+        random.integers(0, 50_000, tokens, dtype=np.int32),
+        random.normal(-1, 0.1, tokens).astype(np.float32),
+        (),
+        "stop",
+        "".join(map(chr, random.integers(97, 123, 4 * tokens))),
+    )
+
+
 class Load:
-    """What goes over the exchange: a lease, a group and the next lease for each rollout worker; with `whole_life` also
-    scores, batches and receipts.
+    """What goes over the exchange: a lease, a group and the next lease for each rollout worker, as fast as they are answered
+    or so many groups a second; with `whole_life` also scores, batches and receipts.
     """
 
     def __init__(
@@ -133,6 +148,7 @@ class Load:
         context: zmq.Context[zmq.Socket[bytes]],
         *,
         whole_life: bool,
+        groups_per_s: float | None = None,
     ):
         self.lease_s: list[float] = []
         """Seconds from every lease request to its answer."""
@@ -141,7 +157,13 @@ class Load:
         self.step = 0
         """Steps trained."""
         self._members = members
+        self._interval_s = 1 / groups_per_s if groups_per_s else 0.0
+        """Between the groups of all workers together."""
+        self._next_s = time.perf_counter()
+        self._generating: deque[tuple[float, zmq.Socket[bytes], pb.Lease]] = deque()
+        """When a group is done, and whose."""
         self._tokens = group_bytes // (COMPLETIONS * BYTES_PER_TOKEN)
+        self._completions = [_random_completion(seed, self._tokens) for seed in range(COMPLETIONS)]
         self._version = -1
         self._publish_s = 0.0
         self._publish(0)
@@ -153,6 +175,7 @@ class Load:
         self._asked_s: dict[zmq.Socket[bytes], float] = {}
         self._arrived_s = 0.0
         """When the reply that is worked on was received."""
+        self._arrived: deque[tuple[zmq.Socket[bytes], list[zmq.Frame], float]] = deque()
         self._retries: deque[tuple[float, zmq.Socket[bytes]]] = deque()
         self._context = context
         for index in range(workers):
@@ -167,16 +190,17 @@ class Load:
     def run_until(self, done: Callable[[], bool]) -> None:
         """Answers what comes."""
         while not done():
-            # All that has arrived is noted before any of it is worked on: what waits here is the load's, not the exchange's.
-            arrived = [
-                (socket, socket.recv_multipart(copy=False), time.perf_counter())
-                for socket, _ in self._poller.poll(5)
-            ]
-            for socket, (header, *payloads), self._arrived_s in arrived:
+            # Whatever has arrived is noted every few replies: what waits here is the load's, not the exchange's.
+            for socket, _ in self._poller.poll(0 if self._arrived else 2):
+                self._arrived.append((socket, socket.recv_multipart(copy=False), time.perf_counter()))
+            for _ in range(min(len(self._arrived), REPLIES_AT_ONCE)):
+                socket, (header, *payloads), self._arrived_s = self._arrived.popleft()
                 self._on_reply[socket](socket, pb.ExchangeReply.FromString(header.buffer), payloads)
             now_s = time.perf_counter()
             while self._retries and self._retries[0][0] <= now_s:
                 self._ask_lease(self._retries.popleft()[1])
+            while self._generating and self._generating[0][0] <= now_s:
+                self._send_group(*self._generating.popleft()[1:])
 
     def close(self) -> None:
         """Closes the sockets."""
@@ -191,7 +215,10 @@ class Load:
         self._on_reply[socket], self._names[socket] = on_reply, name
         return socket
 
-    def _send(self, socket: zmq.Socket[bytes], payloads: tuple[bytes, ...] = (), **body: Any) -> None:
+    def _send(
+        self, socket: zmq.Socket[bytes], payloads: tuple[bytes, ...] = (), rest: bytes = b"", **body: Any
+    ) -> None:
+        """`rest` is merged into the header: a serialized request may follow another one."""
         request = pb.ExchangeRequest(
             protocol=PROTOCOL,
             term=self._members.term,
@@ -201,7 +228,7 @@ class Load:
             request_id=1,
             **body,
         )
-        socket.send_multipart([request.SerializeToString(), *payloads], copy=False)
+        socket.send_multipart([request.SerializeToString() + rest, *payloads], copy=False)
 
     # Rollout
 
@@ -210,24 +237,16 @@ class Load:
         if step:
             self._members.acknowledge(step)
         self._version, self._publish_s = step, time.perf_counter()
-        random = np.random.default_rng(step)
-        completions = [
-            Completion(
-                random.integers(0, 50_000, self._tokens, dtype=np.int32),
-                random.normal(-1, 0.1, self._tokens).astype(np.float32),
-                (VersionSpan(1, step, 0, self._tokens),),
-                "stop",
-                "".join(map(chr, random.integers(97, 123, 4 * self._tokens))),
-            )
-            for _ in range(COMPLETIONS)
-        ]
+        span = VersionSpan(1, step, 0, self._tokens)
+        completions = [replace(completion, spans=(span,)) for completion in self._completions]
         prompt_ids = np.arange(1, 20, dtype=np.int32)
         self._payload = encode_completions(prompt_ids, completions)
-        self._result = pb.GroupResult(
+        result = pb.GroupResult(
             texts=[completion.text for completion in completions],
             finish_reasons=["stop"] * COMPLETIONS,
             digest=Group(0, prompt_ids, tuple(completions)).digest(),
         )
+        self._result = pb.ExchangeRequest(group=result).SerializeToString()
 
     def _ask_lease(self, socket: zmq.Socket[bytes]) -> None:
         self._asked_s[socket] = time.perf_counter()
@@ -244,8 +263,15 @@ class Load:
             self._retries.append((self._arrived_s + RETRY_S, socket))
             return
         (lease,) = reply.lease.leases
-        self._result.group_id, self._result.attempt = lease.group_id, lease.attempt
-        self._send(socket, (self._payload,), group=self._result)
+        if not self._interval_s:
+            self._send_group(socket, lease)
+            return
+        self._next_s = max(self._next_s + self._interval_s, self._arrived_s)
+        self._generating.append((self._next_s, socket, lease))
+
+    def _send_group(self, socket: zmq.Socket[bytes], lease: pb.Lease) -> None:
+        group = pb.GroupResult(group_id=lease.group_id, attempt=lease.attempt)
+        self._send(socket, (self._payload,), self._result, group=group)
 
     # Reward
 

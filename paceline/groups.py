@@ -93,11 +93,14 @@ class Group:
 
     def digest(self) -> str:
         """SHA-256 over prompt, tokens, log-probabilities and spans: names this very text in scores and receipts."""
-        sha = hashlib.sha256()
-        sha.update(np.ascontiguousarray(self.prompt_ids, dtype="<i4").data)
+        parts: list[Any] = [np.ascontiguousarray(self.prompt_ids, dtype="<i4").data]
         for completion in self.completions:
-            sha.update(len(completion.token_ids).to_bytes(8, "little"))
-            sha.update(np.ascontiguousarray(completion.token_ids, dtype="<i4").data)
-            sha.update(np.ascontiguousarray(completion.logprobs, dtype="<f4").data)
-            sha.update(repr([tuple(span) for span in completion.spans]).encode())
-        return sha.hexdigest()
+            parts += (
+                len(completion.token_ids).to_bytes(8, "little"),
+                np.ascontiguousarray(completion.token_ids, dtype="<i4").data,
+                np.ascontiguousarray(completion.logprobs, dtype="<f4").data,
+                repr([tuple(span) for span in completion.spans]).encode(),
+            )
+        return hashlib.sha256(
+            b"".join(parts)
+        ).hexdigest()  # one call: each gives up the interpreter and waits for it

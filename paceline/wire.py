@@ -29,8 +29,11 @@ MAX_TENSOR_HEADER_BYTES = 64 << 10
 """Largest JSON header of a payload frame; five arrays need a few hundred bytes."""
 
 DTYPES = {
-    "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
-    "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
+    name: np.dtype(code)
+    for name, code in {
+        "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+        "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
+    }.items()
 }  # fmt: skip
 """safetensors' names of the types that numpy has."""
 
@@ -70,25 +73,23 @@ def decode_completions(
     prompt_ids, token_ids = _array(arrays, "prompt_ids", "i4", 1), _array(arrays, "token_ids", "i4", 1)
     lengths, logprobs = _array(arrays, "lengths", "i4", 1), _array(arrays, "logprobs", "f4", 1)
     spans = _array(arrays, "spans", "i8", 2)
-    if (lengths < 0).any() or lengths.sum() != len(token_ids) or len(logprobs) != len(token_ids):
+    sizes = lengths.tolist()  # few numbers: Python is faster than numpy
+    if min(sizes, default=0) < 0 or sum(sizes) != len(token_ids) or len(logprobs) != len(token_ids):
         raise WireError(
-            f"lengths sum to {lengths.sum()}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
+            f"lengths sum to {sum(sizes)}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
         )
     if not np.isfinite(logprobs).all():
         raise WireError("logprobs holds values that are not finite")
-    if not len(lengths) == len(finish_reasons) == len(texts):
-        raise WireError(
-            f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
-        )
-    spans_of = _spans_by_completion(spans, len(lengths))
-    completions = []
-    ends = np.cumsum(lengths)
-    for index, (start, end) in enumerate(zip(ends - lengths, ends, strict=True)):
-        own = tuple(spans_of[index])
-        _check_spans(index, own, int(end - start))
+    if not len(sizes) == len(finish_reasons) == len(texts):
+        raise WireError(f"{len(sizes)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts")
+    completions, start = [], 0
+    for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
+        _check_spans(index, own, size)
+        part = slice(start, start + size)
         completions.append(
-            Completion(token_ids[start:end], logprobs[start:end], own, finish_reasons[index], texts[index])
+            Completion(token_ids[part], logprobs[part], tuple(own), finish_reasons[index], texts[index])
         )
+        start += size
     return prompt_ids, tuple(completions)
 
 
@@ -159,12 +160,12 @@ def _load(payload: Buffer) -> dict[str, np.ndarray]:
 
 def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
     """The array that `entry` of the header describes; it has to begin at `start`."""
-    dtype, shape, (begin, end) = np.dtype(DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+    dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError("a size that is no natural number")
     if begin != start or end > len(data) or math.prod(shape) * dtype.itemsize != end - begin:
         raise ValueError(f"{shape} of {entry['dtype']} cannot lie at {begin} to {end}")
-    return np.frombuffer(data[begin:end], dtype).reshape(shape)
+    return np.ndarray(shape, dtype, data, begin)
 
 
 def _no_safetensors(payload: Buffer, why: str) -> WireError:
@@ -172,18 +173,19 @@ def _no_safetensors(payload: Buffer, why: str) -> WireError:
 
 
 def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan]]:
-    if spans.shape[1] != 5 or (spans < 0).any() or (spans[:, 0] >= count).any():
+    rows = spans.tolist()
+    if spans.shape[1] != 5 or any(min(row) < 0 or row[0] >= count for row in rows):
         raise WireError(
             f"spans of shape {spans.shape} have to be rows (completion, session, step, start, end), none negative, "
             f"of the {count} completions"
         )
     by_completion: list[list[VersionSpan]] = [[] for _ in range(count)]
-    for index, *span in spans.tolist():
+    for index, *span in rows:
         by_completion[index].append(VersionSpan(*span))
     return by_completion
 
 
-def _check_spans(index: int, spans: tuple[VersionSpan, ...], length: int) -> None:
+def _check_spans(index: int, spans: list[VersionSpan], length: int) -> None:
     position = 0
     for span in spans:
         if span.start != position or span.end <= span.start:
@@ -197,7 +199,7 @@ def _array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) -> np
     array = arrays.get(name)
     if array is None:
         raise WireError(f"the payload has no array {name!r}; it has {sorted(arrays)}")
-    if array.dtype.str.lstrip("<=|") != kind or array.ndim != ndim:
+    if array.dtype.str[1:] != kind or array.ndim != ndim:
         raise WireError(
             f"array {name!r} is {array.dtype} of {array.ndim} dimensions, has to be {kind} of {ndim}"
         )

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
 from services.coordinator.ledger import Ledger
-from services.coordinator.payloads import read_frame
 
 ATTEMPTS = 5
 """Pruning may take a segment away between the copy of the tables and that of the segment; then both are made anew."""
@@ -54,9 +53,9 @@ def _copy(ledger: Ledger, partial: Path) -> None:
         copy.execute("BEGIN")
         rows = copy.execute("SELECT rowid, * FROM payloads WHERE segment IS NOT NULL ORDER BY segment, start")
         for row in rows.fetchall():
-            header, arrays = ledger.payloads.payload(row)
+            record = ledger.payloads.payload(row).read()
             copy.execute(
                 "UPDATE payloads SET header = ?, arrays = ?, segment = NULL WHERE rowid = ?",
-                (read_frame(header), read_frame(arrays), row["rowid"]),
+                (*record, row["rowid"]),
             )
         copy.execute("COMMIT")

@@ -193,7 +193,7 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
     reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
     payloads: list[Frame] = []
     for group in split_batch(exchange.db, run.run_id, asked.step, asked.world_size)[asked.rank]:
-        payload = exchange.ledger.payload(run.run_id, group["group_id"])
+        payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
             return exchange.refuse(
                 request, f"step {asked.step} is before the oldest checkpoint, its samples are gone"
@@ -203,7 +203,7 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
         payloads.append(payload.arrays)
     if run.spec.pool_serves_reference:
         for given in reply.batch.groups:
-            reference = exchange.ledger.payload(run.run_id, given.group_id, "reference")
+            reference = exchange.ledger.payload(run.run_id, given.group_id, "reference", last=True)
             assert reference is not None, "scores.take_result commits it with the rewards"
             payloads.append(reference.arrays)
             given.reference_frame = len(payloads)

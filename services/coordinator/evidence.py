@@ -70,11 +70,9 @@ def payloads(record: Record, report: VerifyReport) -> None:
             continue  # of an evaluation
         found.add(row["group_id"])
         try:
-            payload = record.ledger.payloads.payload(stored)
-            header = pb.GroupResult.FromString(read_frame(payload.header))
-            prompt_ids, completions = decode_completions(
-                read_frame(payload.arrays), header.finish_reasons, header.texts
-            )
+            header, arrays = record.ledger.payloads.payload(stored).read()
+            result = pb.GroupResult.FromString(header)
+            prompt_ids, completions = decode_completions(arrays, result.finish_reasons, result.texts)
         except (PacelineError, DecodeError) as error:
             if _was_pruned(record, row["group_id"]):
                 continue

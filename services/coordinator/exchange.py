@@ -21,10 +21,10 @@ import numpy as np
 from paceline.data import PromptSource
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.wire import PROTOCOL
+from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.ledger import Ledger
-from services.coordinator.payloads import Frame, StoredFrame, read_frame
+from services.coordinator.payloads import Frame, HeaderFrame, StoredFrame, read_frame, read_header
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Outcome:
     reply: pb.ExchangeReply
     payloads: list[Frame] = field(default_factory=list)
     empty: bool = False
-    headers: list[Frame] = field(default_factory=list)
+    headers: list[HeaderFrame] = field(default_factory=list)
     """GroupResult of each task in the reply; `read` takes the texts from there."""
 
     @property
@@ -42,10 +42,10 @@ class Outcome:
         """Whether something has to be read from the disk, which is no work for an event loop."""
         return bool(self.headers) or any(isinstance(frame, StoredFrame) for frame in self.payloads)
 
-    def read(self) -> list[bytes]:
+    def read(self) -> list[Buffer]:
         """Fills in what is on the disk; returns the payload frames. Raises LedgerFault."""
         for task, header in zip(self.reply.task.tasks, self.headers, strict=True):
-            task.texts.extend(pb.GroupResult.FromString(read_frame(header)).texts)
+            task.texts.extend(pb.GroupResult.FromString(read_header(header)).texts)
         return [read_frame(frame) for frame in self.payloads]
 
 
@@ -174,9 +174,7 @@ class Exchange:
         """Ends a group as dropped(reason) and frees its place; its tokens move in the books."""
         tokens = row["tokens"] if tokens is None else tokens
         self.set_group(run, row["group_id"], state="dropped", reason=reason, member_id=None, scorer_id=None)
-        self.db.execute(
-            "DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"])
-        )
+        self.ledger.remove_payloads(run.run_id, row["group_id"])
         self.reserved.pop(row["group_id"], None)
         self.places_changed()
         self._freed = True

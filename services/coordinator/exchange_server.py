@@ -6,13 +6,15 @@ commit). A request that could be given nothing is parked until something changes
 most one parked request of a kind (a rank: one), so the parking lot is bounded by the members. Whatever bytes arrive,
 they are answered or dropped, and the loops go on.
 
-Five tasks, in the order in which a message passes them; each waits only for the one before it and for its own thread:
+A message passes these steps; all but those on the event loop are threads (stage.py), so that none waits for another's turn:
 
-  receive   reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
-  store     checks, hashes and syncs groups on a thread (intake.py), so that leases do not wait behind them
-  answer    one transaction after another, every other one for leases alone while there are any
-  sync      syncs on a thread what was committed meanwhile, then sends the answers: the next transactions go on beside it
-  deliver   reads arrays of tasks and batches from the disk on a thread, then sends them
+  receive   event loop: reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
+  check     decodes and hashes groups, while leases pass by (intake.py)
+  store     writes and syncs them, several at once
+  answer    event loop: one transaction after another, every other one for leases alone while there are any
+  sync      syncs what was committed meanwhile: the next transactions go on beside it
+  read      reads arrays of tasks and batches from the disk
+  send      event loop
 """
 
 from __future__ import annotations
@@ -23,17 +25,16 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import zmq
-
 from paceline.errors import LedgerFault, WireError
+from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import Exchange, Notice, Outcome
-from services.coordinator.exchange_socket import ExchangeSocket, Waiting, parse, sender
+from services.coordinator.exchange_socket import ExchangeSocket, Message, Waiting, parse
 from services.coordinator.handlers import handle
-from services.coordinator.intake import take_in
+from services.coordinator.intake import look_at, store
+from services.coordinator.stage import Stage
 
 MAX_TRANSACTION_S = 0.006
 """How long requests other than for leases are taken into one transaction; what arrives meanwhile waits for its end."""
@@ -48,6 +49,9 @@ waits for the disk wait longer."""
 MAX_PENDING_BYTES = 128 << 20
 """Groups in memory that are not committed; beyond it they stay in ZeroMQ's and the senders' hands. Less than a segment
 (`PayloadStore.old_segments`), save for one message."""
+
+MAX_TRANSACTIONS = 1024
+"""For one sync: as many as there are."""
 
 TICK_S = 0.2
 """How often parked requests are looked at though nothing happened: some answers change with time alone."""
@@ -71,6 +75,15 @@ class Done:
     notices: list[Notice] = field(default_factory=list)
     bulk_bytes: int = 0
     """Of the groups in it."""
+
+
+@dataclass
+class ToRead:
+    """An answer with arrays that are on the disk."""
+
+    waiting: Waiting
+    outcome: Outcome
+    frames: list[Buffer] = field(default_factory=list)
 
 
 class ExchangeServer:
@@ -97,8 +110,6 @@ class ExchangeServer:
         self._parked: dict[tuple[str, str, int], Waiting] = {}
         self._wake: set[str] = set()
         self._readable, self._room = asyncio.Event(), asyncio.Event()
-        self._groups: deque[Waiting] = deque()
-        """Results with bulk that is not on the disk."""
         self._pending_bytes = 0
         """Of results with bulk that are not answered."""
         self._leases: deque[Waiting] = deque()
@@ -107,12 +118,22 @@ class ExchangeServer:
         """What else can be answered: group results that are on the disk, and every other kind."""
         self._leases_were_alone = False
         """In the last transaction; the others come next."""
-        self._done: list[Done] = []
-        """Transactions that are committed and not synced."""
-        self._outgoing: deque[tuple[Waiting, Outcome]] = deque()
-        """Answers with arrays that have to be read."""
-        self._to_store, self._bell = asyncio.Event(), asyncio.Event()
-        self._to_sync, self._to_deliver = asyncio.Event(), asyncio.Event()
+        self._bell = asyncio.Event()
+        self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
+        """Of transactions that are on the disk, to act on."""
+        payloads, ledger = exchange.ledger.payloads, exchange.ledger
+        self._stores: Stage[Waiting] = Stage(
+            "store",
+            lambda portion: store(payloads, [waiting.arrived for waiting in portion]),
+            self._on_stored,
+            size=lambda waiting: waiting.size,
+            portion_size=MAX_SYNC_BYTES,
+        )
+        self._checks: Stage[Waiting] = Stage("check", self._check)
+        self._syncs: Stage[Done] = Stage(
+            "sync", lambda portion: ledger.sync(), self._on_synced, portion_size=MAX_TRANSACTIONS
+        )
+        self._reads: Stage[ToRead] = Stage("read", _read, self._on_read)
 
     def wake(self, *kinds: str) -> None:
         """Looks again at the parked requests of these kinds: something outside the exchange changed."""
@@ -122,16 +143,17 @@ class ExchangeServer:
     async def serve(self) -> None:
         """Answers until cancelled. Raises LedgerFault when the disk refuses."""
         try:
-            with ThreadPoolExecutor(1, "store") as storer, ThreadPoolExecutor(1, "deliver") as reader:
-                async with asyncio.TaskGroup() as tasks:
-                    for task in (
-                        self._receive(),
-                        self._store(storer),
-                        self._answer(),
-                        self._sync(),
-                        self._deliver(reader),
-                    ):
-                        tasks.create_task(task)
+            async with asyncio.TaskGroup() as tasks:
+                for step in (
+                    self._receive,
+                    self._checks.run,
+                    self._stores.run,
+                    self._answer,
+                    self._syncs.run,
+                    self._reads.run,
+                    self._act_on_notices,
+                ):
+                    tasks.create_task(step())
         except ExceptionGroup as group:
             fault, _ = group.split(LedgerFault)
             if fault is not None:
@@ -168,44 +190,42 @@ class ExchangeServer:
         for _ in range(MAX_RECEIVED_AT_ONCE):
             if self._pending_bytes >= MAX_PENDING_BYTES:
                 return False
-            frames = self._socket.receive()
-            if frames is None:
+            message = self._socket.receive()
+            if message is None:
                 return True
-            self._take(frames)
+            self._take(message)
         return False
 
-    def _take(self, frames: list[zmq.Frame]) -> None:
+    def _take(self, message: Message) -> None:
         try:
-            waiting = parse(frames)
+            waiting = parse(message)
         except WireError as error:
-            log.warning("refused a message from %s: %s", sender(frames).hex()[:16], error)
+            log.warning("refused a message from %s: %s", message.identity.hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
-            self._socket.send(sender(frames), reply)
+            self._socket.send(message.identity, reply)
             return
         if waiting.arrived.has_bulk:
             self._pending_bytes += waiting.size
-            self._groups.append(waiting)
-            self._to_store.set()
+            self._checks.put(waiting)
+            return
+        if waiting.kind == "lease":
+            self._leases.append(waiting)
+        elif waiting.kind in ("batch", "receipt"):
+            self._others.appendleft(waiting)  # what the learner waits for
         else:
-            (self._leases if waiting.kind == "lease" else self._others).append(waiting)
-            self._bell.set()
+            self._others.append(waiting)
+        self._bell.set()
 
-    # Store
+    # Check and store
 
-    async def _store(self, thread: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._to_store.wait()
-            portion, size = [], 0
-            while self._groups and size < MAX_SYNC_BYTES:
-                portion.append(self._groups.popleft())
-                size += portion[-1].size
-            if not self._groups:
-                self._to_store.clear()
-            payloads = self._exchange.ledger.payloads
-            await loop.run_in_executor(thread, take_in, payloads, [waiting.arrived for waiting in portion])
-            self._others.extend(portion)
-            self._bell.set()
+    def _check(self, portion: list[Waiting]) -> None:
+        for waiting in portion:
+            look_at(waiting.arrived)
+            self._stores.put(waiting)
+
+    def _on_stored(self, portion: list[Waiting]) -> None:
+        self._others.extend(portion)
+        self._bell.set()
 
     # Answer
 
@@ -252,32 +272,25 @@ class ExchangeServer:
                         self._settle(waiting, now_s, done.answers)
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
-        self._done.append(done)
-        self._to_sync.set()
+        self._syncs.put(done)
 
-    async def _sync(self) -> None:
-        """One sync after another, each for all transactions that were committed when it began; then their answers leave."""
-        while True:
-            await self._to_sync.wait()
-            self._to_sync.clear()
-            done, self._done = self._done, []
-            await self._exchange.ledger.sync_off_loop()
-            for each in done:
-                self._answer_all(each)
-            for each in done:
-                if each.notices:
-                    await self._act(each.notices)
-
-    def _answer_all(self, done: Done) -> None:
-        for waiting, outcome in done.answers:
-            if outcome.is_stored:
-                self._outgoing.append((waiting, outcome))
-                self._to_deliver.set()
-            else:
-                self._socket.send(waiting.identity, outcome.reply, outcome.read())
-        self._pending_bytes -= done.bulk_bytes
+    def _on_synced(self, portion: list[Done]) -> None:
+        """The answers leave, and what follows from the transactions may begin."""
+        for done in portion:
+            for waiting, outcome in done.answers:
+                if outcome.is_stored:
+                    self._reads.put(ToRead(waiting, outcome))
+                else:
+                    self._socket.send(waiting.identity, outcome.reply, outcome.read())
+            self._pending_bytes -= done.bulk_bytes
+            if done.notices:
+                self._notices.put_nowait(done.notices)
         self._room.set()
         self._readable.set()  # sending may have used up the descriptor's signal
+
+    async def _act_on_notices(self) -> None:
+        while True:
+            await self._act(await self._notices.get())
 
     def _settle(self, waiting: Waiting, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
         """Answers a request, or parks it when nothing could be given yet."""
@@ -306,15 +319,14 @@ class ExchangeServer:
             self._exchange.places_changed()
             return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {error!r}")
 
-    # Deliver
+    # Read
 
-    async def _deliver(self, thread: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._to_deliver.wait()
-            waiting, outcome = self._outgoing.popleft()
-            if not self._outgoing:
-                self._to_deliver.clear()
-            frames = await loop.run_in_executor(thread, outcome.read)
-            self._socket.send(waiting.identity, outcome.reply, frames)
-            self._readable.set()
+    def _on_read(self, portion: list[ToRead]) -> None:
+        for each in portion:
+            self._socket.send(each.waiting.identity, each.outcome.reply, each.frames)
+        self._readable.set()
+
+
+def _read(portion: list[ToRead]) -> None:
+    for each in portion:
+        each.frames = each.outcome.read()

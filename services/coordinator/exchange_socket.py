@@ -39,12 +39,21 @@ class Waiting:
     @property
     def kind(self) -> str:
         """Name of the request's body."""
-        return self.request.WhichOneof("body") or ""
+        return self.arrived.kind
 
     @property
     def key(self) -> tuple[str, str, int]:
         """Who asks for what. Not by connection: a worker that came back on a new one has nothing on the old."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
+
+
+@dataclass
+class Message:
+    """What came in one piece. Only payloads are large, so only they are not copied."""
+
+    identity: bytes
+    header: bytes
+    payloads: list[Buffer]
 
 
 class ExchangeSocket:
@@ -65,19 +74,24 @@ class ExchangeSocket:
         """Readable when something changed; it tells of changes only, so the socket is read until it is empty."""
         return int(self._socket.FD)
 
-    def receive(self) -> list[zmq.Frame] | None:
+    def receive(self) -> Message | None:
         """The next message, if one has arrived."""
+        socket = self._socket
         try:
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            identity = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
+        header = socket.recv(zmq.NOBLOCK) if socket.getsockopt(zmq.RCVMORE) else b""
+        payloads: list[Buffer] = []
+        while socket.getsockopt(zmq.RCVMORE):
+            payloads.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
+        return Message(identity, header, payloads)
 
-    def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[bytes] = ()) -> None:
+    def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
         """A reply, unless its peer is gone or does not read: that must not hold up the others; it will ask again."""
+        frames = [identity, reply.SerializeToString(), *payloads]
         try:
-            self._socket.send_multipart(
-                [identity, reply.SerializeToString(), *payloads], zmq.DONTWAIT, copy=False
-            )
+            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)
         except zmq.ZMQError as error:
             log.warning("a reply to %s could not be sent: %s", identity.hex()[:16], error)
 
@@ -100,18 +114,10 @@ class ExchangeSocket:
             ) from None
 
 
-def sender(frames: list[zmq.Frame]) -> bytes:
-    """Whose message it is."""
-    return frames[0].bytes
-
-
-def parse(frames: list[zmq.Frame]) -> Waiting:
+def parse(message: Message) -> Waiting:
     """The request in a message. Raises WireError."""
-    identity, header, *payloads = frames if len(frames) > 1 else [frames[0], zmq.Frame(b"")]
-    request = parse_header(pb.ExchangeRequest, header.bytes)
-    body = getattr(request, request.WhichOneof("body") or "", None)
+    arrived = Arrived(parse_header(pb.ExchangeRequest, message.header), message.payloads)
     # In this order: not-a-number becomes the limit.
-    wait_s = min(MAX_WAIT_S, getattr(body, "wait_s", 0.0))
-    buffers: list[Buffer] = [frame.buffer for frame in payloads]
-    size = sum(len(buffer) for buffer in buffers)
-    return Waiting(identity.bytes, Arrived(request, buffers), time.monotonic() + wait_s, size)
+    wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
+    size = sum(map(len, message.payloads))
+    return Waiting(message.identity, arrived, time.monotonic() + wait_s, size)

@@ -11,7 +11,7 @@ from services.coordinator.intake import Arrived
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
-    """Answers one request, inside a transaction. A result with payload frames has been through `intake.take_in`
+    """Answers one request, inside a transaction. A result with payload frames has been through `intake`
     before.
 
     Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing.
@@ -26,7 +26,7 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
         return exchange.stale(
             request, f"term {request.term} has passed, the coordinator is in {exchange.ledger.term}"
         )
-    kind = request.WhichOneof("body")
+    kind = arrived.kind
     run = exchange.active
     if run is None or request.run_id != run.run_id:
         if kind == "batch":

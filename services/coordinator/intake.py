@@ -1,8 +1,8 @@
 """What can be said of a generated group without the ledger, and where its bytes go: the costly part of a commit. So too for
 what a reference says of its tokens, which comes with the scores.
 
-`take_in` runs on a thread beside the event loop. It decodes, checks and hashes what has arrived and stores
-the good ones with one sync, before the transaction that may refer to them. A group that the transaction then does not
+Both run on threads beside the event loop: `look_at` decodes, checks and hashes what has arrived, `store` stores the good ones
+with one sync, before the transaction that may refer to them. A group that the transaction then does not
 want (a duplicate) leaves bytes behind that go with their segment.
 """
 
@@ -23,10 +23,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Arrived:
-    """A request with its payload frames. For a group result also what `take_in` made of it."""
+    """A request with its payload frames. For a group result also what `look_at` and `store` made of it."""
 
     request: pb.ExchangeRequest
     frames: Sequence[Buffer] = field(default_factory=list)
+    kind: str = field(init=False)
+    """Name of the request's body; empty without one."""
     group: Group | None = None
     """The group, if its bytes make sense; its arrays are views into the frame."""
     reference: FloatArray | None = None
@@ -36,37 +38,37 @@ class Arrived:
     fault: str = ""
     """Why it can never be accepted."""
 
+    def __post_init__(self) -> None:
+        self.kind = self.request.WhichOneof("body") or ""
+
     @property
     def has_bulk(self) -> bool:
-        """Whether it brings arrays that the ledger keeps, so that `take_in` comes before its transaction."""
-        kind = self.request.WhichOneof("body")
-        return kind == "group" or (kind == "score" and bool(self.frames))
+        """Whether it brings arrays that the ledger keeps, so that they come before its transaction."""
+        return self.kind == "group" or (self.kind == "score" and bool(self.frames))
 
 
-def take_in(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
-    """Checks results with bulk and stores the good ones; they are durable when it returns. Raises LedgerFault."""
-    for arrived in results:
-        try:
-            _look_at(arrived)
-        except WireError as error:
-            arrived.fault = str(error)
-        except Exception as error:  # whatever bytes come, the other groups are stored
-            log.exception("%s cannot be looked at", arrived.request.WhichOneof("body"))
-            arrived.fault = f"the coordinator failed on it: {error!r}"
+def look_at(arrived: Arrived) -> None:
+    """Decodes and checks a result with bulk; `fault` says what no state of the ledger could make acceptable."""
+    try:
+        if arrived.kind == "group":
+            arrived.group = _decode(arrived)
+        elif len(arrived.frames) != 1:
+            raise WireError(f"a score has one payload frame at most, not {len(arrived.frames)}")
+        else:
+            arrived.reference = decode_reference(arrived.frames[0])
+    except WireError as error:
+        arrived.fault = str(error)
+    except Exception as error:  # whatever bytes come, the other groups are stored
+        log.exception("a %s cannot be looked at", arrived.kind)
+        arrived.fault = f"the coordinator failed on it: {error!r}"
+
+
+def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
+    """Stores the good ones of what was looked at; they are durable when it returns. Raises LedgerFault."""
     good = [arrived for arrived in results if not arrived.fault]
     if good:
         for arrived, place in zip(good, payloads.append([_record(one) for one in good]), strict=True):
             arrived.place = place
-
-
-def _look_at(arrived: Arrived) -> None:
-    """Decodes and checks. Raises WireError for what no state of the ledger could make acceptable."""
-    if arrived.request.WhichOneof("body") == "group":
-        arrived.group = _decode(arrived)
-        return
-    if len(arrived.frames) != 1:
-        raise WireError(f"a score has one payload frame at most, not {len(arrived.frames)}")
-    arrived.reference = decode_reference(arrived.frames[0])
 
 
 def _record(arrived: Arrived) -> tuple[bytes, Buffer]:

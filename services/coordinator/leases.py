@@ -15,7 +15,7 @@ from services.coordinator import evaluation, poison
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
-from services.coordinator.payloads import Frame, read_frame
+from services.coordinator.payloads import Frame, read_header
 
 ADMITTED_AT_ONCE = 64
 """Groups that one request for leases admits beyond those that it gets: a whole step's would keep the others waiting."""
@@ -183,7 +183,7 @@ def _lease(
     if prefix is not None:
         payloads.append(prefix.arrays)
         lease.prefix_frame = len(payloads)
-        returned = pb.LeaseReturn.FromString(read_frame(prefix.header))
+        returned = pb.LeaseReturn.FromString(read_header(prefix.header))
         lease.prefix_finish_reasons.extend(returned.finish_reasons)
         oldest = min(oldest, row["oldest_step"])
     exchange.set_group(
@@ -227,9 +227,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         exchange.set_group(run, result.group_id, state="admitted", member_id=None)
         return exchange.stale(request, "tokens of another version than the evaluation's")
     if row["attempt"] > 1:  # what an earlier one handed back
-        exchange.db.execute(
-            "DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run.run_id, result.group_id)
-        )
+        exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.db.execute(
         "INSERT INTO payloads VALUES (?, ?, 'result', x'', x'', ?, ?, ?, ?, ?, ?)",
         (run.run_id, result.group_id, *arrived.place),

@@ -112,12 +112,24 @@ class Ledger(LedgerFile):
 
     # Payloads
 
-    def payload(self, run_id: str, group_id: int, kind: str = "result") -> Payload | None:
-        """A group's texts and arrays, or what an earlier attempt left as `prefix`, if they are kept."""
+    def payload(
+        self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False
+    ) -> Payload | None:
+        """A group's texts and arrays, or what an earlier attempt left as `prefix`, if they are kept; after the `last` time
+        they are read from the disk."""
         row = self.db.execute(
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
         ).fetchone()
-        return self.payloads.payload(row) if row else None
+        return self.payloads.payload(row, last=last) if row else None
+
+    def remove_payloads(self, run_id: str, group_id: int) -> None:
+        """Forgets all of a group's."""
+        removed = self.db.execute(
+            "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
+            (run_id, group_id),
+        )
+        for segment, start in removed.fetchall():
+            self.payloads.forget(segment, start)
 
     def remove_unused_segments(self) -> None:
         """Gives back the space of the segments that nothing refers to any more, after the commit that made it so."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import shutil
 import sqlite3
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from paceline.freed_memory import keep_freed_memory
 from paceline.tracing import set_up_metrics, set_up_tracing
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.coordinator.control import RunServicer, WorkerServicer
@@ -130,6 +132,8 @@ def main(
         ledger.close()
 
     try:
+        keep_freed_memory()
+        gc.freeze()  # what the imports made stays: looking through it again and again takes tens of milliseconds
         run_service(serve)
     except (sqlite3.OperationalError, OSError, ExceptionGroup) as error:
         if not is_disk_full(error):

@@ -2,16 +2,17 @@
 
 Promises: what `append` returns a place for is on the disk, with its length and its file's name, so a transaction may
 refer to it. A record never changes and never moves; every read checks its CRC-32. A segment is only ever written by the
-process that began it, so what a power cut tore off its end is behind everything that was referred to.
+process that began it, so what a power cut tore off its end is behind everything that was referred to. How it is written
+is segment_writer.py's.
 
-One thread appends, any thread reads. A segment that is removed stays readable to whoever has a frame of it.
+The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable to whoever has a frame of it.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
-import zlib
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,20 @@ from typing import NamedTuple
 
 from paceline.errors import LedgerFault
 from paceline.wire import Buffer
+from services.coordinator.segment_writer import SegmentWriter
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # no build of it for this kind of machine
+    from zlib import crc32
 
 MAX_SEGMENT_BYTES = 256 << 20
 """A segment that has reached this size is followed by another one; whole segments are what pruning gives back."""
 
 MAX_OPEN_SEGMENTS = 64
-MAX_PARTS_PER_WRITE = 1024
-"""IOV_MAX on Linux."""
+
+MAX_RECENT_BYTES = 256 << 20
+"""Of the records that stay in memory: the newest of those that no batch has been served with."""
 
 
 class Place(NamedTuple):
@@ -63,7 +71,7 @@ class StoredFrame:
     def read(self) -> bytes:
         """The bytes. Raises LedgerFault when they are not what was written."""
         content = os.pread(self.file.fd, self.size, self.start)
-        if len(content) != self.size or zlib.crc32(content) != self.crc:
+        if len(content) != self.size or crc32(content) != self.crc:
             raise LedgerFault(
                 f"{self.file.path} is damaged: the {self.size} bytes at {self.start} are not those that were written; "
                 "restore a backup"
@@ -71,21 +79,31 @@ class StoredFrame:
         return content
 
 
-Frame = bytes | StoredFrame
+HeaderFrame = bytes | StoredFrame
+Frame = Buffer | StoredFrame
 
 
 class Payload(NamedTuple):
     """A group's bulk."""
 
-    header: Frame
+    header: HeaderFrame
     """GroupResult or LeaseReturn: texts and finish reasons."""
     arrays: Frame
     """The safetensors frame as it came."""
 
+    def read(self) -> tuple[bytes, Buffer]:
+        """Header and arrays, wherever they are. Raises LedgerFault."""
+        return read_header(self.header), read_frame(self.arrays)
 
-def read_frame(frame: Frame) -> bytes:
+
+def read_header(frame: HeaderFrame) -> bytes:
+    """The bytes of a header, wherever they are. Raises LedgerFault."""
+    return frame.read() if isinstance(frame, StoredFrame) else frame
+
+
+def read_frame(frame: Frame) -> Buffer:
     """The bytes of a frame, wherever they are. Raises LedgerFault."""
-    return frame if isinstance(frame, bytes) else frame.read()
+    return frame.read() if isinstance(frame, StoredFrame) else frame
 
 
 class PayloadStore:
@@ -95,12 +113,15 @@ class PayloadStore:
         self.folder = ledger.with_name(ledger.name + "-segments")
         self._files: dict[int, SegmentFile] = {}
         """Open for reading; the one that was opened last is at the end."""
-        self._end: int | None = None
-        """File descriptor of the segment that is appended to."""
+        self._end: SegmentWriter | None = None
+        """The segment that is appended to."""
+        self._recent: dict[tuple[int, int], tuple[bytes, Buffer]] = {}
+        """The newest records by segment and start, oldest first."""
+        self._recent_bytes = 0
+        self._recent_lock = threading.Lock()
         self._number = max((number for number, _ in self._on_disk()), default=0)
-        self._size = 0
 
-    def append(self, records: Sequence[tuple[Buffer, Buffer]]) -> list[Place]:
+    def append(self, records: Sequence[tuple[bytes, Buffer]]) -> list[Place]:
         """Writes (header, arrays) records one after another and waits for the disk once. Raises LedgerFault."""
         try:
             return self._append(records)
@@ -110,15 +131,28 @@ class PayloadStore:
                 "then start the coordinator again"
             ) from None
 
-    def payload(self, row: sqlite3.Row) -> Payload:
-        """What a row of the table refers to. Raises LedgerFault when its segment is gone."""
+    def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
+        """What a row of the table refers to; after the `last` time it need not stay in memory. Raises LedgerFault when its
+        segment is gone."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
+        recent = self._recent.get((row["segment"], row["start"]))
+        if recent is not None:
+            if last:
+                self.forget(row["segment"], row["start"])
+            return Payload(*recent)
         file, start, header_size = self._open(row["segment"]), row["start"], row["header_size"]
         return Payload(
             StoredFrame(file, start, header_size, row["header_crc"]),
             StoredFrame(file, start + header_size, row["arrays_size"], row["arrays_crc"]),
         )
+
+    def forget(self, segment: int, start: int) -> None:
+        """The record there need not stay in memory."""
+        with self._recent_lock:
+            record = self._recent.pop((segment, start), None)
+            if record is not None:
+                self._recent_bytes -= len(record[0]) + len(record[1])
 
     def old_segments(self) -> list[int]:
         """Segments that everything has been referred to which ever will be: all but the two newest.
@@ -136,36 +170,43 @@ class PayloadStore:
     def close(self) -> None:
         """Closes the files, but those whose frames are still in somebody's hands."""
         self._files.clear()
+        self._recent.clear()
         self._close_end()
 
-    def _append(self, records: Sequence[tuple[Buffer, Buffer]]) -> list[Place]:
-        if self._end is None or self._size >= MAX_SEGMENT_BYTES:
-            self._begin_segment()
-        assert self._end is not None
-        places, parts = [], []
+    def _append(self, records: Sequence[tuple[bytes, Buffer]]) -> list[Place]:
+        if self._end is None or self._end.size >= MAX_SEGMENT_BYTES:
+            self._end = self._begin_segment()
+        places, parts, start = [], [], self._end.size
         for header, arrays in records:
-            crcs = zlib.crc32(header), zlib.crc32(arrays)
-            places.append(Place(self._number, self._size, len(header), crcs[0], len(arrays), crcs[1]))
-            parts += [memoryview(header).cast("B"), memoryview(arrays).cast("B")]
-            self._size += len(header) + len(arrays)
-        _write_all(self._end, [part for part in parts if len(part)])
-        os.fdatasync(self._end)
+            crcs = crc32(header), crc32(arrays)
+            places.append(Place(self._number, start, len(header), crcs[0], len(arrays), crcs[1]))
+            parts += [header, arrays]
+            start += len(header) + len(arrays)
+        self._end.append(parts)
+        for place, record in zip(places, records, strict=True):
+            self._remember(place, record)
         return places
 
-    def _begin_segment(self) -> None:
+    def _remember(self, place: Place, record: tuple[bytes, Buffer]) -> None:
+        with self._recent_lock:
+            self._recent[place.segment, place.start] = record
+            self._recent_bytes += place.header_size + place.arrays_size
+        while self._recent_bytes > MAX_RECENT_BYTES:
+            self.forget(*next(iter(self._recent)))
+
+    def _begin_segment(self) -> SegmentWriter:
         self._close_end()
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync_folder(self.folder.parent)
-        self._number, self._size = self._number + 1, 0
-        self._end = os.open(
-            self._path(self._number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
-        )
+        self._number += 1
+        segment = SegmentWriter(self._path(self._number))
         sync_folder(self.folder)
+        return segment
 
     def _close_end(self) -> None:
         if self._end is not None:
-            os.close(self._end)
+            self._end.close()
             self._end = None
 
     def _open(self, number: int) -> SegmentFile:
@@ -186,18 +227,6 @@ class PayloadStore:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}.seg"
-
-
-def _write_all(fd: int, parts: list[memoryview]) -> None:
-    """writev until everything is written; the system may take less than it was given."""
-    first = 0
-    while first < len(parts):
-        written = os.writev(fd, parts[first : first + MAX_PARTS_PER_WRITE])
-        while first < len(parts) and written >= len(parts[first]):
-            written -= len(parts[first])
-            first += 1
-        if written:
-            parts[first] = parts[first][written:]
 
 
 def sync_folder(folder: Path) -> None:

@@ -14,7 +14,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
-from services.coordinator.payloads import Frame
+from services.coordinator.payloads import Frame, HeaderFrame
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -26,7 +26,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     if request.task.HasField("held"):
         _release_lost(exchange, run, request)
     payloads: list[Frame] = []
-    headers: list[Frame] = []
+    headers: list[HeaderFrame] = []
     rows = exchange.db.execute(
         "SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ? AND state = 'generated' AND scorer_id IS NULL"
         " ORDER BY score_failures, slot, group_id LIMIT ?",

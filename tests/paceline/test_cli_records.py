@@ -23,7 +23,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.handlers import handle
-from services.coordinator.intake import Arrived, take_in
+from services.coordinator.intake import Arrived, look_at, store
 from services.coordinator.ledger import Ledger
 
 RUN_ID = "sums-1"
@@ -63,7 +63,8 @@ class Writer:
         )
         arrived = Arrived(request, frames or [])
         if frames:
-            take_in(self.ledger.payloads, [arrived])
+            look_at(arrived)
+            store(self.ledger.payloads, [arrived])
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, 0.0)
         assert outcome.reply.status in (pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED), outcome.reply.message

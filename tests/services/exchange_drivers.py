@@ -21,7 +21,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
 from services.coordinator.handlers import handle
-from services.coordinator.intake import Arrived, take_in
+from services.coordinator.intake import Arrived, look_at, store
 from services.coordinator.leases import release_member
 from services.coordinator.ledger import Ledger
 
@@ -107,7 +107,8 @@ class World:
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
         arrived = Arrived(parsed, list(frames))
         if arrived.has_bulk:
-            take_in(self.ledger.payloads, [arrived])
+            look_at(arrived)
+            store(self.ledger.payloads, [arrived])
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, self.now_s)
         self.notices += self.exchange.take_notices()

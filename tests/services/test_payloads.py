@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from pathlib import Path
 
@@ -10,29 +9,32 @@ import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import LedgerFault
+from paceline.wire import Buffer
 from services.coordinator import payloads
 from services.coordinator.ledger import Ledger
 from services.coordinator.payloads import Payload, PayloadStore, Place, read_frame
+from services.coordinator.segment_writer import BLOCK_BYTES
 
 
-def look_up(store: PayloadStore, place: Place) -> tuple[bytes, bytes]:
+def look_up(store: PayloadStore, place: Place, *, last: bool = False) -> tuple[bytes, Buffer]:
     """A record, by a row like the ledger's."""
     db = sqlite3.connect(":memory:")
     db.row_factory = sqlite3.Row
     names = ", ".join(f"? AS {name}" for name in Place._fields)
-    payload = store.payload(db.execute(f"SELECT {names}", place).fetchone())
+    payload = store.payload(db.execute(f"SELECT {names}", place).fetchone(), last=last)
     db.close()
-    return read_frame(payload.header), read_frame(payload.arrays)
+    return payload.read()
 
 
 def test_records_come_back_from_whichever_segment_they_are_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", 100)
+    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", BLOCK_BYTES + 1)  # two small appends
+    monkeypatch.setattr(payloads, "MAX_RECENT_BYTES", 0)
     monkeypatch.setattr(payloads, "MAX_OPEN_SEGMENTS", 2)
     store = PayloadStore(tmp_path / "ledger")
     records = [(b"h%d" % i, bytes([i]) * (10 * i)) for i in range(12)]
-    places = [place for i in range(0, 12, 3) for place in store.append(records[i : i + 3])]
+    places = [place for i in range(0, 12, 2) for place in store.append(records[i : i + 2])]
     assert len({place.segment for place in places}) == 3
     assert [look_up(store, place) for place in places] == records
     again = PayloadStore(tmp_path / "ledger")
@@ -44,16 +46,24 @@ def test_records_come_back_from_whichever_segment_they_are_in(
     again.close()
 
 
-def test_a_write_that_the_system_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, sizes = os.writev, [1, 2, 3, 5]
-
-    def cut_short(fd: int, parts: list[memoryview]) -> int:
-        return write(fd, [memoryview(b"".join(parts))[: sizes.pop() if sizes else None]])
-
-    monkeypatch.setattr(payloads.os, "writev", cut_short)
+def test_the_newest_records_are_read_from_memory_until_the_last_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "MAX_RECENT_BYTES", 20)
     store = PayloadStore(tmp_path / "ledger")
-    places = store.append([(b"ab", b"cdefgh"), (b"", b""), (b"i", b"jklm")])
-    assert [look_up(store, place) for place in places] == [(b"ab", b"cdefgh"), (b"", b""), (b"i", b"jklm")]
+    places = store.append([(b"h%d" % i, b"arrays%d" % i) for i in range(3)])  # 9 bytes each
+    (path,) = store.folder.iterdir()
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(LedgerFault, match="is damaged"):
+        look_up(store, places[0])  # the third drove it out
+    assert look_up(store, places[1]) == (b"h1", b"arrays1")
+    assert look_up(store, places[1], last=True) == (b"h1", b"arrays1")
+    with pytest.raises(LedgerFault, match="is damaged"):
+        look_up(store, places[1])
+    store.forget(places[2].segment, places[2].start)
+    with pytest.raises(LedgerFault, match="is damaged"):
+        look_up(store, places[2])
+    assert store._recent_bytes == 0
     store.close()
 
 
@@ -61,13 +71,14 @@ def test_a_write_that_the_system_cuts_short_goes_on(tmp_path: Path, monkeypatch:
 def test_what_is_damaged_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
     store = PayloadStore(tmp_path / "ledger")
     (place,) = store.append([(b"header", b"arrays")])
+    store.forget(place.segment, place.start)
     (path,) = store.folder.iterdir()
     whole = path.read_bytes()
     match damage:
         case "a bit":
-            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            path.write_bytes(whole[:11] + bytes([whole[11] ^ 1]) + whole[12:])
         case "the end":
-            path.write_bytes(whole[:-1])
+            path.write_bytes(whole[:11])
         case "the file":
             path.unlink()
     with pytest.raises(LedgerFault, match=rf"{path} is (damaged|missing).*restore a backup"):

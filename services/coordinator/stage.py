@@ -1,0 +1,83 @@
+"""A thread that works through what is handed to it: a step of a pipeline whose other steps are the event loop's or other
+threads'.
+
+What piles up while it works is its next portion, and what it has finished is posted at once, so it never waits for a turn of
+the event loop, which under load is a transaction long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+
+class Stage(Generic[ItemT]):
+    """`work` is given one portion after another, on the thread; then `then` is given it on the event loop.
+
+    A portion is what is there, but nothing more once `size` of its items comes to `portion_size`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[list[ItemT]], None],
+        then: Callable[[list[ItemT]], None] = lambda portion: None,
+        *,
+        size: Callable[[ItemT], int] = lambda item: 1,
+        portion_size: int = 1,
+    ):
+        self._name = name
+        self._work = work
+        self._then = then
+        self._size = size
+        self._portion_size = portion_size
+        self._items: SimpleQueue[ItemT | None] = SimpleQueue()
+
+    def put(self, item: ItemT) -> None:
+        """Hands it over, from any thread, also before `run`."""
+        self._items.put(item)
+
+    async def run(self) -> None:
+        """Until cancelled; the portion under way is finished first. Raises what `work` raised, with which it ends."""
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[None] = loop.create_future()
+        thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)
+        thread.start()
+        try:
+            await failed
+        finally:
+            self._items.put(None)
+            thread.join()
+
+    def _loop(self, loop: asyncio.AbstractEventLoop, failed: asyncio.Future[None]) -> None:
+        try:
+            while portion := self._next():
+                self._work(portion)
+                loop.call_soon_threadsafe(self._then, portion)
+        except BaseException as error:
+            loop.call_soon_threadsafe(_fail, failed, error)
+
+    def _next(self) -> list[ItemT]:
+        """The next portion; empty when the thread has to end."""
+        portion: list[ItemT] = []
+        size = 0
+        while size < self._portion_size:
+            try:
+                item = self._items.get(block=not portion)
+            except Empty:
+                break
+            if item is None:
+                return []
+            portion.append(item)
+            size += self._size(item)
+        return portion
+
+
+def _fail(failed: asyncio.Future[None], error: BaseException) -> None:
+    if not failed.done():  # cancelled meanwhile
+        failed.set_exception(error)
