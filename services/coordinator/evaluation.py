@@ -107,11 +107,8 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
         "UPDATE evaluations SET done = 1, result_json = ? WHERE run_id = ? AND step = ?",
         (json.dumps(result), run.run_id, step),
     )
-    exchange.db.execute(
-        "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
-        " (SELECT group_id FROM groups WHERE run_id = ? AND class = ?)",
-        (run.run_id, run.run_id, kind),
-    )
+    for row in rows:
+        exchange.ledger.remove_payloads(run.run_id, row["group_id"])
     exchange.db.execute("DELETE FROM groups WHERE run_id = ? AND class = ?", (run.run_id, kind))
     exchange.notice("evaluated", requested_step=step, **result)
 

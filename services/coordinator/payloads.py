@@ -1,11 +1,12 @@
 """The bulk of the ledger: texts and arrays of groups, in append-only segment files beside the SQLite file.
 
 Promises: what `append` returns a place for is on the disk, with its length and its file's name, so a transaction may
-refer to it. A record never changes and never moves; every read checks its CRC-32. A segment is only ever written by the
-process that began it, so what a power cut tore off its end is behind everything that was referred to. How it is written
-is segment_writer.py's.
+refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. A segment is only ever
+written by the process that began it, so what a power cut tore off its end is behind everything that was referred to. How it is
+written is segment_writer.py's.
 
-The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable to whoever has a frame of it.
+The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable to
+whoever has a frame of it.
 """
 
 from __future__ import annotations
@@ -163,6 +164,11 @@ class PayloadStore:
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Gives the space of segments back. Nothing may refer to them any more."""
+        numbers = set(numbers)
+        with self._recent_lock:
+            unused = [place for place in self._recent if place[0] in numbers]
+        for place in unused:  # of groups that a transaction did not want
+            self.forget(*place)
         for number in numbers:
             self._files.pop(number, None)
             self._path(number).unlink(missing_ok=True)
