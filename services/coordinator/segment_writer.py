@@ -1,8 +1,8 @@
 """Appends to a segment past the page cache (O_DIRECT), where the file system lets one.
 
-What is appended is synced at once and mostly read never or once, so the cache does nothing for it; finding, filling and
-giving back its pages cost several times as much processor time as the write itself (docs/performance.md). Such a write begins and ends at a
-block: one append fills its last block with zeros, which nothing refers to.
+What is appended is synced at once and mostly read never or once, so the cache does nothing for it, and its pages can cost
+several times as much processor time as the write itself (docs/decisions/2026-11-21-direct-writes.md). Such a write begins and
+ends at a block: one append fills its last block with zeros, which nothing refers to.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pathlib import Path
 from paceline.wire import Buffer
 
 BLOCK_BYTES = 4096
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+"""Not every system has it."""
+
 BUFFER_BYTES = 1 << 20
 """What one write takes at most."""
 
@@ -30,8 +33,7 @@ class SegmentWriter:
         self.size = 0
         """Bytes so far: where the next append begins."""
         self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins at a page
-        if hasattr(os, "O_DIRECT"):
-            self._set_direct(True)
+        self._set_direct(True)
 
     def append(self, parts: Sequence[Buffer]) -> None:
         """Writes the parts one after another and waits until they are on the disk."""
@@ -73,7 +75,7 @@ class SegmentWriter:
     def _set_direct(self, direct: bool) -> bool:
         """Whether that changed anything. A file system that has no such writes refuses the flag, or the first write."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        wanted = flags | O_DIRECT if direct else flags & ~O_DIRECT
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, wanted)
         except OSError:

@@ -58,14 +58,14 @@ def test_a_file_system_without_such_writes_gets_others(
     write, refused = os.pwrite, []
 
     def refuse_direct(fd: int, content: memoryview, offset: int) -> int:
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & segment_writer.O_DIRECT:
             refused.append(offset)
             raise OSError(errno.EINVAL, "Invalid argument")
         return write(fd, content, offset)
 
     monkeypatch.setattr(segment_writer.os, "pwrite", refuse_direct)
     writer = SegmentWriter(tmp_path / "segment")
-    if not fcntl.fcntl(writer._fd, fcntl.F_GETFL) & os.O_DIRECT:
+    if not fcntl.fcntl(writer._fd, fcntl.F_GETFL) & segment_writer.O_DIRECT:
         pytest.skip("this file system has no direct writes")
     check(tmp_path / "segment", append_all(writer))
     assert refused == [0]
