@@ -73,6 +73,10 @@ def decode_completions(
     prompt_ids, token_ids = _array(arrays, "prompt_ids", "i4", 1), _array(arrays, "token_ids", "i4", 1)
     lengths, logprobs = _array(arrays, "lengths", "i4", 1), _array(arrays, "logprobs", "f4", 1)
     spans = _array(arrays, "spans", "i8", 2)
+    if not len(lengths) == len(finish_reasons) == len(texts):
+        raise WireError(
+            f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
+        )
     sizes = lengths.tolist()  # few numbers: Python is faster than numpy
     if min(sizes, default=0) < 0 or sum(sizes) != len(token_ids) or len(logprobs) != len(token_ids):
         raise WireError(
@@ -80,8 +84,6 @@ def decode_completions(
         )
     if not np.isfinite(logprobs).all():
         raise WireError("logprobs holds values that are not finite")
-    if not len(sizes) == len(finish_reasons) == len(texts):
-        raise WireError(f"{len(sizes)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts")
     completions, start = [], 0
     for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
         _check_spans(index, own, size)

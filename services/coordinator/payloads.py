@@ -151,9 +151,12 @@ class PayloadStore:
     def forget(self, segment: int, start: int) -> None:
         """The record there need not stay in memory."""
         with self._recent_lock:
-            record = self._recent.pop((segment, start), None)
-            if record is not None:
-                self._recent_bytes -= len(record[0]) + len(record[1])
+            self._forget((segment, start))
+
+    def _forget(self, place: tuple[int, int]) -> None:
+        record = self._recent.pop(place, None)
+        if record is not None:
+            self._recent_bytes -= len(record[0]) + len(record[1])
 
     def old_segments(self) -> list[int]:
         """Segments that everything has been referred to which ever will be: all but the two newest.
@@ -166,9 +169,8 @@ class PayloadStore:
         """Gives the space of segments back. Nothing may refer to them any more."""
         numbers = set(numbers)
         with self._recent_lock:
-            unused = [place for place in self._recent if place[0] in numbers]
-        for place in unused:  # of groups that a transaction did not want
-            self.forget(*place)
+            for place in [place for place in self._recent if place[0] in numbers]:
+                self._forget(place)  # of a group that no transaction wanted
         for number in numbers:
             self._files.pop(number, None)
             self._path(number).unlink(missing_ok=True)
@@ -197,8 +199,8 @@ class PayloadStore:
         with self._recent_lock:
             self._recent[place.segment, place.start] = record
             self._recent_bytes += place.header_size + place.arrays_size
-        while self._recent_bytes > MAX_RECENT_BYTES:
-            self.forget(*next(iter(self._recent)))
+            while self._recent_bytes > MAX_RECENT_BYTES:
+                self._forget(next(iter(self._recent)))
 
     def _begin_segment(self) -> SegmentWriter:
         self._close_end()
