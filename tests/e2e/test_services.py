@@ -198,7 +198,7 @@ def test_junk_on_every_port_disturbs_nobody(
     run = client.submit(make_spec(grpo={"max_num_steps": 10}))
     exchange = next(
         line.split("exchange on tcp://")[1].split(",")[0]
-        for line in cluster.log_path("coordinator").read_text().splitlines()
+        for line in reversed(cluster.log_path("coordinator").read_text().splitlines())
         if "exchange on tcp://" in line
     )
     for address in (cluster.address, exchange):
@@ -217,8 +217,11 @@ def test_junk_on_every_port_disturbs_nobody(
 
 
 def test_a_client_of_the_wrong_port_is_told_so() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with Client(f"127.0.0.1:{port}", timeout_s=5) as nobody, pytest.raises(PacelineError, match=str(port)):
-        nobody.runs()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # taken, and not listening
+        port = nobody.getsockname()[1]
+        with (
+            Client(f"127.0.0.1:{port}", timeout_s=5) as client,
+            pytest.raises(PacelineError, match=str(port)),
+        ):
+            client.runs()

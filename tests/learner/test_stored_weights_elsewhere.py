@@ -7,8 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Iterator
 
@@ -20,7 +18,13 @@ from paceline.groups import Version
 from paceline.weight_store import WeightStore
 from rollout.store_reader import Damaged
 
-DEADLINE_S = 120.0
+SERVER = """
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+input()
+"""
 LARGE_BYTES = (64 << 20) + 12345
 """More than a store writes or reads in one request."""
 
@@ -31,24 +35,16 @@ def s3_server() -> Iterator[int]:
     for package in ("s3fs", "moto"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}: pip install s3fs 'moto[server]'")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
     server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        deadline_s, pause = time.monotonic() + DEADLINE_S, threading.Event()
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-                break
-            except OSError:
-                assert server.poll() is None, "the server ended"
-                assert time.monotonic() < deadline_s, "the server does not listen"
-                pause.wait(0.1)
-        yield port
+        assert server.stdin is not None
+        assert server.stdout is not None
+        with server.stdin, server.stdout:
+            line = server.stdout.readline()
+            assert line, "the server ended"
+            yield int(line)
     finally:
         server.kill()
         server.wait()
@@ -143,17 +139,18 @@ def test_objects_come_back_whole_in_whatever_pieces(url: str) -> None:
 def test_a_server_that_is_away_is_said_to_be_unavailable(
     s3_server: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client library's own patience is not in question
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()  # else it is the one that knows the server
-    store = WeightStore("s3://nobody/weights")
-    with pytest.raises(Unavailable, match="s3://nobody/weights: x cannot be read"):
-        store.read("x", 1)
-    with pytest.raises(Unavailable, match="s3://nobody/weights: x cannot be written"):
-        store.write("x", [b"1"])
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # taken, and not listening
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        store = WeightStore("s3://nobody/weights")
+        with pytest.raises(Unavailable, match="s3://nobody/weights: x cannot be read"):
+            store.read("x", 1)
+        with pytest.raises(Unavailable, match="s3://nobody/weights: x cannot be written"):
+            store.write("x", [b"1"])
