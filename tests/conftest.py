@@ -1,11 +1,23 @@
-"""For all tests: no clock judges them, and those of the real vLLM run where it is installed (`make test-vllm`)."""
+"""For all tests: no clock judges them, none takes more than one core's threads, those that start services come first, and
+those of the real vLLM run where it is installed (`make test-vllm`)."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+HERE = Path(__file__).parent
+MAX_WORKERS = 4
+LONG = ("weights", "e2e", "chaos")
+"""Folders whose files take longest, longest first."""
+
+# Read when torch is imported, here and in every process that a test starts: workers that compute with all cores each
+# would slow each other down, and numbers would depend on the machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine must not fail a test, and a failure must be due to the change that meets it: no deadline, the same
 # examples every time.
@@ -15,8 +27,21 @@ settings.register_profile(
 settings.load_profile("paceline")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes `-n auto` starts: none for tests of one file, which stay together; else one for each core."""
+    files = {str(argument).partition("::")[0] for argument in config.args}
+    if len(files) == 1 and all(name.endswith(".py") for name in files):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_WORKERS)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs vLLM, with the command that runs it. Where it runs, it and what it imports warn about themselves."""
+    """Puts long files first, so that no process is left with one when the others have ended. Skips what needs vLLM, with
+    the command that runs it; where it runs, it and what it imports warn about themselves."""
+    order = {folder: place for place, folder in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(HERE).parts[0], len(LONG)))
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
         if item.get_closest_marker("vllm") is not None:
