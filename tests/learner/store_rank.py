@@ -1,6 +1,6 @@
 """One rank of a learner that stores versions: trains, writes its slices, and leaves what the weights are in full.
 
-Arguments: model, store, out.
+Arguments: folders with a model each, of which each gets a store and what is left for the test.
 """
 
 from __future__ import annotations
@@ -30,9 +30,16 @@ from paceline.weight_store import WeightStore
 STEPS = 5
 
 
-def main(model: Path, store: Path, out: Path) -> None:
+def main(*folders: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    for folder in folders:
+        store_versions(folder / "model", folder / "store", folder / "out")
+    end_process()
+
+
+def store_versions(model: Path, store: Path, out: Path) -> None:
+    """Five versions of a model."""
     rank = dist.get_rank()
     trainer = Trainer(make_spec(model, train_mb_tokens=12), CPU)
     told = threading.Semaphore(0)
@@ -66,7 +73,6 @@ def main(model: Path, store: Path, out: Path) -> None:
         dist.barrier()
     writer.check()
     writer.close()
-    end_process()
 
 
 if __name__ == "__main__":

@@ -39,13 +39,14 @@ def offer(out: Path, store: Path, step: int) -> StoreOffer:
     )
 
 
-# 23 rows over 3 ranks are shards of unequal length, norms of 8 leave the last rank 2 rows.
-@pytest.mark.parametrize("tied", [True, False])
-def test_three_ranks_store_what_they_would_gather(tmp_path: Path, tied: bool) -> None:
-    model = save_tiny_policy(tmp_path / "model", tied=tied)
-    store, out = tmp_path / "store", tmp_path / "out"
-    out.mkdir()
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", WORKER, model, store, out]
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The folder of the tied and of the untied model, after three ranks have stored versions of both."""
+    folders = {tied: tmp_path_factory.mktemp(f"tied-{tied}") for tied in (True, False)}
+    for tied, folder in folders.items():
+        save_tiny_policy(folder / "model", tied=tied)
+        (folder / "out").mkdir()
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", WORKER, *folders.values()]
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -54,6 +55,13 @@ def test_three_ranks_store_what_they_would_gather(tmp_path: Path, tied: bool) ->
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return folders
+
+
+# 23 rows over 3 ranks are shards of unequal length, norms of 8 leave the last rank 2 rows.
+@pytest.mark.parametrize("tied", [True, False])
+def test_three_ranks_store_what_they_would_gather(three_ranks: dict[bool, Path], tied: bool) -> None:
+    store, out = three_ranks[tied] / "store", three_ranks[tied] / "out"
     reader = StoreReader(WeightStore(str(store)), "run")
     for step in range(STEPS):
         tensors = reader.fetch(offer(out, store, step))
