@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from paceline.client import Client
+from paceline.client import ENDED_STATES, Client, state_name
 from paceline.demo.model import make_model
 from paceline.demo.task import answer, problem
+from paceline.errors import Conflict
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec_io import parse_spec
 from paceline.up import LocalCluster
@@ -87,16 +89,37 @@ def gated(files: Path) -> Callable[[int], tuple[dict[str, Any], Path]]:
     return make
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Two rollout workers, a reward worker, and a learner of two ranks."""
+@pytest.fixture(scope="package")
+def kept_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], LocalCluster]]:
+    """`kept_cluster()`: what `cluster` is, kept from file to file, since it takes long to start; a new one after a service
+    of it was given up."""
     sizes = ClusterSection(rollout_workers=2, reward_workers=1, learner_ranks=2)
-    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
-        yield running
+    kept: list[LocalCluster] = []
+
+    def get() -> LocalCluster:
+        if kept and kept[-1].failure is not None:
+            kept.pop().stop()
+        if not kept:
+            kept.append(LocalCluster(tmp_path_factory.mktemp("runs"), sizes).__enter__())
+        return kept[-1]
+
+    yield get
+    for cluster in kept:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(kept_cluster: Callable[[], LocalCluster]) -> LocalCluster:
+    """Two rollout workers, a reward worker, and a learner of two ranks; it has served other files before."""
+    return kept_cluster()
 
 
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[Client]:
-    """A client of the cluster's coordinator."""
+    """A client of the cluster's coordinator. Whatever run a test leaves behind is cancelled, or the next would wait."""
     with Client(cluster.address) as connected:
         yield connected
+        for run in connected.runs():
+            if state_name(run) not in ENDED_STATES:
+                with contextlib.suppress(Conflict):  # it has just ended
+                    connected.cancel(run.run_id)

@@ -144,7 +144,9 @@ def test_sigterm_to_every_role_in_any_order(
     address = ready.read_text().strip()
     with Client(address) as client:
         # Checkpoints of its own would come after 30 steps only: the one that is found is SIGTERM's.
-        spec = make_spec(grpo={"max_num_steps": 30}, checkpointing={"save_period": 30})
+        spec = make_spec(
+            grpo={"max_num_steps": 30}, checkpointing={"save_period": 30}, cluster={"rollout_workers": 1}
+        )
         run = client.submit(spec)
         for role in ("rollout", "reward", "learner"):
             services.start(role, "--coordinator", address)

@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from paceline.cli import main
 from paceline.client import Client
 from paceline.demo.task import answer, problem, teach
-from paceline.spec import ClusterSection, RunSpec
+from paceline.spec import RunSpec
 from paceline.up import LocalCluster
 from reward.builtin.reward_model import reward_model
 from services.coordinator.ledger import Ledger
@@ -27,14 +27,6 @@ from services.coordinator.verify import verify
 
 RUN_TIMEOUT_S = 240.0
 MakeSpec = Callable[..., RunSpec]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """One rollout and one reward worker, and a learner of two ranks."""
-    sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=2)
-    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

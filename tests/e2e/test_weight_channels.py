@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.client import Client
-from paceline.spec import RunSpec
+from paceline.spec import ClusterSection, RunSpec
 from paceline.stored_weights import StoredVersion
 from paceline.up import LocalCluster
 from protos.paceline.v1 import run_pb2
@@ -21,6 +21,14 @@ from services.coordinator.verify import verify
 
 RUN_TIMEOUT_S = 180.0
 MakeSpec = Callable[..., RunSpec]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """As that of the other files, and of this one alone, since a joiner stays."""
+    sizes = ClusterSection(rollout_workers=2, reward_workers=1, learner_ranks=2)
+    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
+        yield running
 
 
 def finish(client: Client, cluster: LocalCluster, run_id: str) -> dict[str, Any]:
