@@ -19,15 +19,16 @@ def harmless(one: Round) -> bool:
 
 
 @pytest.mark.slow
-def test_three_rounds_in_each_phase_and_a_dead_learner_rank(tmp_path: Path) -> None:
-    with ElasticRun(tmp_path, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S) as run:
+def test_receivers_harmed_in_one_phase_or_in_all_at_once_and_a_dead_learner_rank(tmp_path: Path) -> None:
+    alone = [((phase,), "SIGKILL") for phase in PHASES]
+    together = [(PHASES, signal_name) for signal_name in SIGNALS]
+    with ElasticRun(tmp_path, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S, step_s=1.0) as run:
         soak = Soak(run)
-        soak.begin()
-        for signal_name in (*SIGNALS, "SIGKILL"):
-            for phase in PHASES:
-                one = soak.receivers((phase,), signal_name)
-                assert harmless(one), one
-                assert any(what.startswith(("suspected", "expelled")) for what in one.told), one
+        soak.begin(len(PHASES) + 1)
+        for phases, signal_name in (*alone, *together):
+            one = soak.receivers(phases, signal_name)
+            assert harmless(one), one
+            assert sum(what.startswith(("suspected", "expelled")) for what in one.told) >= len(phases), one
         dead = soak.learner(1)
         assert harmless(dead), dead
         assert run.cluster.deaths("learner") != []
