@@ -124,7 +124,7 @@ async def test_watchers_hear_of_a_stall(plane: Plane) -> None:
 
 async def test_only_a_broken_stream_is_a_crash(tmp_path: Path) -> None:
     """Silence on a standing connection is a stopped worker, a broken one that nobody mends is a dead one."""
-    plane = Plane(tmp_path, timeout_s=0.4)
+    plane = Plane(tmp_path, timeout_s=2.0)  # enough for both to have come before one of them is silent
     await plane.start()
     run = await plane.submit()
     plane.run_loops()
