@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,14 @@ def vllm_spec(make_spec: MakeSpec, tmp_path_factory: pytest.TempPathFactory) -> 
     return make
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """One rollout worker, a reward worker, a learner of one rank."""
+    sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
+    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
+        yield running
+
+
 def engine_processes(of: int | None = None) -> dict[int, str]:
     """Processes that carry an engine's mark, with their titles; `of` keeps those that this service has started."""
     family = set()
@@ -89,27 +97,25 @@ def wait_for(holds: Callable[[], Any], timeout_s: float = RUN_TIMEOUT_S) -> Any:
 
 
 def test_a_run_goes_on_when_an_engines_worker_is_killed_and_its_ratios_are_one(
-    vllm_spec: MakeSpec, tmp_path: Path
+    client: Client, cluster: LocalCluster, vllm_spec: MakeSpec
 ) -> None:
-    sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
     spec = vllm_spec(
         grpo={"max_num_steps": 16, "num_prompts_per_step": 8, "num_generations_per_prompt": 4},
         async_grpo={"max_trajectory_age_steps": 0},
     )
-    with LocalCluster(tmp_path, sizes) as cluster, Client(cluster.address) as client:
-        run_id = client.submit(spec).run_id
-        wait_for(lambda: cluster.check() or client.get(run_id).step >= 4)
-        service = cluster.pids("rollout")[0]
-        workers = [pid for pid, title in engine_processes(service).items() if "Worker" in title]
-        assert len(workers) == 1
-        os.kill(workers[0], signal.SIGKILL)
-        wait_for(lambda: cluster.check() or client.get(run_id).step >= 16)
-        summary = finish(client, cluster, run_id)
-        assert len(cluster.deaths("rollout")) == 1
-        assert "died" in cluster.log_path("rollout").read_text()
-        lines = metrics(summary, cluster)
-        left = [event.content for event in client.watch(run_id) if event.kind == "member"]
-        assert any("engine died" in str(content) for content in left), left
+    run_id = client.submit(spec).run_id
+    wait_for(lambda: cluster.check() or client.get(run_id).step >= 4)
+    service, deaths = cluster.pids("rollout")[0], len(cluster.deaths("rollout"))
+    workers = [pid for pid, title in engine_processes(service).items() if "Worker" in title]
+    assert len(workers) == 1
+    os.kill(workers[0], signal.SIGKILL)
+    wait_for(lambda: cluster.check() or client.get(run_id).step >= 16)
+    summary = finish(client, cluster, run_id)
+    assert len(cluster.deaths("rollout")) == deaths + 1
+    assert "died" in cluster.log_path("rollout").read_text()
+    lines = metrics(summary, cluster)
+    left = [event.content for event in client.watch(run_id) if event.kind == "member"]
+    assert any("engine died" in str(content) for content in left), left
     assert summary["samples"] == 16 * 8 * 4
     ratios = [line["ratio_behaviour"] for line in lines]
     print(f"ratios of {len(ratios)} steps at age 0: {min(ratios):.6f} to {max(ratios):.6f}")
@@ -118,9 +124,8 @@ def test_a_run_goes_on_when_an_engines_worker_is_killed_and_its_ratios_are_one(
 
 @pytest.mark.parametrize("what", ["the delta channel", "an adapter"])
 def test_what_reaches_a_native_worker_reaches_this_one_too(
-    vllm_spec: MakeSpec, tmp_path: Path, what: str
+    client: Client, cluster: LocalCluster, vllm_spec: MakeSpec, what: str
 ) -> None:
-    sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
     lora = {"lora_cfg": {"enabled": True, "dim": 4}, "optimizer": {"lr": 1e-2}}
     spec = vllm_spec(
         policy=lora if what == "an adapter" else None,
@@ -128,14 +133,13 @@ def test_what_reaches_a_native_worker_reaches_this_one_too(
         async_grpo={"max_trajectory_age_steps": 0},
         weights={"channel": "delta" if what == "the delta channel" else "collective", "anchor_interval": 4},
     )
-    with LocalCluster(tmp_path, sizes) as cluster, Client(cluster.address) as client:
-        run_id = client.submit(spec).run_id
-        wait_for(lambda: cluster.check() or client.get(run_id).step >= 8)
-        summary = finish(client, cluster, run_id)
-        lines = metrics(summary, cluster)
-        sizes_bytes = {
-            line["size_bytes"] for line in metrics(summary, cluster, "weights") if "size_bytes" in line
-        }
+    run_id = client.submit(spec).run_id
+    wait_for(lambda: cluster.check() or client.get(run_id).step >= 8)
+    summary = finish(client, cluster, run_id)
+    lines = metrics(summary, cluster)
+    sizes_bytes = {
+        line["size_bytes"] for line in metrics(summary, cluster, "weights") if "size_bytes" in line
+    }
     ratios = [line["ratio_behaviour"] for line in lines]
     print(f"{what}: ratios {min(ratios):.6f} to {max(ratios):.6f}, versions of {sorted(sizes_bytes)} bytes")
     assert all(abs(ratio - 1) <= 1e-4 for ratio in ratios), ratios
@@ -143,7 +147,7 @@ def test_what_reaches_a_native_worker_reaches_this_one_too(
     if what == "an adapter":
         assert max(sizes_bytes) < model_bytes / 4
     else:
-        stored = {path.name for path in (tmp_path / run_id / "weights").glob("*/*.json")}
+        stored = {path.name for path in (cluster.directory / run_id / "weights").glob("*/*.json")}
         assert stored == {"anchor.json", "delta.json"}
 
 
