@@ -14,7 +14,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 import zmq
 
 from paceline.groups import Completion, Group, VersionSpan
-from paceline.wire import PROTOCOL, encode_completions
+from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
 
@@ -215,10 +215,7 @@ class Load:
         self._on_reply[socket], self._names[socket] = on_reply, name
         return socket
 
-    def _send(
-        self, socket: zmq.Socket[bytes], payloads: tuple[bytes, ...] = (), rest: bytes = b"", **body: Any
-    ) -> None:
-        """`rest` is merged into the header: a serialized request may follow another one."""
+    def _send(self, socket: zmq.Socket[bytes], payloads: Sequence[bytes] = (), **body: Any) -> None:
         request = pb.ExchangeRequest(
             protocol=PROTOCOL,
             term=self._members.term,
@@ -228,7 +225,7 @@ class Load:
             request_id=1,
             **body,
         )
-        socket.send_multipart([request.SerializeToString() + rest, *payloads], copy=False)
+        socket.send_multipart([request.SerializeToString(), *payloads], copy=False)
 
     # Rollout
 
@@ -240,13 +237,8 @@ class Load:
         span = VersionSpan(1, step, 0, self._tokens)
         completions = [replace(completion, spans=(span,)) for completion in self._completions]
         prompt_ids = np.arange(1, 20, dtype=np.int32)
-        self._payload = encode_completions(prompt_ids, completions)
-        result = pb.GroupResult(
-            texts=[completion.text for completion in completions],
-            finish_reasons=["stop"] * COMPLETIONS,
-            digest=Group(0, prompt_ids, tuple(completions)).digest(),
-        )
-        self._result = pb.ExchangeRequest(group=result).SerializeToString()
+        self._payloads = encode_result(prompt_ids, completions)
+        self._digest = Group(0, prompt_ids, tuple(completions)).digest()
 
     def _ask_lease(self, socket: zmq.Socket[bytes]) -> None:
         self._asked_s[socket] = time.perf_counter()
@@ -270,8 +262,8 @@ class Load:
         self._generating.append((self._next_s, socket, lease))
 
     def _send_group(self, socket: zmq.Socket[bytes], lease: pb.Lease) -> None:
-        group = pb.GroupResult(group_id=lease.group_id, attempt=lease.attempt)
-        self._send(socket, (self._payload,), self._result, group=group)
+        group = pb.GroupResult(group_id=lease.group_id, attempt=lease.attempt, digest=self._digest)
+        self._send(socket, self._payloads, group=group)
 
     # Reward
 

@@ -6,14 +6,18 @@ Suffixes of array names: P prompt tokens, T completion tokens, C completions of 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+
+SHA256_DIGITS = 64
 
 
 class Version(NamedTuple):
@@ -91,16 +95,23 @@ class Group:
         """Step of the oldest version among all tokens; the group's age at step s is s minus this."""
         return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)
 
-    def digest(self) -> str:
-        """SHA-256 over prompt, tokens, log-probabilities and spans: names this very text in scores and receipts."""
-        parts: list[Any] = [np.ascontiguousarray(self.prompt_ids, dtype="<i4").data]
+    def digest(self, like: str = "") -> str:
+        """XXH3-128 over prompt, tokens, log-probabilities and spans: names this very text in scores and receipts.
+
+        Made the way `like` was, where that is given: on record in ledgers before format 5 is SHA-256.
+        """
+        if len(like) == SHA256_DIGITS:
+            return hashlib.sha256(b"".join(self._parts())).hexdigest()
+        digest = xxhash.xxh3_128()
+        for part in self._parts():
+            digest.update(part)
+        return digest.hexdigest()
+
+    def _parts(self) -> Iterable[memoryview | bytes]:
+        """What the digest is over."""
+        yield np.ascontiguousarray(self.prompt_ids, dtype="<i4").data
         for completion in self.completions:
-            parts += (
-                len(completion.token_ids).to_bytes(8, "little"),
-                np.ascontiguousarray(completion.token_ids, dtype="<i4").data,
-                np.ascontiguousarray(completion.logprobs, dtype="<f4").data,
-                repr([tuple(span) for span in completion.spans]).encode(),
-            )
-        return hashlib.sha256(
-            b"".join(parts)
-        ).hexdigest()  # one call: each gives up the interpreter and waits for it
+            yield len(completion.token_ids).to_bytes(8, "little")
+            yield np.ascontiguousarray(completion.token_ids, dtype="<i4").data
+            yield np.ascontiguousarray(completion.logprobs, dtype="<f4").data
+            yield repr([tuple(span) for span in completion.spans]).encode()

@@ -1,4 +1,5 @@
-"""Messages of the exchange: a protobuf header frame and safetensors payload frames, nothing else.
+"""Messages of the exchange: a protobuf header frame, then payload frames: safetensors for arrays, protobuf for texts,
+nothing else.
 
 Tensors travel as safetensors, so no byte that a peer sends is ever executed. Whatever cannot be read becomes a
 WireError that says what was wrong with it; a service answers it and lives on.
@@ -18,8 +19,9 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline.errors import WireError
 from paceline.groups import Completion, FloatArray, Group, IntArray, VersionSpan
+from protos.paceline.v1 import exchange_pb2 as pb
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the exchange's messages and of the worker stream."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -41,14 +43,27 @@ MessageT = TypeVar("MessageT", bound=Message)
 Buffer = bytes | memoryview
 
 
-def parse_header(kind: type[MessageT], frame: bytes) -> MessageT:
-    """The header in `frame`. Raises WireError when it is truncated or not ours."""
+def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
+    """The protobuf message in `frame`. Raises WireError when it is truncated or not ours."""
     try:
-        return kind.FromString(frame)
+        return kind.FromString(frame)  # type: ignore[arg-type]  # it takes any buffer
     except DecodeError as error:
-        raise WireError(
-            f"the header frame of {len(frame)} bytes is no {kind.DESCRIPTOR.name}: {error}"
-        ) from None
+        raise WireError(f"the frame of {len(frame)} bytes is no {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def encode_result(prompt_ids: IntArray, completions: Sequence[Completion]) -> list[bytes]:
+    """The payload frames of a generated group: its arrays, its texts."""
+    texts = pb.Texts(
+        texts=[completion.text for completion in completions],
+        finish_reasons=[completion.finish_reason for completion in completions],
+    )
+    return [encode_completions(prompt_ids, completions), texts.SerializeToString()]
+
+
+def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Completion, ...]]:
+    """Prompt tokens and completions of a generated group. Raises WireError when anything does not fit together."""
+    said = parse_message(pb.Texts, texts)
+    return decode_completions(arrays, said.finish_reasons, said.texts)
 
 
 def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:

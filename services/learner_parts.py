@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import PacelineError, Unavailable
+from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Group
 from paceline.wire import decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -33,11 +33,17 @@ class Part(NamedTuple):
         return self.batch.state == pb.BATCH_STATE_END
 
     def groups(self) -> list[Group]:
-        """The part's groups, with what the reward pool's reference said. Raises WireError."""
+        """The part's groups, with what the reward pool's reference said. Raises WireError, also for one that is not what the
+        exchange says that it is: a receipt by its digest is a rank's own word."""
         groups = []
-        for place, group in enumerate(self.batch.groups):
-            reference = self.payloads[group.reference_frame - 1] if group.reference_frame else None
-            groups.append(decode_group(group.group_id, self.payloads[place], group.rewards, reference))
+        for place, said in enumerate(self.batch.groups):
+            reference = self.payloads[said.reference_frame - 1] if said.reference_frame else None
+            group = decode_group(said.group_id, self.payloads[place], said.rewards, reference)
+            if group.digest(said.digest) != said.digest:
+                raise WireError(
+                    f"group {said.group_id} of step {self.batch.step} arrived changed: its digest is not {said.digest}"
+                )
+            groups.append(group)
         return groups
 
 

@@ -30,7 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.address import checked_address
 from paceline.errors import Conflict, WireError
-from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_header
+from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
 from services.exchange_link import watch
@@ -221,7 +221,7 @@ class Membership:
         while True:
             header, *payloads = await socket.recv_multipart()
             try:
-                reply = parse_header(pb.ExchangeReply, header)
+                reply = parse_message(pb.ExchangeReply, header)
             except WireError as error:
                 log.warning("ignored a message from the exchange: %s", error)
                 continue

@@ -91,7 +91,7 @@ def read_part(
         asked = ledger.payload(run_id, row["group_id"], "reference")
         reference = None if asked is None else read_frame(asked.arrays)
         group = decode_group(row["group_id"], read_frame(payload.arrays), rewards, reference)
-        if check_digests and group.digest() != row["digest"]:
+        if check_digests and group.digest(row["digest"]) != row["digest"]:
             raise Conflict(
                 f"group {row['group_id']} of step {step} is not what was trained; its digest differs"
             )

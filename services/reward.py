@@ -13,16 +13,18 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.errors import InvalidInput, PacelineError
+from paceline.groups import Completion, IntArray
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec_io import spec_from_yaml
 from paceline.tracing import set_up_tracing, span
-from paceline.wire import PROTOCOL, decode_completions, encode_reference
+from paceline.wire import PROTOCOL, decode_result, encode_reference
 from protos.paceline.v1 import common_pb2, reward_pb2_grpc, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from reward.reference import ReferenceScorer
@@ -128,16 +130,23 @@ class RewardWorker:
                     raise RuntimeError(
                         f"the exchange refuses this worker's request for tasks: {reply.message}"
                     )
-                for task, payload in zip(reply.task.tasks, payloads, strict=True):
-                    scoring = tasks.create_task(self._score(run_id, spec, runner, task, payload))
+                for task, *frames in zip(reply.task.tasks, payloads[::2], payloads[1::2], strict=True):
+                    scoring = tasks.create_task(self._score(run_id, spec, runner, task, *frames))
                     running[scoring] = task.group_id
                     scoring.add_done_callback(running.pop)
         changed.cancel()
 
     async def _score(
-        self, run_id: str, spec: RunSpec, runner: RewardRunner, task: pb.ScoreTask, payload: bytes
+        self,
+        run_id: str,
+        spec: RunSpec,
+        runner: RewardRunner,
+        task: pb.ScoreTask,
+        arrays: bytes,
+        texts: bytes,
     ) -> None:
         """One task, from text to the exchange's word."""
+        prompt_ids, completions = decode_result(arrays, texts)
         score = pb.ScoreResult(group_id=task.group_id, attempt=task.attempt, digest=task.digest)
         frames: list[bytes] = []
         if not await self._turn_comes():
@@ -147,8 +156,9 @@ class RewardWorker:
         started_s = time.monotonic()
         with span("score", task.traceparent, group_id=task.group_id, attempt=task.attempt):
             try:
-                result = await self._run_functions(runner, task, payload)
-                frames = [] if result.failure is not None else await self._ask_reference(task, payload)
+                result = await self._run_functions(runner, task, completions)
+                if result.failure is None and task.wants_reference:
+                    frames = [await self._ask_reference(prompt_ids, completions)]
             except InvalidInput as error:
                 score.error = str(error)
             else:
@@ -196,13 +206,14 @@ class RewardWorker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), pause_s)
 
-    async def _run_functions(self, runner: RewardRunner, task: pb.ScoreTask, payload: bytes) -> RewardResult:
+    async def _run_functions(
+        self, runner: RewardRunner, task: pb.ScoreTask, completions: Sequence[Completion]
+    ) -> RewardResult:
         """The functions' word on a task whose turn has come; the turn ends with it."""
         try:
-            count = len(task.texts)
-            _, completions = decode_completions(payload, [""] * count, task.texts)
+            count = len(completions)
             prompt, columns = json.loads(task.prompt_json), json.loads(task.columns_json)
-            texts: list[Any] = list(task.texts)
+            texts: list[Any] = [completion.text for completion in completions]
             if not isinstance(prompt, str):
                 texts = [[{"role": "assistant", "content": text}] for text in texts]
             ids = [completion.token_ids.tolist() for completion in completions]
@@ -212,14 +223,11 @@ class RewardWorker:
         finally:
             self._turns.release()
 
-    async def _ask_reference(self, task: pb.ScoreTask, payload: bytes) -> list[bytes]:
-        """The payload frame of the score: none where the task does not want it."""
-        if not task.wants_reference:
-            return []
+    async def _ask_reference(self, prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
+        """The payload frame of the score of a task that wants it."""
         assert self._reference is not None, "tasks are asked for by a worker that has set up the run"
-        prompt_ids, completions = decode_completions(payload, [""] * len(task.texts), task.texts)
         ids = [completion.token_ids for completion in completions]
-        return [encode_reference(await self._reference.ask(prompt_ids, ids))]
+        return encode_reference(await self._reference.ask(prompt_ids, ids))
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         match directive.WhichOneof("directive"):

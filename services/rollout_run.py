@@ -20,7 +20,7 @@ from paceline.groups import Completion, Group, IntArray
 from paceline.prompts import encode_prompt, load_tokenizer
 from paceline.spec import RunSpec
 from paceline.tracing import span
-from paceline.wire import decode_completions, encode_completions
+from paceline.wire import decode_completions, encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine, sample_seed
@@ -277,13 +277,11 @@ class RolloutRun:
         result = pb.GroupResult(
             group_id=lease.group_id,
             attempt=lease.attempt,
-            texts=[completion.text for completion in completions],
-            finish_reasons=[completion.finish_reason for completion in completions],
             digest=group.digest(),
             generate_s=generate_s,
         )
         request = pb.ExchangeRequest(run_id=self.run_id, group=result)
-        reply, _ = await self._membership.request(request, [encode_completions(prompt_ids, completions)])
+        reply, _ = await self._membership.request(request, encode_result(prompt_ids, completions))
         if reply.status == pb.REPLY_STATUS_INVALID:
             log.error("group %d was refused: %s", lease.group_id, reply.message)
             await self._hand_back(lease, error=reply.message, reason="invalid_result")

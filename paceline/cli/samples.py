@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.errors import NotFound
-from paceline.wire import Buffer, decode_completions, decode_rewards
+from paceline.wire import Buffer, decode_result, decode_rewards
 
 if TYPE_CHECKING:
     from services.coordinator.ledger import Ledger
@@ -23,7 +23,6 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
     Raises NotFound: a step without batch, samples that the run did not keep.
     """
     from paceline.spec_io import spec_from_yaml
-    from protos.paceline.v1.exchange_pb2 import GroupResult
 
     rows = ledger.db.execute(
         "SELECT * FROM groups WHERE run_id = ? AND step = ? ORDER BY rank_order", (run_id, step)
@@ -45,13 +44,13 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
         payload = ledger.payload(run_id, row["group_id"])
         if payload is None:
             raise NotFound(f"the samples of step {step} were not kept: the run has logger.keep_samples false")
-        header, arrays = payload.read()
-        groups.append(_group(row, GroupResult.FromString(header), arrays))
+        texts, arrays = payload.read()
+        groups.append(_group(row, arrays, texts))
     return groups
 
 
-def _group(row: sqlite3.Row, result: Any, arrays: Buffer) -> dict[str, Any]:
-    prompt_ids, completions = decode_completions(arrays, result.finish_reasons, result.texts)
+def _group(row: sqlite3.Row, arrays: Buffer, texts: Buffer) -> dict[str, Any]:
+    prompt_ids, completions = decode_result(arrays, texts)
     functions = json.loads(row["functions"])
     rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(completions))
     return {

@@ -10,13 +10,10 @@ import json
 import sqlite3
 from typing import TYPE_CHECKING
 
-from google.protobuf.message import DecodeError
-
 from paceline.errors import PacelineError
 from paceline.groups import Group
 from paceline.storage import Folder
-from paceline.wire import decode_completions, decode_reference
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.wire import decode_reference, decode_result
 from services.coordinator.ledger import Ledger
 from services.coordinator.payloads import read_frame
 
@@ -70,17 +67,19 @@ def payloads(record: Record, report: VerifyReport) -> None:
             continue  # of an evaluation
         found.add(row["group_id"])
         try:
-            header, arrays = record.ledger.payloads.payload(stored).read()
-            result = pb.GroupResult.FromString(header)
-            prompt_ids, completions = decode_completions(arrays, result.finish_reasons, result.texts)
-        except (PacelineError, DecodeError) as error:
+            texts, arrays = record.ledger.payloads.payload(stored).read()
+            prompt_ids, completions = decode_result(arrays, texts)
+        except PacelineError as error:
             if _was_pruned(record, row["group_id"]):
                 continue
             report.problem(subject, f"its arrays cannot be read: {error}")
             continue
         group = Group(row["group_id"], prompt_ids, completions)
         report.compare(
-            subject, "its arrays give the digest {}, on record is {}", group.digest(), row["digest"]
+            subject,
+            "its arrays give the digest {}, on record is {}",
+            group.digest(row["digest"]),
+            row["digest"],
         )
         report.compare(subject, "it has {} tokens, on record are {}", group.num_tokens, row["tokens"])
         report.compare(

@@ -24,7 +24,7 @@ from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.ledger import Ledger
-from services.coordinator.payloads import Frame, HeaderFrame, StoredFrame, read_frame, read_header
+from services.coordinator.payloads import Frame, StoredFrame, read_frame
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,14 @@ class Outcome:
     reply: pb.ExchangeReply
     payloads: list[Frame] = field(default_factory=list)
     empty: bool = False
-    headers: list[HeaderFrame] = field(default_factory=list)
-    """GroupResult of each task in the reply; `read` takes the texts from there."""
 
     @property
     def is_stored(self) -> bool:
         """Whether something has to be read from the disk, which is no work for an event loop."""
-        return bool(self.headers) or any(isinstance(frame, StoredFrame) for frame in self.payloads)
+        return any(isinstance(frame, StoredFrame) for frame in self.payloads)
 
     def read(self) -> list[Buffer]:
-        """Fills in what is on the disk; returns the payload frames. Raises LedgerFault."""
-        for task, header in zip(self.reply.task.tasks, self.headers, strict=True):
-            task.texts.extend(pb.GroupResult.FromString(read_header(header)).texts)
+        """The payload frames, wherever they are. Raises LedgerFault."""
         return [read_frame(frame) for frame in self.payloads]
 
 

@@ -42,7 +42,7 @@ MAX_TRANSACTION_S = 0.006
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""
 
-MAX_SYNC_BYTES = 1 << 20
+MAX_SYNC_BYTES = 4 << 20
 """Groups are stored in portions of about this size. A larger sync moves more bytes a second, and makes everything that
 waits for the disk wait longer."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import zmq
 
 from paceline.errors import Conflict
-from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_header
+from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.intake import Arrived
 from services.exchange_link import watch
@@ -116,7 +116,7 @@ class ExchangeSocket:
 
 def parse(message: Message) -> Waiting:
     """The request in a message. Raises WireError."""
-    arrived = Arrived(parse_header(pb.ExchangeRequest, message.header), message.payloads)
+    arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
     # In this order: not-a-number becomes the limit.
     wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
     size = sum(map(len, message.payloads))

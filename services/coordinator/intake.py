@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
-from paceline.wire import Buffer, decode_completions, decode_reference
+from paceline.wire import Buffer, decode_completions, decode_reference, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.payloads import PayloadStore, Place
+from services.coordinator.payloads import PayloadStore, Place, Record
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,11 @@ class Arrived:
     kind: str = field(init=False)
     """Name of the request's body; empty without one."""
     group: Group | None = None
-    """The group, if its bytes make sense; its arrays are views into the frame."""
+    """The group without its texts, if its bytes make sense; its arrays are views into the frame."""
     reference: FloatArray | None = None
     """[ΣT] the reference's log-probabilities that came with a score, if its bytes make sense."""
+    record: Record | None = None
+    """Its bytes as the ledger keeps them."""
     place: Place | None = None
     """Where it is on the disk."""
     fault: str = ""
@@ -52,10 +54,13 @@ def look_at(arrived: Arrived) -> None:
     try:
         if arrived.kind == "group":
             arrived.group = _decode(arrived)
+            arrays, texts = arrived.frames
+            arrived.record = Record.of(texts, arrays)
         elif len(arrived.frames) != 1:
             raise WireError(f"a score has one payload frame at most, not {len(arrived.frames)}")
         else:
             arrived.reference = decode_reference(arrived.frames[0])
+            arrived.record = Record.of(b"", arrived.frames[0])
     except WireError as error:
         arrived.fault = str(error)
     except Exception as error:  # whatever bytes come, the other groups are stored
@@ -65,26 +70,23 @@ def look_at(arrived: Arrived) -> None:
 
 def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
     """Stores the good ones of what was looked at; they are durable when it returns. Raises LedgerFault."""
-    good = [arrived for arrived in results if not arrived.fault]
+    good = [arrived for arrived in results if arrived.record is not None]
     if good:
-        for arrived, place in zip(good, payloads.append([_record(one) for one in good]), strict=True):
+        records = [arrived.record for arrived in good if arrived.record is not None]
+        for arrived, place in zip(good, payloads.append(records), strict=True):
             arrived.place = place
-
-
-def _record(arrived: Arrived) -> tuple[bytes, Buffer]:
-    """Header and arrays as the ledger keeps them."""
-    header = arrived.request.group.SerializeToString() if arrived.group is not None else b""
-    return header, arrived.frames[0]
 
 
 def _decode(arrived: Arrived) -> Group:
     """The group of a result. Raises WireError for what no state of the ledger could make acceptable."""
     result, frames = arrived.request.group, arrived.frames
-    if len(frames) != 1:
-        raise WireError(f"a group result has one payload frame, not {len(frames)}")
-    prompt_ids, completions = decode_completions(frames[0], result.finish_reasons, result.texts)
+    if len(frames) != 2:
+        raise WireError(f"a group result has two payload frames, not {len(frames)}")
+    said = parse_message(pb.Texts, frames[1])
+    unread = [""] * len(said.texts)  # what the texts are, nobody here needs to know
+    prompt_ids, completions = decode_completions(frames[0], said.finish_reasons, unread)
     group = Group(result.group_id, prompt_ids, completions)
-    if group.digest() != result.digest:
+    if group.digest(like=result.digest) != result.digest:
         raise WireError(f"the digest of group {result.group_id} does not match its arrays")
     if any(completion.finish_reason not in ("stop", "length") for completion in completions):
         raise WireError(f"group {result.group_id} has unfinished completions; hand the lease back")

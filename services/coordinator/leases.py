@@ -8,14 +8,14 @@ import sqlite3
 
 from paceline.groups import Group, Version
 from paceline.tracing import group_traceparent, span
-from paceline.wire import decode_completions
+from paceline.wire import decode_completions, parse_message
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
-from services.coordinator.payloads import Frame, read_header
+from services.coordinator.payloads import Frame, read_frame
 
 ADMITTED_AT_ONCE = 64
 """Groups that one request for leases admits beyond those that it gets: a whole step's would keep the others waiting."""
@@ -183,7 +183,7 @@ def _lease(
     if prefix is not None:
         payloads.append(prefix.arrays)
         lease.prefix_frame = len(payloads)
-        returned = pb.LeaseReturn.FromString(read_header(prefix.header))
+        returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
         lease.prefix_finish_reasons.extend(returned.finish_reasons)
         oldest = min(oldest, row["oldest_step"])
     exchange.set_group(

@@ -48,6 +48,25 @@ class Place(NamedTuple):
     arrays_crc: int
 
 
+class Record(NamedTuple):
+    """What `append` writes in one piece."""
+
+    header: Buffer
+    arrays: Buffer
+    header_crc: int
+    arrays_crc: int
+
+    @classmethod
+    def of(cls, header: Buffer, arrays: Buffer) -> Record:
+        """With its check sums."""
+        return cls(header, arrays, crc32(header), crc32(arrays))
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.header) + len(self.arrays)
+
+
 class SegmentFile:
     """A segment that is open for reading, for as long as anybody has it in hand, whether it is removed or not."""
 
@@ -80,26 +99,20 @@ class StoredFrame:
         return content
 
 
-HeaderFrame = bytes | StoredFrame
 Frame = Buffer | StoredFrame
 
 
 class Payload(NamedTuple):
     """A group's bulk."""
 
-    header: HeaderFrame
-    """GroupResult or LeaseReturn: texts and finish reasons."""
+    header: Frame
+    """Texts or LeaseReturn: texts and finish reasons."""
     arrays: Frame
     """The safetensors frame as it came."""
 
-    def read(self) -> tuple[bytes, Buffer]:
+    def read(self) -> tuple[Buffer, Buffer]:
         """Header and arrays, wherever they are. Raises LedgerFault."""
-        return read_header(self.header), read_frame(self.arrays)
-
-
-def read_header(frame: HeaderFrame) -> bytes:
-    """The bytes of a header, wherever they are. Raises LedgerFault."""
-    return frame.read() if isinstance(frame, StoredFrame) else frame
+        return read_frame(self.header), read_frame(self.arrays)
 
 
 def read_frame(frame: Frame) -> Buffer:
@@ -116,14 +129,14 @@ class PayloadStore:
         """Open for reading; the one that was opened last is at the end."""
         self._end: SegmentWriter | None = None
         """The segment that is appended to."""
-        self._recent: dict[tuple[int, int], tuple[bytes, Buffer]] = {}
+        self._recent: dict[tuple[int, int], Record] = {}
         """The newest records by segment and start, oldest first."""
         self._recent_bytes = 0
         self._recent_lock = threading.Lock()
         self._number = max((number for number, _ in self._on_disk()), default=0)
 
-    def append(self, records: Sequence[tuple[bytes, Buffer]]) -> list[Place]:
-        """Writes (header, arrays) records one after another and waits for the disk once. Raises LedgerFault."""
+    def append(self, records: Sequence[Record]) -> list[Place]:
+        """Writes records one after another and waits for the disk once. Raises LedgerFault."""
         try:
             return self._append(records)
         except OSError as error:
@@ -141,7 +154,7 @@ class PayloadStore:
         if recent is not None:
             if last:
                 self.forget(row["segment"], row["start"])
-            return Payload(*recent)
+            return Payload(recent.header, recent.arrays)
         file, start, header_size = self._open(row["segment"]), row["start"], row["header_size"]
         return Payload(
             StoredFrame(file, start, header_size, row["header_crc"]),
@@ -156,7 +169,7 @@ class PayloadStore:
     def _forget(self, place: tuple[int, int]) -> None:
         record = self._recent.pop(place, None)
         if record is not None:
-            self._recent_bytes -= len(record[0]) + len(record[1])
+            self._recent_bytes -= record.size
 
     def old_segments(self) -> list[int]:
         """Segments that everything has been referred to which ever will be: all but the two newest.
@@ -181,24 +194,22 @@ class PayloadStore:
         self._recent.clear()
         self._close_end()
 
-    def _append(self, records: Sequence[tuple[bytes, Buffer]]) -> list[Place]:
+    def _append(self, records: Sequence[Record]) -> list[Place]:
         if self._end is None or self._end.size >= MAX_SEGMENT_BYTES:
             self._end = self._begin_segment()
-        places, parts, start = [], [], self._end.size
-        for header, arrays in records:
-            crcs = crc32(header), crc32(arrays)
-            places.append(Place(self._number, start, len(header), crcs[0], len(arrays), crcs[1]))
-            parts += [header, arrays]
+        places, start = [], self._end.size
+        for header, arrays, header_crc, arrays_crc in records:
+            places.append(Place(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
             start += len(header) + len(arrays)
-        self._end.append(parts)
+        self._end.append([part for record in records for part in (record.header, record.arrays)])
         for place, record in zip(places, records, strict=True):
             self._remember(place, record)
         return places
 
-    def _remember(self, place: Place, record: tuple[bytes, Buffer]) -> None:
+    def _remember(self, place: Place, record: Record) -> None:
         with self._recent_lock:
             self._recent[place.segment, place.start] = record
-            self._recent_bytes += place.header_size + place.arrays_size
+            self._recent_bytes += record.size
             while self._recent_bytes > MAX_RECENT_BYTES:
                 self._forget(next(iter(self._recent)))
 

@@ -1,6 +1,6 @@
 """The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (payloads.py)."""
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Grows with every change of the tables: a ledger of another format is refused at once, not found out in a run."""
 
 UPGRADES = {
@@ -19,6 +19,7 @@ CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
     WHERE state = 'generated' AND scorer_id IS NULL;
 """,
     3: "ALTER TABLE groups ADD COLUMN generation_failures INTEGER NOT NULL DEFAULT 0;",
+    4: "",  # the tables are the same; digests of new groups are XXH3-128, which it could not check
 }
 """What makes a ledger of an older format one of the next; done when a coordinator opens it."""
 
@@ -61,7 +62,7 @@ CREATE TABLE groups (
     tokens INTEGER NOT NULL DEFAULT 0,         -- completion tokens committed
     sequence_tokens INTEGER NOT NULL DEFAULT 0,-- prompt and completion tokens: what balancing counts
     oldest_step INTEGER,                       -- oldest version among the tokens
-    digest TEXT,
+    digest TEXT,                               -- Group.digest
     rewards BLOB,                              -- [C, F] float32, little endian
     functions TEXT,                            -- names of the F functions, JSON
     reward REAL,                               -- mean weighted reward
@@ -84,7 +85,7 @@ CREATE TABLE payloads (                        -- apart from groups, so that sca
     run_id TEXT NOT NULL,
     group_id INTEGER NOT NULL,
     kind TEXT NOT NULL,                        -- result; prefix: handed back unfinished; reference: its log-probabilities
-    header BLOB NOT NULL,                      -- GroupResult or LeaseReturn: texts and finish reasons
+    header BLOB NOT NULL,                      -- Texts or LeaseReturn: texts and finish reasons
     arrays BLOB NOT NULL,                      -- safetensors frame as it came; both are empty when there is a segment
     segment INTEGER,                           -- where they are instead: number of the file,
     start INTEGER,                             -- offset of the header, which the arrays follow,

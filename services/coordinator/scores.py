@@ -14,7 +14,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
-from services.coordinator.payloads import Frame, HeaderFrame
+from services.coordinator.payloads import Frame
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -26,7 +26,6 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     if request.task.HasField("held"):
         _release_lost(exchange, run, request)
     payloads: list[Frame] = []
-    headers: list[HeaderFrame] = []
     rows = exchange.db.execute(
         "SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ? AND state = 'generated' AND scorer_id IS NULL"
         " ORDER BY score_failures, slot, group_id LIMIT ?",
@@ -45,12 +44,11 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
             traceparent=group_traceparent(run.run_id, row["group_id"]),
             wants_reference=_wants_reference(run, row),
         )
-        payloads.append(payload.arrays)
-        headers.append(payload.header)
+        payloads += (payload.arrays, payload.header)
         exchange.set_group(
             run, row["group_id"], scorer_id=request.member_id, score_attempt=row["score_attempt"] + 1
         )
-    return Outcome(reply, payloads, empty=not chosen, headers=headers)
+    return Outcome(reply, payloads, empty=not chosen)
 
 
 def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:

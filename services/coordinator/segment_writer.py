@@ -20,8 +20,8 @@ BLOCK_BYTES = 4096
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 """Not every system has it."""
 
-BUFFER_BYTES = 1 << 20
-"""What one write takes at most."""
+BUFFER_BYTES = 8 << 20
+"""What one write takes at most. Each one gives up the interpreter and then waits for it, so they should be few."""
 
 
 class SegmentWriter:

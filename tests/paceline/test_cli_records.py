@@ -18,7 +18,7 @@ from paceline.data import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_to_yaml
-from paceline.wire import PROTOCOL, encode_completions
+from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
@@ -80,11 +80,9 @@ class Writer:
         result = pb.GroupResult(
             group_id=lease.group_id,
             attempt=lease.attempt,
-            texts=[c.text for c in completions],
-            finish_reasons=[c.finish_reason for c in completions],
             digest=Group(lease.group_id, PROMPT_IDS, tuple(completions)).digest(),
         )
-        self.send("rollout", [encode_completions(PROMPT_IDS, completions)], group=result)
+        self.send("rollout", encode_result(PROMPT_IDS, completions), group=result)
         (task,) = self.send("reward", task=pb.TaskRequest(room=1)).reply.task.tasks
         score = pb.ScoreResult(
             group_id=task.group_id,

@@ -16,7 +16,7 @@ from paceline.wire import (
     decode_rewards,
     encode_completions,
     encode_reference,
-    parse_header,
+    parse_message,
 )
 from protos.paceline.v1 import exchange_pb2 as pb
 
@@ -145,6 +145,6 @@ def test_rewards_are_rows_of_completions() -> None:
 
 def test_a_header_is_parsed_or_refused() -> None:
     header = pb.ExchangeRequest(request_id=7).SerializeToString()
-    assert parse_header(pb.ExchangeRequest, header).request_id == 7
-    with pytest.raises(WireError, match="header frame of 3 bytes is no ExchangeRequest"):
-        parse_header(pb.ExchangeRequest, b"\xff\xff\xff")
+    assert parse_message(pb.ExchangeRequest, header).request_id == 7
+    with pytest.raises(WireError, match="frame of 3 bytes is no ExchangeRequest"):
+        parse_message(pb.ExchangeRequest, b"\xff\xff\xff")

@@ -16,7 +16,7 @@ from paceline.data import open_prompts
 from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_to_yaml
-from paceline.wire import PROTOCOL, decode_completions, encode_completions
+from paceline.wire import PROTOCOL, decode_result, encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
@@ -112,7 +112,7 @@ class World:
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, self.now_s)
         self.notices += self.exchange.take_notices()
-        return replace(outcome, payloads=list(outcome.read()), headers=[])
+        return replace(outcome, payloads=list(outcome.read()))
 
     def new_session(self) -> int:
         """A learner starts (again)."""
@@ -203,11 +203,9 @@ def group_result(
     result = pb.GroupResult(
         group_id=group_id,
         attempt=attempt,
-        texts=[c.text for c in completions],
-        finish_reasons=[c.finish_reason for c in completions],
         digest=Group(group_id, prompt_ids, tuple(completions)).digest(),
     )
-    return pb.ExchangeRequest(group=result), [encode_completions(prompt_ids, completions)]
+    return pb.ExchangeRequest(group=result), encode_result(prompt_ids, completions)
 
 
 class Rollout:
@@ -266,6 +264,8 @@ class Reward:
     def __init__(self, world: World, member_id: str = "reward"):
         self.world = world
         self.member_id = member_id
+        self.texts: dict[int, list[str]] = {}
+        """Of the groups that it was given."""
         world.exchange.members.add(member_id)
 
     def ask(self, room: int = 8) -> Outcome:
@@ -273,10 +273,11 @@ class Reward:
         return self.world.send(pb.ExchangeRequest(member_id=self.member_id, task=pb.TaskRequest(room=room)))
 
     def tasks(self, room: int = 8) -> list[pb.ScoreTask]:
-        """The tasks given; their arrays are those of the group."""
+        """The tasks given; their frames are those of the group."""
         outcome = self.ask(room)
-        for task, payload in zip(outcome.reply.task.tasks, outcome.payloads, strict=True):
-            decode_completions(payload, [""] * len(task.texts), list(task.texts))
+        payloads = iter(outcome.payloads)
+        for task, arrays, texts in zip(outcome.reply.task.tasks, payloads, payloads, strict=True):
+            self.texts[task.group_id] = [completion.text for completion in decode_result(arrays, texts)[1]]
         return list(outcome.reply.task.tasks)
 
     def send(self, task: pb.ScoreTask, **fields: Any) -> Outcome:
@@ -290,7 +291,8 @@ class Reward:
 
     def score(self, task: pb.ScoreTask, rewards: Sequence[float] | None = None) -> int:
         """Scores 0, 1, 0, 1 … or `rewards`; returns the reply's status."""
-        values = [float(i % 2) for i in range(len(task.texts))] if rewards is None else rewards
+        count = len(self.texts.get(task.group_id, ("", "")))
+        values = [float(i % 2) for i in range(count)] if rewards is None else rewards
         functions = [reward.label for reward in self.world.spec.rewards]
         return self.send(task, rewards=values, functions=functions).reply.status
 

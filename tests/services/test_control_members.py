@@ -40,7 +40,11 @@ async def test_a_stream_that_says_nothing_is_refused(plane: Plane) -> None:
 @pytest.mark.parametrize(
     ("hello", "code", "text"),
     [
-        ({"protocol": 99}, grpc.StatusCode.FAILED_PRECONDITION, "speaks protocol 99, the coordinator 1"),
+        (
+            {"protocol": 99},
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"speaks protocol 99, the coordinator {PROTOCOL}",
+        ),
         ({"member_id": ""}, grpc.StatusCode.INVALID_ARGUMENT, "needs a role and a member_id"),
         ({"role": 0}, grpc.StatusCode.INVALID_ARGUMENT, "needs a role and a member_id"),
     ],

@@ -10,6 +10,7 @@ from exchange_drivers import (
     COMMITTED,
     DUPLICATE,
     INVALID,
+    PROMPT_IDS,
     STALE,
     Learner,
     MakeWorld,
@@ -20,10 +21,39 @@ from exchange_drivers import (
     make_completion,
 )
 
-from paceline.groups import Version, VersionSpan
+from paceline.errors import WireError
+from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.leases import lend_again
+from services.learner_parts import Part
+
+
+def test_a_group_as_an_older_format_has_it_is_scored_trained_and_verified(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    for lease in rollout.lease(4):
+        request, (arrays, texts) = rollout.result(lease)
+        group = Group(lease.group_id, PROMPT_IDS, tuple(rollout.completions(lease)))
+        request.group.digest = group.digest(like="0" * 64)
+        assert request.group.digest not in (group.digest(), "")
+        whole_result = request.group.SerializeToString() + texts  # its fields were one message
+        assert world.send(request, [arrays, whole_result]).reply.status == COMMITTED
+    for task in reward.tasks():
+        assert reward.texts[task.group_id] == [f"{task.group_id}1{i}".lstrip("0") for i in range(2)]
+        assert reward.score(task) == COMMITTED
+    part = learner.ask(0)
+    assert Part(part.reply.batch, list(part.payloads)).groups()[1].num_tokens == 9
+    assert learner.train(0) == [[0, 1]]
+
+
+def test_a_rank_does_not_train_what_arrived_changed(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 4)
+    outcome = learner.ask(0)
+    batch, (first, second) = outcome.reply.batch, outcome.payloads
+    assert [group.group_id for group in Part(batch, [first, second]).groups()] == [0, 1]
+    with pytest.raises(WireError, match="group 0 of step 0 arrived changed"):
+        Part(batch, [second, first]).groups()
 
 
 def test_a_group_from_admission_to_trained(world: World) -> None:
@@ -37,7 +67,7 @@ def test_a_group_from_admission_to_trained(world: World) -> None:
     assert world.group(0)["tokens"] == 4 + 5
     assert world.group(0)["sequence_tokens"] == 9 + 2 * 3
     (task,) = reward.tasks()
-    assert task.texts == ["10", "11"]  # seeds of the driver: attempt 1, samples 0 and 1
+    assert reward.texts[0] == ["10", "11"]  # seeds of the driver: attempt 1, samples 0 and 1
     assert json.loads(task.columns_json) == {"answer": int(json.loads(lease.prompt_json)[1:])}
     assert reward.score(task, [0.25, 0.75]) == COMMITTED
     assert world.group(0)["reward"] == 0.5

@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 from exchange_drivers import COMMITTED, INVALID, PROMPT_IDS, Learner, Reward, Rollout, World, fill
 
+from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
 
 
@@ -117,9 +118,9 @@ def test_a_payload_that_does_not_fit_is_invalid_and_changes_nothing(
 ) -> None:
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    good, _ = rollout.result(lease)
+    good, (_, texts) = rollout.result(lease)
     before = world.dump()
-    outcome = world.send(good, [safetensors.numpy.save(arrays(**changes))])
+    outcome = world.send(good, [safetensors.numpy.save(arrays(**changes)), texts])
     assert outcome.reply.status == INVALID
     assert outcome.reply.message
     returned = pb.LeaseReturn(group_id=0, attempt=1, finish_reasons=["stop", "abort"], texts=["", ""])
@@ -135,27 +136,30 @@ def test_a_payload_that_does_not_fit_is_invalid_and_changes_nothing(
 def test_a_foreign_frame_is_invalid(world: World, frame: bytes) -> None:
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    request, (whole,) = rollout.result(lease)
+    request, (whole, texts) = rollout.result(lease)
     before = world.dump()
-    for frames in ([frame], [whole[:-1]], [whole[: len(whole) // 2]], [whole, whole], []):
+    for first in (frame, whole[:-1], whole[: len(whole) // 2]):
+        assert world.send(request, [first, texts]).reply.status == INVALID
+    for frames in ([whole, whole], [whole, texts[:-1]], [whole], [texts, whole], [whole, texts, texts], []):
         assert world.send(request, frames).reply.status == INVALID
     assert world.dump() == before
     assert rollout.finish(lease) == COMMITTED
 
 
-@pytest.mark.parametrize("what", ["digest", "reason", "texts", "finish_reasons"])
-def test_a_header_that_does_not_fit_its_payload_is_invalid(world: World, what: str) -> None:
+@pytest.mark.parametrize("what", ["digest 32", "digest 64", "reason", "texts", "finish_reasons"])
+def test_frames_that_do_not_fit_together_are_invalid(world: World, what: str) -> None:
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    request, frames = rollout.result(lease)
-    if what == "digest":
-        request.group.digest = "0" * 64
+    request, (whole, texts) = rollout.result(lease)
+    said = pb.Texts.FromString(texts)
+    if what.startswith("digest"):
+        request.group.digest = "0" * int(what.split()[1])
     elif what == "reason":
-        request.group.finish_reasons[0] = "abort"
+        said.finish_reasons[0] = "abort"
     else:
-        request.group.ClearField(what)
+        said.ClearField(what)
     before = world.dump()
-    assert world.send(request, frames).reply.status == INVALID
+    assert world.send(request, [whole, said.SerializeToString()]).reply.status == INVALID
     assert world.dump() == before
 
 
@@ -174,7 +178,7 @@ def test_a_request_without_a_body_is_invalid(world: World) -> None:
 def test_replies_name_the_request_and_the_term(world: World) -> None:
     world.restart()
     reply = world.send(pb.ExchangeRequest(request_id=77, task=pb.TaskRequest(room=1))).reply
-    assert (reply.request_id, reply.term, reply.protocol) == (77, 2, 1)
+    assert (reply.request_id, reply.term, reply.protocol) == (77, 2, PROTOCOL)
 
 
 def sizes(value: object) -> dict[str, int]:

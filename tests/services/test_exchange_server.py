@@ -168,7 +168,7 @@ async def test_another_protocol_is_told_which_side_is_older(service: Service) ->
     request.protocol = 99
     reply = await service.rollout("rollout").ask(request)
     assert reply.status == INVALID
-    assert "protocol 99 is not the coordinator's 1" in reply.message
+    assert f"protocol 99 is not the coordinator's {PROTOCOL}" in reply.message
 
 
 async def test_another_term_is_stale_at_once(service: Service) -> None:

@@ -12,7 +12,7 @@ from paceline.errors import LedgerFault
 from paceline.wire import Buffer
 from services.coordinator import payloads
 from services.coordinator.ledger import Ledger
-from services.coordinator.payloads import Payload, PayloadStore, Place, read_frame
+from services.coordinator.payloads import Payload, PayloadStore, Place, Record, read_frame
 from services.coordinator.segment_writer import BLOCK_BYTES
 
 
@@ -34,12 +34,16 @@ def test_records_come_back_from_whichever_segment_they_are_in(
     monkeypatch.setattr(payloads, "MAX_OPEN_SEGMENTS", 2)
     store = PayloadStore(tmp_path / "ledger")
     records = [(b"h%d" % i, bytes([i]) * (10 * i)) for i in range(12)]
-    places = [place for i in range(0, 12, 2) for place in store.append(records[i : i + 2])]
+    places = [
+        place
+        for i in range(0, 12, 2)
+        for place in store.append([Record.of(*each) for each in records[i : i + 2]])
+    ]
     assert len({place.segment for place in places}) == 3
     assert [look_up(store, place) for place in places] == records
     again = PayloadStore(tmp_path / "ledger")
     assert [look_up(again, place) for place in reversed(places)] == records[::-1]
-    (after,) = again.append([(b"", b"new term")])
+    (after,) = again.append([Record.of(b"", b"new term")])
     assert after.segment == 4  # never behind what another process may have torn
     assert look_up(store, after) == (b"", b"new term")
     store.close()
@@ -51,7 +55,7 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(
 ) -> None:
     monkeypatch.setattr(payloads, "MAX_RECENT_BYTES", 20)
     store = PayloadStore(tmp_path / "ledger")
-    places = store.append([(b"h%d" % i, b"arrays%d" % i) for i in range(3)])  # 9 bytes each
+    places = store.append([Record.of(b"h%d" % i, b"arrays%d" % i) for i in range(3)])  # 9 bytes each
     (path,) = store.folder.iterdir()
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(LedgerFault, match="is damaged"):
@@ -70,7 +74,7 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(
 @pytest.mark.parametrize("damage", ["a bit", "the end", "the file"])
 def test_what_is_damaged_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
     store = PayloadStore(tmp_path / "ledger")
-    (place,) = store.append([(b"header", b"arrays")])
+    (place,) = store.append([Record.of(b"header", b"arrays")])
     store.forget(place.segment, place.start)
     (path,) = store.folder.iterdir()
     whole = path.read_bytes()
@@ -95,7 +99,7 @@ def test_a_disk_that_refuses_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(
         LedgerFault, match=r"groups cannot be written to .*: No space left on device; make room"
     ):
-        store.append([(b"h", b"a")])
+        store.append([Record.of(b"h", b"a")])
     store.close()
 
 

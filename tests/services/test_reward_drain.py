@@ -12,7 +12,7 @@ from exchange_drivers import make_spec
 
 from paceline.groups import Completion, VersionSpan
 from paceline.spec_io import spec_to_yaml
-from paceline.wire import encode_completions
+from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from services.reward import RewardWorker
@@ -31,8 +31,8 @@ def slow(completions, **_):
 class Exchange:
     """Gives three tasks to the first who asks, then none; records the scores."""
 
-    def __init__(self, payload: bytes):
-        self.payload = payload
+    def __init__(self, payloads: list[bytes]):
+        self.payloads = payloads
         self.scores: list[pb.ScoreResult] = []
         self.changed = asyncio.Condition()
         self._left = [1, 2, 3]
@@ -51,9 +51,9 @@ class Exchange:
         given, self._left = self._left, []
         for group_id in given:
             reply.task.tasks.add(
-                group_id=group_id, attempt=1, prompt_json='"p"', columns_json="{}", texts=["a"], digest="d"
+                group_id=group_id, attempt=1, prompt_json='"p"', columns_json="{}", digest="d"
             )
-        return reply, [self.payload] * len(given)
+        return reply, self.payloads * len(given)
 
     async def report(self, report: worker_pb2.ConnectRequest) -> None:
         pass
@@ -71,7 +71,7 @@ async def drained(directory: Path) -> None:
     spec = make_spec(directory, rewards=[{"function": f"{directory}/slow.py:slow"}])
     ids = np.array([1, 2], np.int32)
     completion = Completion(ids, np.zeros(2, np.float32), (VersionSpan(1, 0, 0, 2),), "stop", "a")
-    exchange = Exchange(encode_completions(ids, [completion]))
+    exchange = Exchange(encode_result(ids, [completion]))
     worker = RewardWorker("nowhere:1", "reward", 1)
     worker.membership._context.term()
     worker.membership = exchange  # type: ignore[assignment]

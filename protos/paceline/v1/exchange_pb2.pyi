@@ -87,7 +87,8 @@ Global___BatchState: _TypeAlias = BatchState  # noqa: Y015
 @_typing.final
 class ExchangeRequest(_message.Message):
     """Headers of the exchange's ZeroMQ messages (DEALER to ROUTER). A message is one header frame and then the payload
-    frames that the header's body asks for, each a safetensors blob. Every request gets one reply with its request_id.
+    frames that the header's body asks for, each a safetensors blob unless it says otherwise. Every request gets one reply
+    with its request_id.
 
     From a worker.
     """
@@ -125,7 +126,7 @@ class ExchangeRequest(_message.Message):
 
     @_builtins.property
     def group(self) -> Global___GroupResult:
-        """A generated group; one payload frame."""
+        """A generated group; two payload frames."""
 
     @_builtins.property
     def lease_return(self) -> Global___LeaseReturn:
@@ -204,7 +205,7 @@ class ExchangeReply(_message.Message):
 
     @_builtins.property
     def task(self) -> Global___TaskReply:
-        """Answer to TaskRequest; one payload frame for each task."""
+        """Answer to TaskRequest; two payload frames for each task."""
 
     @_builtins.property
     def batch(self) -> Global___BatchReply:
@@ -385,15 +386,13 @@ Global___Lease: _TypeAlias = Lease  # noqa: Y015
 @_typing.final
 class GroupResult(_message.Message):
     """A generated group. Payload: prompt_ids [P] i32, token_ids [ΣT] i32, lengths [C] i32, logprobs [ΣT] f32,
-    spans [S, 5] i64 (completion, session, step, start, end).
+    spans [S, 5] i64 (completion, session, step, start, end); then a frame that is a Texts.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    TEXTS_FIELD_NUMBER: _builtins.int
-    FINISH_REASONS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     GENERATE_S_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
@@ -401,9 +400,35 @@ class GroupResult(_message.Message):
     attempt: _builtins.int
     """The attempt that made it."""
     digest: _builtins.str
-    """SHA-256 over the arrays."""
+    """XXH3-128 over the arrays, as Group.digest."""
     generate_s: _builtins.float
     """Seconds from lease to completion."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        generate_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest", b"digest", "generate_s", b"generate_s", "group_id", b"group_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupResult: _TypeAlias = GroupResult  # noqa: Y015
+
+@_typing.final
+class Texts(_message.Message):
+    """What a group says in words: a payload frame, kept and handed on as it came. Ledgers of older formats hold a whole
+    GroupResult in its place, of which these were fields.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    FINISH_REASONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The decoded completions."""
@@ -415,20 +440,16 @@ class GroupResult(_message.Message):
     def __init__(
         self,
         *,
-        group_id: _builtins.int = ...,
-        attempt: _builtins.int = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         finish_reasons: _abc.Iterable[_builtins.str] | None = ...,
-        digest: _builtins.str = ...,
-        generate_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest", b"digest", "finish_reasons", b"finish_reasons", "generate_s", b"generate_s", "group_id", b"group_id", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GroupResult: _TypeAlias = GroupResult  # noqa: Y015
+Global___Texts: _TypeAlias = Texts  # noqa: Y015
 
 @_typing.final
 class LeaseReturn(_message.Message):
@@ -454,7 +475,7 @@ class LeaseReturn(_message.Message):
     """Short name of that fault in the books."""
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why each sample in the payload ended; as GroupResult. Empty when nothing comes with it."""
+        """Why each sample in the payload ended; as Texts. Empty when nothing comes with it."""
 
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -519,7 +540,7 @@ class TaskReply(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreTask]:
-        """The tasks, in the order of their payload frames."""
+        """The tasks, in the order of their pairs of payload frames."""
 
     def __init__(
         self,
@@ -544,7 +565,6 @@ class ScoreTask(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PROMPT_JSON_FIELD_NUMBER: _builtins.int
     COLUMNS_JSON_FIELD_NUMBER: _builtins.int
-    TEXTS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WANTS_REFERENCE_FIELD_NUMBER: _builtins.int
@@ -562,10 +582,6 @@ class ScoreTask(_message.Message):
     """W3C trace context of the group."""
     wants_reference: _builtins.bool
     """Whether the score has to come with what the run's reference (a teacher, or the policy as it was) says of every token."""
-    @_builtins.property
-    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The decoded completions."""
-
     def __init__(
         self,
         *,
@@ -573,14 +589,13 @@ class ScoreTask(_message.Message):
         attempt: _builtins.int = ...,
         prompt_json: _builtins.str = ...,
         columns_json: _builtins.str = ...,
-        texts: _abc.Iterable[_builtins.str] | None = ...,
         digest: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         wants_reference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "columns_json", b"columns_json", "digest", b"digest", "group_id", b"group_id", "prompt_json", b"prompt_json", "texts", b"texts", "traceparent", b"traceparent", "wants_reference", b"wants_reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "columns_json", b"columns_json", "digest", b"digest", "group_id", b"group_id", "prompt_json", b"prompt_json", "traceparent", b"traceparent", "wants_reference", b"wants_reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -702,7 +717,7 @@ class BatchReply(_message.Message):
     """Seconds from the first request for this step to the fixing of its batch."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]:
-        """Groups of this rank, in the order of their payload frames (as GroupResult), which come before all others."""
+        """Groups of this rank, in the order of their payload frames (the arrays of GroupResult), which come before all others."""
 
     def __init__(
         self,
