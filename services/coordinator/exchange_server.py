@@ -12,7 +12,8 @@ A message passes these steps; all but those on the event loop are threads (stage
   check     decodes and hashes groups, while leases pass by (intake.py)
   store     writes and syncs them, several at once
   answer    event loop: one transaction after another, every other one for leases alone while there are any
-  sync      syncs what was committed meanwhile: the next transactions go on beside it
+  sync      syncs what was committed meanwhile: the next transactions go on beside it, and what is synced is answered
+            between two of their requests
   read      reads arrays of tasks and batches from the disk
   send      event loop
 """
@@ -119,9 +120,11 @@ class ExchangeServer:
         self._leases_were_alone = False
         """In the last transaction; the others come next."""
         self._bell = asyncio.Event()
+        self._synced: deque[Done] = deque()
+        """On the disk, not answered yet."""
         self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
         """Of transactions that are on the disk, to act on."""
-        payloads, ledger = exchange.ledger.payloads, exchange.ledger
+        payloads = exchange.ledger.payloads
         self._stores: Stage[Waiting] = Stage(
             "store",
             lambda portion: store(payloads, [waiting.arrived for waiting in portion]),
@@ -131,7 +134,7 @@ class ExchangeServer:
         )
         self._checks: Stage[Waiting] = Stage("check", self._check)
         self._syncs: Stage[Done] = Stage(
-            "sync", lambda portion: ledger.sync(), self._on_synced, portion_size=MAX_TRANSACTIONS
+            "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
         )
         self._reads: Stage[ToRead] = Stage("read", _read, self._on_read)
 
@@ -256,6 +259,7 @@ class ExchangeServer:
             with self._exchange.ledger.transaction(synced=False):
                 while self._leases:
                     self._settle(self._leases.popleft(), now_s, done.answers)
+                    self._send_synced()  # they should not have to wait for the end of this transaction
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
                     waiting = self._others.popleft()
@@ -264,6 +268,7 @@ class ExchangeServer:
                     if waiting.kind == "score" and waiting.request.score.handed_back:
                         kinds.add("task")
                     done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
+                    self._send_synced()
                 if self._exchange.take_freed():
                     kinds.add("lease")
                 for key, waiting in list(self._parked.items()):
@@ -274,9 +279,16 @@ class ExchangeServer:
                 self._record(done.notices)
         self._syncs.put(done)
 
-    def _on_synced(self, portion: list[Done]) -> None:
+    def _sync(self, portion: list[Done]) -> None:
+        self._exchange.ledger.sync()
+        self._synced.extend(portion)
+
+    def _send_synced(self) -> None:
         """The answers leave, and what follows from the transactions may begin."""
-        for done in portion:
+        if not self._synced:
+            return
+        while self._synced:
+            done = self._synced.popleft()
             for waiting, outcome in done.answers:
                 if outcome.is_stored:
                     self._reads.put(ToRead(waiting, outcome))
