@@ -242,7 +242,7 @@ class Load:
 
     def _ask_lease(self, socket: zmq.Socket[bytes]) -> None:
         self._asked_s[socket] = time.perf_counter()
-        self._send(socket, lease=pb.LeaseRequest(room=COMPLETIONS))
+        self._send(socket, lease=pb.LeaseRequest(room=COMPLETIONS, held=pb.Held()))
 
     def _on_rollout(self, socket: zmq.Socket[bytes], reply: pb.ExchangeReply, payloads: Any) -> None:
         if reply.WhichOneof("body") != "lease":

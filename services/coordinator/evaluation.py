@@ -28,10 +28,10 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
     if known:
         return
     exchange.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run.run_id, step))
-    for index in range(min(len(run.validation), run.spec.grpo.max_val_samples)):
-        prompt, columns = run.validation.draw(index)
-        group_id = FIRST_EVALUATION_GROUP + (step << 20) + index
-        leases.insert_group(exchange, run, group_id, f"eval:{step}", index, prompt, columns)
+    first = FIRST_EVALUATION_GROUP + (step << 20)
+    number = min(len(run.validation), run.spec.grpo.max_val_samples)
+    groups = [(first + index, index, *run.validation.draw(index)) for index in range(number)]
+    leases.insert_groups(exchange, run, f"eval:{step}", groups)
 
 
 def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:

@@ -33,12 +33,15 @@ from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import Exchange, Notice, Outcome
 from services.coordinator.exchange_socket import ExchangeSocket, Message, Waiting, parse
-from services.coordinator.handlers import handle
+from services.coordinator.handlers import handle, handle_leases
 from services.coordinator.intake import look_at, store
 from services.coordinator.stage import Stage
 
 MAX_TRANSACTION_S = 0.006
 """How long requests other than for leases are taken into one transaction; what arrives meanwhile waits for its end."""
+
+LEASES_AT_ONCE = 16
+"""Requests for leases that are answered as one: what they have in common is read and written once."""
 
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""
@@ -257,13 +260,15 @@ class ExchangeServer:
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock:
             with self._exchange.ledger.transaction(synced=False):
-                while self._leases:
-                    self._settle(self._leases.popleft(), now_s, done.answers)
-                    self._send_synced()  # they should not have to wait for the end of this transaction
                 end_s = time.monotonic() + MAX_TRANSACTION_S
+                while self._leases and time.monotonic() < end_s:
+                    self._give_leases(now_s, done.answers)
+                    self._send_synced()  # they should not have to wait for the end of this transaction
+                    if not alone:
+                        break
                 while self._others and not alone and time.monotonic() < end_s:
                     waiting = self._others.popleft()
-                    self._settle(waiting, now_s, done.answers)
+                    self._settle(waiting, self._handle(waiting, now_s), now_s, done.answers)
                     kinds |= WAKES.get(waiting.kind, set())
                     if waiting.kind == "score" and waiting.request.score.handed_back:
                         kinds.add("task")
@@ -274,7 +279,10 @@ class ExchangeServer:
                 for key, waiting in list(self._parked.items()):
                     if waiting.kind in kinds or waiting.deadline_s <= now_s:
                         del self._parked[key]
-                        self._settle(waiting, now_s, done.answers)
+                        if waiting.kind == "lease":
+                            self._leases.append(waiting)
+                        else:
+                            self._settle(waiting, self._handle(waiting, now_s), now_s, done.answers)
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
@@ -304,9 +312,26 @@ class ExchangeServer:
         while True:
             await self._act(await self._notices.get())
 
-    def _settle(self, waiting: Waiting, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
+    def _give_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
+        """Answers the next requests for leases, of different workers."""
+        asked: dict[str, Waiting] = {}
+        while self._leases and len(asked) < LEASES_AT_ONCE and self._leases[0].request.member_id not in asked:
+            waiting = self._leases.popleft()
+            asked[waiting.request.member_id] = waiting
+        try:
+            with self._exchange.ledger.savepoint():
+                outcomes = handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
+        except (sqlite3.Error, LedgerFault):
+            raise
+        except Exception:  # which of them it was, each shows by itself
+            outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
+        for waiting, outcome in zip(asked.values(), outcomes, strict=True):
+            self._settle(waiting, outcome, now_s, answers)
+
+    def _settle(
+        self, waiting: Waiting, outcome: Outcome, now_s: float, answers: list[tuple[Waiting, Outcome]]
+    ) -> None:
         """Answers a request, or parks it when nothing could be given yet."""
-        outcome = self._handle(waiting, now_s)
         if not outcome.empty or waiting.deadline_s <= now_s:
             answers.append((waiting, outcome))
             return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from paceline.groups import Group, Version
 from paceline.tracing import group_traceparent, span
@@ -18,38 +20,122 @@ from services.coordinator.intake import Arrived
 from services.coordinator.payloads import Frame, read_frame
 
 ADMITTED_AT_ONCE = 64
-"""Groups that one request for leases admits beyond those that it gets: a whole step's would keep the others waiting."""
+"""Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
 
 
-def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
-    """Leases for the room that a rollout worker has: evaluation first, then training, oldest place first."""
-    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
-    reply.lease.SetInParent()
-    if request.lease.HasField("held"):
-        _release_lost(exchange, run, request)
-        _take_up_again(exchange, run, request)
-    payloads: list[Frame] = []
-    version = exchange.versions.get(request.member_id)
-    if version is None or run.prompts is None:
-        return Outcome(reply, empty=True)
-    room = request.lease.room
-    measured = evaluation.to_lease(
-        exchange, run, request.member_id, version, room + poison.num_reserved(exchange)
-    )
-    for row in poison.choose(exchange, run, request.member_id, measured, room):
-        _lease(exchange, run, request.member_id, row, version, reply, payloads, pinned=version)
-        room -= 1
-    if not exchange.paused(run):
-        group_size = run.spec.grpo.num_generations_per_prompt
-        places = max(room // group_size, 1 if room > 0 and not reply.lease.leases else 0)
-        admit(exchange, run, max(places, ADMITTED_AT_ONCE))
-        leasable = _leasable(exchange, run, version, places + poison.num_reserved(exchange))
+def give(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
+    """Leases for the room that each of these workers has, all of them different ones: evaluation first, then training, oldest
+    place first. What they have in common is read once and written once.
+    """
+    _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
+    lending = _Lending(exchange, run, [request.lease.room for request in requests])
+    outcomes = [lending.give(request) for request in requests]
+    lending.write_down()
+    return outcomes
+
+
+class _Lending:
+    """Admitted groups that go to one worker after the other."""
+
+    def __init__(self, exchange: Exchange, run: ActiveRun, rooms: Sequence[int]):
+        self._exchange, self._run = exchange, run
+        self._group_size = run.spec.grpo.num_generations_per_prompt
+        generation = run.spec.policy.generation
+        self._params = common_pb2.SamplingParams(
+            max_new_tokens=generation.max_new_tokens,
+            min_new_tokens=generation.min_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            stop_token_ids=generation.stop_token_ids,
+        )
+        self._free: list[tuple[sqlite3.Row, int]] = []
+        """Groups to train that nobody has, in the order of their places, each with the step that it is for."""
+        self._lent: list[tuple[str, int, str, int, int]] = []
+        """What `write_down` has to: run, group, worker, attempt, oldest version that its tokens can have."""
+        if run.prompts is not None and not exchange.paused(run):
+            places = sum(max(1, room // self._group_size) for room in rooms)
+            admit(exchange, run, max(places, ADMITTED_AT_ONCE))
+            self._free = _admitted(exchange, run, places + poison.num_reserved(exchange))
+
+    def give(self, request: pb.ExchangeRequest) -> Outcome:
+        """One worker's leases; they are written down later."""
+        exchange, run = self._exchange, self._run
+        reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+        reply.lease.SetInParent()
+        version = exchange.versions.get(request.member_id)
+        if version is None or run.prompts is None:
+            return Outcome(reply, empty=True)
+        if poison.suspects(exchange, run):
+            self.write_down()  # who holds what decides now
+        payloads: list[Frame] = []
+        room, reserved = request.lease.room, poison.num_reserved(exchange)
+        measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
+        for row in poison.choose(exchange, run, request.member_id, measured, room):
+            self._lease(request.member_id, row, version, reply, payloads, pinned=version)
+            room -= 1
+        places = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
+        leasable = self._leasable(version, places + reserved) if places else []
         steps = {row["group_id"]: step for row, step in leasable}
-        rows = [row for row, _ in leasable]
-        for row in poison.choose(exchange, run, request.member_id, rows, places):
+        for row in poison.choose(exchange, run, request.member_id, [row for row, _ in leasable], places):
             step = steps[row["group_id"]]
-            _lease(exchange, run, request.member_id, row, version, reply, payloads, step=step)
-    return Outcome(reply, payloads, empty=not reply.lease.leases)
+            self._lease(request.member_id, row, version, reply, payloads, step=step)
+            self._free.remove((row, step))
+        return Outcome(reply, payloads, empty=not reply.lease.leases)
+
+    def write_down(self) -> None:
+        """Makes leases of what was given since the last time."""
+        if self._lent:
+            self._exchange.db.execute(
+                # The run is among the values, so that SQLite looks each group up instead of reading all that the run had.
+                "UPDATE groups SET state = 'leased', member_id = json_extract(lent.value, '$[2]'),"
+                " attempt = json_extract(lent.value, '$[3]'), lease_step = json_extract(lent.value, '$[4]')"
+                " FROM json_each(?) AS lent WHERE run_id = json_extract(lent.value, '$[0]')"
+                " AND group_id = json_extract(lent.value, '$[1]')",
+                (json.dumps(self._lent),),
+            )
+            self._lent.clear()
+
+    def _leasable(self, version: Version, number: int) -> list[tuple[sqlite3.Row, int]]:
+        """The first of the free groups, up to `number`, as far as the worker's version allows."""
+        max_age = self._run.max_age
+        return list(takewhile(lambda free: may_lease(version.step, free[1], max_age), self._free[:number]))
+
+    def _lease(
+        self,
+        member_id: str,
+        row: sqlite3.Row,
+        version: Version,
+        reply: pb.ExchangeReply,
+        payloads: list[Frame],
+        *,
+        step: int = 0,
+        pinned: Version | None = None,
+    ) -> None:
+        run, group_id = self._run, row["group_id"]
+        lease = reply.lease.leases.add(
+            group_id=group_id,
+            attempt=row["attempt"] + 1,
+            prompt_json=row["prompt_json"],
+            seed=group_seed(run, group_id),
+            num_generations=1 if pinned else self._group_size,
+            params=self._params,
+            step=step,
+            traceparent=group_traceparent(run.run_id, group_id),
+        )
+        oldest = version.step
+        if pinned:
+            lease.pinned_version.session, lease.pinned_version.step = pinned
+        with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
+            pass  # a moment, not a while: it marks when and to whom the group was given
+        prefix = self._exchange.ledger.payload(run.run_id, group_id, "prefix") if row["attempt"] else None
+        if prefix is not None:
+            payloads.append(prefix.arrays)
+            lease.prefix_frame = len(payloads)
+            returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
+            lease.prefix_finish_reasons.extend(returned.finish_reasons)
+            oldest = min(oldest, row["oldest_step"])
+        self._lent.append((run.run_id, group_id, member_id, lease.attempt, oldest))
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
@@ -74,6 +160,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
         "SELECT slot FROM free_slots WHERE run_id = ? ORDER BY slot LIMIT ?", (run_id, number)
     ).fetchall()
     free_slots = [row["slot"] for row in reversed(freed)]
+    new = []
     for group_id in range(admitted, admitted + number):
         prompt, columns = run.prompts.draw(cursor)
         cursor += 1
@@ -83,20 +170,43 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
             exchange.db.execute("DELETE FROM free_slots WHERE run_id = ? AND slot = ?", (run_id, slot))
         else:
             slot, next_slot = next_slot, next_slot + 1
-        insert_group(exchange, run, group_id, "train", slot, prompt, columns)
+        new.append((group_id, slot, prompt, columns))
+    insert_groups(exchange, run, "train", new)
     ledger.count(run_id, "groups:ever_admitted", number)
     ledger.update_run(run_id, cursor=cursor, next_slot=next_slot)
 
 
-def insert_group(
-    exchange: Exchange, run: ActiveRun, group_id: int, kind: str, slot: int, prompt: object, columns: object
+def insert_groups(
+    exchange: Exchange, run: ActiveRun, kind: str, groups: Iterable[tuple[int, int, object, object]]
 ) -> None:
-    """A new group, admitted."""
-    exchange.db.execute(
+    """New groups, admitted: id, place, prompt and columns of each."""
+    exchange.db.executemany(
         "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json)"
         " VALUES (?, ?, ?, 'admitted', ?, ?, ?)",
-        (run.run_id, group_id, kind, slot, json.dumps(prompt), json.dumps(columns, default=str)),
+        [
+            (run.run_id, group_id, kind, slot, json.dumps(prompt), json.dumps(columns, default=str))
+            for group_id, slot, prompt, columns in groups
+        ],
     )
+
+
+def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
+    """What the workers say that they hold, against the record."""
+    if not requests:
+        return
+    on_record: dict[str, set[int]] = {request.member_id: set() for request in requests}
+    for member_id, group_id in exchange.db.execute(
+        "SELECT member_id, group_id FROM groups INDEXED BY held_groups WHERE run_id = ? AND state = 'leased'"
+        " AND member_id IN (SELECT value FROM json_each(?))",
+        (run.run_id, json.dumps(list(on_record))),
+    ):
+        on_record[member_id].add(group_id)
+    for request in requests:
+        held = set(request.lease.held.group_ids)
+        if on_record[request.member_id] - held:
+            _release_lost(exchange, run, request)
+        if held - on_record[request.member_id]:
+            _take_up_again(exchange, run, request)
 
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
@@ -117,78 +227,27 @@ def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeReque
     )
 
 
-def _leasable(
-    exchange: Exchange, run: ActiveRun, version: Version, places: int
-) -> list[tuple[sqlite3.Row, int]]:
-    """Up to `places` admitted groups with the step each is for, as far as the worker's version allows.
+def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
+    """The first `number` groups to train that nobody has, with the step each is for.
 
     in_order: the place decides the step. ready_first: the number of groups ahead that are in no batch yet.
     """
-    if places <= 0:
-        return []
     rows = exchange.db.execute(
         "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train' AND state = 'admitted'"
         " ORDER BY slot, group_id LIMIT ?",
-        (run.run_id, places),
+        (run.run_id, number),
     ).fetchall()
+    if run.spec.async_grpo.order == "in_order":
+        return [(row, row["slot"] // run.batch) for row in rows]
     next_batch = exchange.ledger.run(run.run_id)["next_batch"]
-    leasable = []
+    admitted, last_slot, ahead = [], -2, 0
     for row in rows:
-        if run.spec.async_grpo.order == "in_order":
-            step = row["slot"] // run.batch
-        else:
-            step = lease_step(next_batch, exchange.num_ahead(run, row["slot"]), run.batch)
-        if not may_lease(version.step, step, run.max_age):
-            break
-        leasable.append((row, step))
-    return leasable
-
-
-def _lease(
-    exchange: Exchange,
-    run: ActiveRun,
-    member_id: str,
-    row: sqlite3.Row,
-    version: Version,
-    reply: pb.ExchangeReply,
-    payloads: list[Frame],
-    *,
-    step: int = 0,
-    pinned: Version | None = None,
-) -> None:
-    generation, group_id = run.spec.policy.generation, row["group_id"]
-    lease = reply.lease.leases.add(
-        group_id=group_id,
-        attempt=row["attempt"] + 1,
-        prompt_json=row["prompt_json"],
-        seed=group_seed(run, group_id),
-        num_generations=1 if pinned else run.spec.grpo.num_generations_per_prompt,
-        params=common_pb2.SamplingParams(
-            max_new_tokens=generation.max_new_tokens,
-            min_new_tokens=generation.min_new_tokens,
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-            stop_token_ids=generation.stop_token_ids,
-        ),
-        step=step,
-        traceparent=group_traceparent(run.run_id, group_id),
-    )
-    oldest = version.step
-    if pinned:
-        lease.pinned_version.session, lease.pinned_version.step = pinned
-    with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
-        pass  # a moment, not a while: it marks when and to whom the group was given
-    prefix = exchange.ledger.payload(run.run_id, group_id, "prefix") if row["attempt"] else None
-    if prefix is not None:
-        payloads.append(prefix.arrays)
-        lease.prefix_frame = len(payloads)
-        returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
-        lease.prefix_finish_reasons.extend(returned.finish_reasons)
-        oldest = min(oldest, row["oldest_step"])
-    exchange.set_group(
-        run, group_id, state="leased", member_id=member_id, attempt=lease.attempt, lease_step=oldest
-    )
+        slot = row["slot"]
+        # The one in the place before is open itself; only a gap has to be counted.
+        ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
+        last_slot = slot
+        admitted.append((row, lease_step(next_batch, ahead, run.batch)))
+    return admitted
 
 
 def group_seed(run: ActiveRun, group_id: int) -> int:

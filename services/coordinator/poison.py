@@ -30,16 +30,16 @@ def choose(
     none. A suspect that waits reserves one worker, which gets nothing more until its hands are free; `rows` should have
     `num_reserved` more than there is room for, so that the others pass the suspects by.
     """
-    suspects = _suspects(exchange, run)
-    if not suspects or room <= 0:
+    suspected = suspects(exchange, run)
+    if not suspected or room <= 0:
         return rows[: max(room, 0)]
     held = {row["group_id"] for row in _held(exchange, run, member_id)}
-    if suspects & held:
+    if suspected & held:
         return []
     reserved = exchange.reserved
     for row in rows:
         group_id = row["group_id"]
-        if group_id not in suspects or reserved.get(group_id, member_id) != member_id:
+        if group_id not in suspected or reserved.get(group_id, member_id) != member_id:
             continue
         if group_id not in reserved and member_id in reserved.values():
             continue
@@ -50,7 +50,12 @@ def choose(
         return [row]
     if member_id in reserved.values():
         return []
-    return [row for row in rows if row["group_id"] not in suspects][:room]
+    return [row for row in rows if row["group_id"] not in suspected][:room]
+
+
+def suspects(exchange: Exchange, run: ActiveRun) -> set[int]:
+    """Groups that are held alone."""
+    return {group_id for group_id, deaths in _deaths(exchange, run).items() if deaths >= SHARED_DEATHS}
 
 
 def num_reserved(exchange: Exchange) -> int:
@@ -105,10 +110,6 @@ def _held(exchange: Exchange, run: ActiveRun, member_id: str) -> list[sqlite3.Ro
         " SELECT * FROM groups WHERE state = 'generated' AND scorer_id = ? AND run_id = ?",
         (member_id, run.run_id) * 2,
     ).fetchall()
-
-
-def _suspects(exchange: Exchange, run: ActiveRun) -> set[int]:
-    return {group_id for group_id, deaths in _deaths(exchange, run).items() if deaths >= SHARED_DEATHS}
 
 
 def _deaths(exchange: Exchange, run: ActiveRun) -> dict[int, int]:
