@@ -11,6 +11,7 @@ from exchange_drivers import COMMITTED, INVALID, PROMPT_IDS, Learner, Reward, Ro
 
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import leases
 
 
 def ask_holding(rollout: Rollout, *group_ids: int) -> list[pb.Lease]:
@@ -144,6 +145,28 @@ def test_a_foreign_frame_is_invalid(world: World, frame: bytes) -> None:
         assert world.send(request, frames).reply.status == INVALID
     assert world.dump() == before
     assert rollout.finish(lease) == COMMITTED
+
+
+def test_workers_that_ask_together_get_what_is_theirs_by_version_and_by_record(world: World) -> None:
+    old, new, lost = Rollout(world, "old"), Rollout(world, "new"), Rollout(world, "lost")
+    (forgotten,) = lost.lease()
+    old.hold(-2)  # more than η behind every step
+    asked = [
+        pb.ExchangeRequest(
+            member_id=worker.member_id,
+            term=world.ledger.term,
+            lease=pb.LeaseRequest(room=room, held=pb.Held()),
+        )
+        for worker, room in ((old, 2), (new, 4), (lost, 2))
+    ]
+    with world.ledger.transaction():
+        none, two, one = leases.give(world.exchange, world.run, asked)
+    assert (none.empty, list(none.reply.lease.leases)) == (True, [])
+    assert [lease.group_id for lease in two.reply.lease.leases] == [forgotten.group_id, 1]
+    assert [lease.attempt for lease in two.reply.lease.leases] == [2, 1]
+    assert [lease.group_id for lease in one.reply.lease.leases] == [2]
+    holders = [world.group(group_id)["member_id"] for group_id in range(4)]
+    assert holders == ["new", "new", "lost", None]
 
 
 @pytest.mark.parametrize("what", ["digest 32", "digest 64", "reason", "texts", "finish_reasons"])

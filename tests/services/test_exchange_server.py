@@ -283,6 +283,31 @@ async def test_a_request_that_fails_half_way_leaves_nothing_behind(service: Serv
     assert [group.group_id for group in (await rollout.ask(lease())).lease.leases] == [0]
 
 
+async def test_of_workers_that_ask_at_the_same_time_only_the_one_that_breaks_it_gets_none(
+    service: Service,
+) -> None:
+    line = service.rollout("rollout-0")
+    async with service.server._lock:
+        for index in range(3):
+            line.member_id = f"rollout-{index}"
+            service.world.exchange.members.add(line.member_id)
+            service.world.exchange.versions[line.member_id] = Version(1, 0)
+            await line.send(lease(), number=index)
+        service.world.exchange.versions["rollout-1"] = "no version"  # type: ignore[assignment]
+        await line.socket.send(b"\xff")
+        assert (await line.receive()).status == INVALID  # so all that was sent before is there
+    first, broken, last = sorted([await line.receive() for _ in range(3)], key=lambda reply: reply.request_id)
+    assert broken.status == INVALID
+    assert "the coordinator failed on it" in broken.message
+    given = [group.group_id for reply in (first, last) for group in reply.lease.leases]
+    assert sorted(given) == [0, 1]
+    assert [service.world.group(group_id)["state"] for group_id in (0, 1, 2)] == [
+        "leased",
+        "leased",
+        "admitted",
+    ]
+
+
 async def test_a_waiting_request_is_answered_empty_at_its_end(service: Service) -> None:
     reply = await service.rollout("rollout", step=None).ask(lease(wait_s=0.05), number=5)
     assert reply.status == OK
