@@ -25,7 +25,8 @@ import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from paceline.errors import LedgerFault, WireError
@@ -38,7 +39,7 @@ from services.coordinator.intake import look_at, store
 from services.coordinator.stage import Stage
 
 MAX_TRANSACTION_S = 0.006
-"""How long requests other than for leases are taken into one transaction; what arrives meanwhile waits for its end."""
+"""How long requests are taken into one transaction; what arrives meanwhile waits for its end."""
 
 LEASES_AT_ONCE = 16
 """Requests for leases that are answered as one: what they have in common is read and written once."""
@@ -319,11 +320,11 @@ class ExchangeServer:
             waiting = self._leases.popleft()
             asked[waiting.request.member_id] = waiting
         try:
-            with self._exchange.ledger.savepoint():
+            with self._undone_alone():
                 outcomes = handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
         except (sqlite3.Error, LedgerFault):
             raise
-        except Exception:  # which of them it was, each shows by itself
+        except Exception:  # whose request it was, they show one by one
             outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
         for waiting, outcome in zip(asked.values(), outcomes, strict=True):
             self._settle(waiting, outcome, now_s, answers)
@@ -344,17 +345,26 @@ class ExchangeServer:
 
     def _handle(self, waiting: Waiting, now_s: float) -> Outcome:
         """One request by itself: a fault in one must not undo the others of the transaction."""
-        notices = len(self._exchange.notices)
         try:
-            with self._exchange.ledger.savepoint():
+            with self._undone_alone():
                 return handle(self._exchange, waiting.arrived, now_s)
         except (sqlite3.Error, LedgerFault):
             raise  # the ledger itself is in trouble: nothing may be acknowledged any more
         except Exception as error:
             log.exception("a %s request from %s failed", waiting.kind, waiting.request.member_id)
+            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {error!r}")
+
+    @contextmanager
+    def _undone_alone(self) -> Iterator[None]:
+        """A part of the transaction of which nothing is left when it fails."""
+        notices = len(self._exchange.notices)
+        try:
+            with self._exchange.ledger.savepoint():
+                yield
+        except BaseException:
             del self._exchange.notices[notices:]
             self._exchange.places_changed()
-            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {error!r}")
+            raise
 
     # Read
 
