@@ -219,11 +219,14 @@ def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeReques
 
 
 def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Leases that were taken back while the worker was not heard of, and that nobody else got: it still works on them."""
+    """Leases that were taken back while the worker was not heard of, and that nobody else got: it still works on them.
+
+    Those keep its name. One that it has handed back meanwhile does not, though a request that was made before says that it is held.
+    """
     exchange.db.execute(
-        "UPDATE groups SET state = 'leased', member_id = ? WHERE run_id = ? AND state = 'admitted' AND attempt > 0"
+        "UPDATE groups SET state = 'leased' WHERE run_id = ? AND state = 'admitted' AND member_id = ?"
         " AND group_id IN (SELECT value FROM json_each(?))",
-        (request.member_id, run.run_id, json.dumps(list(request.lease.held.group_ids))),
+        (run.run_id, request.member_id, json.dumps(list(request.lease.held.group_ids))),
     )
 
 
@@ -362,7 +365,7 @@ def lend_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) 
     ).rowcount
     if with_leases:
         number += exchange.db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE state = 'leased'"
+            "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
             " AND member_id IN (SELECT value FROM json_each(?))",
             (silent,),
         ).rowcount
@@ -378,7 +381,7 @@ def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False)
     exchange.members.discard(member_id)
     exchange.suspected.discard(member_id)
     released = exchange.db.execute(
-        "UPDATE groups SET state = 'admitted', member_id = NULL WHERE member_id = ? AND state = 'leased'",
+        "UPDATE groups SET state = 'admitted' WHERE member_id = ? AND state = 'leased'",
         (member_id,),
     ).rowcount
     exchange.db.execute(

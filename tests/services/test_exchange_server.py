@@ -343,6 +343,22 @@ async def test_a_lease_comes_when_a_version_does(service: Service) -> None:
     assert (again.group_id, again.attempt) == (1, 2)
 
 
+async def test_a_request_that_waits_does_not_take_up_again_what_was_handed_back_since(
+    service: Service,
+) -> None:
+    worker, other = service.rollout("worker"), service.rollout("other")
+    held = [group.group_id for group in (await worker.ask(lease(room=8))).lease.leases]
+    asked = lease(FOREVER_S)
+    asked.lease.held.group_ids.extend(held)
+    await worker.send(asked, number=7)
+    await other.ask(lease())  # so the worker's request waits by now
+    returned = pb.LeaseReturn(group_id=1, attempt=1)
+    await worker.send(pb.ExchangeRequest(lease_return=returned), number=8)
+    replies = {(reply := await worker.receive()).request_id: reply for _ in range(2)}
+    assert replies[8].status == COMMITTED
+    assert [(again.group_id, again.attempt) for again in replies[7].lease.leases] == [(1, 2)]
+
+
 async def test_a_worker_on_a_new_connection_has_nothing_on_the_old(service: Service) -> None:
     old, new = service.rollout("rollout", step=None), service.rollout("rollout", step=None)
     await old.send(lease(FOREVER_S), number=7)
