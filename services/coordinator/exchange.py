@@ -6,7 +6,7 @@ commits, then sends. No state of a group lives in memory, so a restart continues
 know afterwards (a step was trained, the run cannot go on) is left in `notices`.
 
 A group's way: admitted → leased → generated → scored → batched(step) → trained(step), or dropped(reason) from any
-state before batched. `leases.py` and `scores.py` hold the first half, `batches.py` the second, `evaluation.py` the
+state before batched. `leases.py`, `results.py` and `scores.py` hold the first half, `batches.py` the second, `evaluation.py` the
 groups that are only measured.
 """
 

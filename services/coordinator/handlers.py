@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.errors import WireError
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import batches, leases, scores
+from services.coordinator import batches, leases, results, scores
 from services.coordinator.exchange import Exchange, Outcome
 from services.coordinator.intake import Arrived
 
@@ -28,9 +28,9 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
             case "lease":
                 return leases.give(exchange, run, [request])[0]
             case "group":
-                return leases.take_result(exchange, run, arrived)
+                return results.take_result(exchange, run, arrived)
             case "lease_return":
-                return leases.take_back(exchange, run, arrived)
+                return results.take_back(exchange, run, arrived)
             case "task":
                 return scores.give(exchange, run, request)
             case "score":

@@ -1,4 +1,4 @@
-"""Leases out, generated groups in: from admitted to generated."""
+"""Leases: from admitted to leased, and back where a worker is gone. What becomes of them is in results.py."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from paceline.groups import Group, Version
+from paceline.groups import Version
 from paceline.tracing import group_traceparent, span
-from paceline.wire import decode_completions, parse_message
+from paceline.wire import parse_message
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
-from services.coordinator.intake import Arrived
 from services.coordinator.payloads import Frame, read_frame
 
 ADMITTED_AT_ONCE = 64
@@ -257,101 +256,6 @@ def group_seed(run: ActiveRun, group_id: int) -> int:
     """Seed of a group, of 63 bits: a function of the run's name in the ledger, its seed, and the group."""
     text = f"{run.spec.seed}/{group_id}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
-
-
-def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """A generated group that has been checked and stored. The first valid result of any attempt wins while the group waits
-    for one.
-    """
-    request, group = arrived.request, arrived.group
-    result = request.group
-    row = exchange.group(run, result.group_id)
-    if row is None:
-        return exchange.stale(request, f"no group {result.group_id} in run {run.run_id}")
-    if group is None or arrived.place is None:
-        return exchange.refuse(request, arrived.fault)
-    if row["state"] not in ("admitted", "leased"):
-        if result.digest != row["digest"]:  # else it is the winner, sent again
-            exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
-        return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
-    if not 1 <= result.attempt <= row["attempt"]:
-        return exchange.stale(
-            request, f"attempt {result.attempt} of group {result.group_id} was never leased"
-        )
-    expected = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
-    if len(group.completions) != expected:
-        return exchange.refuse(
-            request, f"group {result.group_id} has {len(group.completions)} completions, not {expected}"
-        )
-    if row["class"] == "train":
-        exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
-    elif not evaluation.is_pinned(exchange, run, row, group):
-        exchange.set_group(run, result.group_id, state="admitted", member_id=None)
-        return exchange.stale(request, "tokens of another version than the evaluation's")
-    if row["attempt"] > 1:  # what an earlier one handed back
-        exchange.ledger.remove_payloads(run.run_id, result.group_id)
-    exchange.db.execute(
-        "INSERT INTO payloads VALUES (?, ?, 'result', x'', x'', ?, ?, ?, ?, ?, ?)",
-        (run.run_id, result.group_id, *arrived.place),
-    )
-    poison.clear(exchange, run, result.group_id)
-    exchange.set_group(
-        run,
-        result.group_id,
-        state="generated",
-        member_id=None,
-        tokens=group.num_tokens,
-        sequence_tokens=group.num_tokens + len(group.completions) * len(group.prompt_ids),
-        oldest_step=group.oldest_step,
-        digest=result.digest,
-    )
-    return exchange.committed(request)
-
-
-def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """A lease handed back: by a worker that drains, perhaps with unfinished samples, or because of a bad prompt."""
-    request, frames = arrived.request, arrived.frames
-    returned = request.lease_return
-    row = exchange.group(run, returned.group_id)
-    if row is None or row["state"] != "leased" or row["attempt"] != returned.attempt:
-        return exchange.stale(
-            request, f"attempt {returned.attempt} of group {returned.group_id} is not leased"
-        )
-    if returned.data_error:
-        return _failed(exchange, run, request, row)
-    if frames and row["class"] == "train":
-        prompt_ids, completions = decode_completions(frames[0], returned.finish_reasons, returned.texts)
-        expected = run.spec.grpo.num_generations_per_prompt
-        if len(frames) != 1 or len(completions) != expected:
-            return exchange.refuse(
-                request,
-                f"group {returned.group_id} came back with {len(completions)} samples, not {expected}",
-            )
-        exchange.db.execute(
-            "INSERT OR REPLACE INTO payloads (run_id, group_id, kind, header, arrays) VALUES (?, ?, 'prefix', ?, ?)",
-            (run.run_id, returned.group_id, returned.SerializeToString(), frames[0]),
-        )
-        oldest = Group(returned.group_id, prompt_ids, completions).oldest_step
-        exchange.set_group(run, returned.group_id, oldest_step=oldest if oldest >= 0 else row["lease_step"])
-    exchange.set_group(run, returned.group_id, state="admitted", member_id=None)
-    return exchange.committed(request)
-
-
-def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
-    """An attempt that failed by the fault of the group's data; others may still succeed, up to the budget."""
-    returned, allowed = request.lease_return, run.spec.grpo.max_generation_failures
-    failures, reason = row["generation_failures"] + 1, returned.data_error_reason or "bad_prompt"
-    exchange.set_group(run, row["group_id"], state="admitted", member_id=None, generation_failures=failures)
-    exchange.ledger.count(run.run_id, f"failures:{reason}")
-    exchange.notice(
-        "warning",
-        message=f"generating group {row['group_id']} failed ({failures} of {allowed}): {returned.data_error}",
-    )
-    if failures >= allowed:
-        exchange.drop(run, row, reason)
-        if row["class"] != "train":
-            evaluation.finish_if_done(exchange, run, row["class"])
-    return exchange.committed(request)
 
 
 def lend_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
