@@ -6,7 +6,9 @@ waits no longer than its grace.
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import PacelineError, Unavailable, WireError
@@ -17,6 +19,9 @@ from protos.paceline.v1 import exchange_pb2 as pb
 if TYPE_CHECKING:
     from services.learner_rank import LearnerRank
 
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = 3600.0
 
@@ -25,26 +30,28 @@ class Part(NamedTuple):
     """What the exchange said of a step: this rank's part of its batch, or that there is none any more."""
 
     batch: pb.BatchReply
-    payloads: list[bytes]
+    groups: list[Group]
+    """With what the reward pool's reference said; none where the learner reads the data set itself."""
 
     @property
     def is_end(self) -> bool:
         """Whether the run, or this session of it, has ended."""
         return self.batch.state == pb.BATCH_STATE_END
 
-    def groups(self) -> list[Group]:
-        """The part's groups, with what the reward pool's reference said. Raises WireError, also for one that is not what the
-        exchange says that it is: a receipt by its digest is a rank's own word."""
+    @classmethod
+    def of(cls, batch: pb.BatchReply, payloads: Sequence[bytes]) -> Part:
+        """As it came. Raises WireError, also for a group that is not what the exchange says that it is: a receipt by its digest is
+        a rank's own word."""
         groups = []
-        for place, said in enumerate(self.batch.groups):
-            reference = self.payloads[said.reference_frame - 1] if said.reference_frame else None
-            group = decode_group(said.group_id, self.payloads[place], said.rewards, reference)
+        for place, said in enumerate(batch.groups):
+            reference = payloads[said.reference_frame - 1] if said.reference_frame else None
+            group = decode_group(said.group_id, payloads[place], said.rewards, reference)
             if group.digest(said.digest) != said.digest:
                 raise WireError(
-                    f"group {said.group_id} of step {self.batch.step} arrived changed: its digest is not {said.digest}"
+                    f"group {said.group_id} of step {batch.step} arrived changed: its digest is not {said.digest}"
                 )
             groups.append(group)
-        return groups
+        return cls(batch, groups)
 
 
 class Parts:
@@ -56,17 +63,25 @@ class Parts:
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def ask(self, step: int) -> Part | None:
-        """This rank's part of a step; None while there is no batch yet."""
+        """This rank's part of a step; None while there is no batch yet. One that arrives damaged is asked for again."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return self._ask(step)
+            except WireError as error:
+                log.error("%s; the part is asked for again", error)
+        return self._ask(step)
+
+    def _ask(self, step: int) -> Part | None:
         rank = self._rank
         asked = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         reply, payloads = self._request(
             pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=asked)
         )
         if reply.status == pb.REPLY_STATUS_STALE or self.superseded.is_set():
-            return Part(pb.BatchReply(state=pb.BATCH_STATE_END), [])
+            return Part.of(pb.BatchReply(state=pb.BATCH_STATE_END), [])
         if reply.status != pb.REPLY_STATUS_OK:
             raise PacelineError(f"the exchange refused the request for step {step}: {reply.message}")
-        return None if reply.batch.state == pb.BATCH_STATE_WAIT else Part(reply.batch, payloads)
+        return None if reply.batch.state == pb.BATCH_STATE_WAIT else Part.of(reply.batch, payloads)
 
     def send_receipt(self, part: Part, step: int, tokens: int, metrics: dict[str, float]) -> None:
         """Says that this part is trained; rank 0's metrics are the step's."""

@@ -252,7 +252,7 @@ class LearnerRun:
     def _sequences(self, part: Part) -> list[TrainSequence]:
         if self._examples is not None:
             return self._examples.part(self.step, self._rank.rank, self._rank.world_size)
-        return sequences_from_groups(part.groups(), self._spec)
+        return sequences_from_groups(part.groups, self._spec)
 
     # What a step leaves behind
 

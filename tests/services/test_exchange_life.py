@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from exchange_drivers import (
     COMMITTED,
     DUPLICATE,
     INVALID,
+    OK,
     PROMPT_IDS,
     STALE,
     Learner,
@@ -26,7 +29,7 @@ from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.leases import lend_again
-from services.learner_parts import Part
+from services.learner_parts import Part, Parts
 
 
 def test_a_group_as_an_older_format_has_it_is_scored_trained_and_verified(world: World) -> None:
@@ -42,7 +45,7 @@ def test_a_group_as_an_older_format_has_it_is_scored_trained_and_verified(world:
         assert reward.texts[task.group_id] == [f"{task.group_id}1{i}".lstrip("0") for i in range(2)]
         assert reward.score(task) == COMMITTED
     part = learner.ask(0)
-    assert Part(part.reply.batch, list(part.payloads)).groups()[1].num_tokens == 9
+    assert Part.of(part.reply.batch, part.payloads).groups[1].num_tokens == 9
     assert learner.train(0) == [[0, 1]]
 
 
@@ -51,9 +54,18 @@ def test_a_rank_does_not_train_what_arrived_changed(world: World) -> None:
     fill(rollout, reward, 4)
     outcome = learner.ask(0)
     batch, (first, second) = outcome.reply.batch, outcome.payloads
-    assert [group.group_id for group in Part(batch, [first, second]).groups()] == [0, 1]
+    assert [group.group_id for group in Part.of(batch, [first, second]).groups] == [0, 1]
     with pytest.raises(WireError, match="group 0 of step 0 arrived changed"):
-        Part(batch, [second, first]).groups()
+        Part.of(batch, [second, first])
+    arrivals = [[second, first], [first[:-4], second], [first, second]]
+    line = SimpleNamespace(wait=lambda *_: (pb.ExchangeReply(status=OK, batch=batch), arrivals.pop(0)))
+    rank = SimpleNamespace(
+        rank=0, world_size=1, background=line, membership=MagicMock(), stopping=None, grace_s=1.0
+    )
+    part = Parts(world.run_id, 1, rank).ask(0)  # type: ignore[arg-type]
+    assert part is not None
+    assert [group.group_id for group in part.groups] == [0, 1]
+    assert arrivals == []
 
 
 def test_a_group_from_admission_to_trained(world: World) -> None:
