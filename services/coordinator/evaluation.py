@@ -118,9 +118,12 @@ def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version:
         "UPDATE evaluations SET member_id = ?, pinned_session = ?, pinned_step = ? WHERE run_id = ? AND step = ?",
         (member_id, *version, run.run_id, step),
     )
-    exchange.db.execute(
+    readmitted = exchange.db.execute(
         "UPDATE groups SET state = 'admitted', member_id = NULL, scorer_id = NULL"
-        " WHERE run_id = ? AND class = ? AND state != 'dropped'",
-        (run.run_id, f"eval:{step}"),
+        " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"
+        " RETURNING group_id",
+        (run.run_id, f"eval:{step}", member_id),
     )
+    for (group_id,) in readmitted.fetchall():
+        exchange.ledger.remove_payloads(run.run_id, group_id)
     exchange.notice("pinned", member_id=member_id)

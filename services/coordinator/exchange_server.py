@@ -267,6 +267,7 @@ class ExchangeServer:
                     self._send_synced()  # they should not have to wait for the end of this transaction
                     if not alone:
                         break
+                end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
                     waiting = self._others.popleft()
                     self._settle(waiting, self._handle(waiting, now_s), now_s, done.answers)
@@ -324,7 +325,8 @@ class ExchangeServer:
                 outcomes = handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
         except (sqlite3.Error, LedgerFault):
             raise
-        except Exception:  # whose request it was, they show one by one
+        except Exception:
+            log.exception("requests for leases failed together, they are tried one by one")
             outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
         for waiting, outcome in zip(asked.values(), outcomes, strict=True):
             self._settle(waiting, outcome, now_s, answers)
@@ -332,16 +334,24 @@ class ExchangeServer:
     def _settle(
         self, waiting: Waiting, outcome: Outcome, now_s: float, answers: list[tuple[Waiting, Outcome]]
     ) -> None:
-        """Answers a request, or parks it when nothing could be given yet."""
-        if not outcome.empty or waiting.deadline_s <= now_s:
-            answers.append((waiting, outcome))
-            return
+        """Answers a request, or parks it when nothing could be given yet. What its sender asked before is answered empty: it
+        knows nothing of what is given now."""
         earlier = self._parked.pop(waiting.key, None)
         if earlier is not None and earlier.request.request_id != waiting.request.request_id:
-            reply = pb.ExchangeReply.FromString(outcome.reply.SerializeToString())
-            reply.request_id = earlier.request.request_id
-            answers.append((earlier, Outcome(reply)))
-        self._parked[waiting.key] = waiting
+            answers.append((earlier, self._nothing(earlier)))
+        if not outcome.empty or waiting.deadline_s <= now_s:
+            answers.append((waiting, outcome))
+        else:
+            self._parked[waiting.key] = waiting
+
+    def _nothing(self, waiting: Waiting) -> Outcome:
+        """The answer that there is nothing yet."""
+        reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
+        if waiting.kind == "batch":
+            reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, waiting.request.batch.step
+        else:
+            getattr(reply, waiting.kind).SetInParent()
+        return Outcome(reply)
 
     def _handle(self, waiting: Waiting, now_s: float) -> Outcome:
         """One request by itself: a fault in one must not undo the others of the transaction."""

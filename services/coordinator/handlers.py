@@ -49,7 +49,7 @@ def handle_leases(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]
     """Answers requests for leases by workers that are all different, as `handle` does."""
     refusals = [_refusal(exchange, arrived) for arrived in asked]
     welcome = [arrived.request for arrived, refusal in zip(asked, refusals, strict=True) if refusal is None]
-    given = iter(leases.give(exchange, exchange.active, welcome) if exchange.active is not None else ())
+    given = iter(leases.give(exchange, exchange.active, welcome) if exchange.active and welcome else ())
     return [next(given) if refusal is None else refusal for refusal in refusals]
 
 

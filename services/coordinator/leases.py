@@ -73,6 +73,8 @@ class _Lending:
         for row in poison.choose(exchange, run, request.member_id, measured, room):
             self._lease(request.member_id, row, version, reply, payloads, pinned=version)
             room -= 1
+        if poison.suspects(exchange, run):
+            self.write_down()
         places = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
         leasable = self._leasable(version, places + reserved) if places else []
         steps = {row["group_id"]: step for row, step in leasable}
@@ -204,7 +206,8 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
         held = set(request.lease.held.group_ids)
         if on_record[request.member_id] - held:
             _release_lost(exchange, run, request)
-        if held - on_record[request.member_id]:
+        # Who is suspected may have said so before it fell silent; once it is heard of, it says so again.
+        if held - on_record[request.member_id] and request.member_id not in exchange.suspected:
             _take_up_again(exchange, run, request)
 
 

@@ -66,6 +66,10 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     request, frames = arrived.request, arrived.frames
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
+    if row is not None and row["state"] == "admitted" and row["member_id"] == request.member_id:
+        exchange.set_group(
+            run, returned.group_id, member_id=None
+        )  # lent again already, and not to be taken up by it
     if row is None or row["state"] != "leased" or row["attempt"] != returned.attempt:
         return exchange.stale(
             request, f"attempt {returned.attempt} of group {returned.group_id} is not leased"

@@ -18,6 +18,7 @@ from exchange_drivers import (
 )
 
 from paceline.groups import Version
+from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation
 from services.coordinator.evaluation import FIRST_EVALUATION_GROUP
 
@@ -122,8 +123,14 @@ def test_a_pinned_worker_with_a_newer_version_starts_anew(make_world: MakeWorld)
     rollout.finish(leases[0])
     rollout.hold(1)
     again = rollout.lease(3)
+    assert len(again) == 2  # the other one is in its hands until the tokens of the old version are refused
+    rollout.hold(0)
+    assert rollout.finish(leases[1]) == STALE
+    rollout.hold(1)
+    again += rollout.lease(1)
+    assert [lease.attempt for lease in again] == [2, 1, 2]
+    assert {lease.group_id for lease in again} == {FIRST_EVALUATION_GROUP + index for index in range(3)}
     assert {lease.pinned_version.step for lease in again} == {1}
-    assert len(again) == 3
 
 
 def test_failed_samples_are_counted_and_end_the_evaluation(make_world: MakeWorld) -> None:
@@ -176,3 +183,20 @@ def test_a_pinned_worker_that_is_gone_at_a_restart_is_expected_back(make_world: 
     reward.score(task, [1.0])
     world.restart()
     assert [member_id for member_id, _ in world.ledger.holders()] == ["rollout"]
+
+
+def test_a_pinned_worker_that_comes_back_gets_nothing_twice_and_may_send_again_what_was_committed(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(grpo=EVAL)
+    world.begin_evaluation(0)
+    worker = Rollout(world)
+    held = worker.lease(3)
+    assert worker.finish(held[2]) == COMMITTED
+    world.release(worker.member_id)
+    worker = Rollout(world)
+    ids = [lease.group_id for lease in held]
+    asked = pb.LeaseRequest(room=1, held=pb.Held(group_ids=ids))
+    given = world.send(pb.ExchangeRequest(member_id=worker.member_id, lease=asked)).reply.lease.leases
+    assert not {lease.group_id for lease in given} & set(ids[:2])
+    assert [worker.finish(lease) for lease in held] == [COMMITTED] * 3

@@ -226,3 +226,21 @@ def test_the_exchange_keeps_nothing_of_what_is_over(make_world: Any) -> None:
     assert train(range(3, 110)) == early
     assert early["first_asked_s"] <= 2
     assert world.counters["groups:trained"] == 220
+
+
+def test_a_silent_worker_does_not_take_up_again_what_is_lent_to_others(world: World) -> None:
+    silent, other = Rollout(world, "silent"), Rollout(world, "other")
+    held = [lease.group_id for lease in silent.lease(8)]
+    asked = [
+        pb.ExchangeRequest(
+            member_id=worker.member_id,
+            term=world.ledger.term,
+            lease=pb.LeaseRequest(room=8, held=pb.Held(group_ids=ids)),
+        )
+        for worker, ids in ((other, []), (silent, held))
+    ]
+    world.exchange.suspected.add("silent")
+    with world.ledger.transaction():
+        assert leases.lend_again(world.exchange, ["silent"], with_leases=True) == len(held)
+        others, _ = leases.give(world.exchange, world.run, asked)
+    assert [lease.group_id for lease in others.reply.lease.leases] == held

@@ -384,6 +384,22 @@ async def test_a_second_question_ends_the_wait_of_the_first(service: Service) ->
     assert (await rollout.receive()).request_id == 2
 
 
+async def test_what_was_asked_before_ends_when_the_next_question_is_answered(service: Service) -> None:
+    """Else it would say later that the worker does not hold what it was given meanwhile."""
+    old, new = service.rollout("rollout", step=None), service.rollout("rollout", step=None)
+    asked = lease(FOREVER_S)
+    asked.lease.held.SetInParent()
+    await old.send(asked, number=1)
+    await service.rollout("other", step=None).ask(lease())  # so the first one waits by now
+    service.world.exchange.versions["rollout"] = Version(1, 0)
+    (given,) = (await new.ask(lease(), number=2)).lease.leases
+    reply = await old.receive()
+    assert (reply.request_id, reply.WhichOneof("body"), list(reply.lease.leases)) == (1, "lease", [])
+    service.server.wake("lease")
+    await service.rollout("other", step=None).ask(lease())
+    assert service.world.group(given.group_id)["member_id"] == "rollout"
+
+
 async def test_the_ranks_of_one_learner_wait_side_by_side(service: Service) -> None:
     session = service.world.new_session()
     ranks = [service.peer("learner") for _ in range(2)]

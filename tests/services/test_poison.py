@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World
 
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -172,3 +173,19 @@ def test_a_run_with_poison_in_it_trains_to_its_end(world: World) -> None:
     assert world.counters["groups:trained"] == 8
     dropped = world.ledger.db.execute("SELECT group_id FROM groups WHERE reason = 'poison'").fetchall()
     assert [row["group_id"] for row in dropped] == [1, 6]
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_a_suspect_is_alone_although_there_are_groups_to_train_and_to_measure(
+    make_world: MakeWorld, kind: str
+) -> None:
+    world = make_world(grpo={"val_at_start": True})
+    if kind == "eval":
+        world.begin_evaluation(0)
+    for name in ("first", "second"):
+        (suspect,) = Rollout(world, name).lease(2 if kind == "train" else 1)
+        world.release(name, crashed=True)
+    if kind == "train":
+        world.begin_evaluation(0)
+    given = [lease.group_id for lease in Rollout(world, "third").lease(8)]
+    assert given == [suspect.group_id] or suspect.group_id not in given
