@@ -98,7 +98,7 @@ class Group:
     def digest(self, like: str = "") -> str:
         """XXH3-128 over prompt, tokens, log-probabilities and spans: names this very text in scores and receipts.
 
-        Made the way `like` was, where that is given: on record in ledgers before format 5 is SHA-256.
+        With `like`, a digest on record, it is made by the same algorithm: ledgers before format 5 hold SHA-256.
         """
         if len(like) == SHA256_DIGITS:
             return hashlib.sha256(b"".join(self._parts())).hexdigest()
