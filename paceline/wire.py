@@ -21,7 +21,7 @@ from paceline.errors import WireError
 from paceline.groups import Completion, FloatArray, Group, IntArray, VersionSpan
 from protos.paceline.v1 import exchange_pb2 as pb
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the exchange's messages and of the worker stream."""
 
 MAX_MESSAGE_BYTES = 256 << 20

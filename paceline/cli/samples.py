@@ -25,7 +25,8 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
     from paceline.spec_io import spec_from_yaml
 
     rows = ledger.db.execute(
-        "SELECT * FROM groups WHERE run_id = ? AND step = ? ORDER BY rank_order", (run_id, step)
+        "SELECT * FROM groups JOIN prompts USING (run_id, group_id) WHERE run_id = ? AND step = ? ORDER BY rank_order",
+        (run_id, step),
     ).fetchall()
     if not rows:
         last = ledger.db.execute("SELECT MAX(step) FROM batches WHERE run_id = ?", (run_id,)).fetchone()[0]

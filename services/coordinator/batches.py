@@ -69,7 +69,8 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         )
         return exchange.refuse(request, f"the receipt of step {receipt.step} does not agree with the batch")
     exchange.db.execute(
-        "INSERT OR REPLACE INTO receipts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO receipts (run_id, session, step, rank, world_size, group_ids, digests, tokens)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
             run.run_id,
             request.session,

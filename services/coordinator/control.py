@@ -82,6 +82,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         await self._coordinator.hold(request.run_id, paused=False)
         return run_pb2.ResumeResponse(run=self._run(request.run_id))
 
+    async def DropGroups(
+        self, request: run_pb2.DropGroupsRequest, context: Context
+    ) -> run_pb2.DropGroupsResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "groups cannot be dropped yet")
+        raise AssertionError  # abort raises
+
     def _run(self, run_id: str) -> run_pb2.Run:
         ledger = self._coordinator.committed
         row = ledger.run(run_id)

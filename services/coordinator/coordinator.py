@@ -110,7 +110,9 @@ class Coordinator:
             with self.ledger.transaction():
                 run_id = f"{spec.name}-{len(self.ledger.runs()) + 1}"
                 directory = self.directory / run_id
-                self.ledger.add_run(run_id, spec_to_yaml(spec), str(directory))
+                self.ledger.add_run(
+                    run_id, spec_to_yaml(spec), str(directory), spec.max_num_steps, spec.warnings
+                )
                 queued = {"state": "queued"} | ({"submission": submission} if submission else {})
                 self.ledger.add_event(run_id, "state", queued)
                 for warning in spec.warnings:

@@ -60,7 +60,8 @@ def to_lease(
     if row["member_id"] is None or (row["pinned_session"], row["pinned_step"]) != version:
         _pin(exchange, run, row["step"], member_id, version)
     return exchange.db.execute(
-        "SELECT * FROM groups WHERE run_id = ? AND class = ? AND state = 'admitted' ORDER BY slot LIMIT ?",
+        "SELECT g.*, p.prompt_json FROM groups g JOIN prompts p USING (run_id, group_id)"
+        " WHERE g.run_id = ? AND class = ? AND state = 'admitted' ORDER BY slot LIMIT ?",
         (run.run_id, f"eval:{row['step']}", room),
     ).fetchall()
 
@@ -109,8 +110,18 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     )
     for row in rows:
         exchange.ledger.remove_payloads(run.run_id, row["group_id"])
-    exchange.db.execute("DELETE FROM groups WHERE run_id = ? AND class = ?", (run.run_id, kind))
+    forget_groups(exchange, run, kind)
     exchange.notice("evaluated", requested_step=step, **result)
+
+
+def forget_groups(exchange: Exchange, run: ActiveRun, kind: str) -> None:
+    """Removes the groups of an evaluation, which nobody needs after its result."""
+    exchange.db.execute(
+        "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
+        " (SELECT group_id FROM groups WHERE run_id = ? AND class = ?)",
+        (run.run_id, run.run_id, kind),
+    )
+    exchange.db.execute("DELETE FROM groups WHERE run_id = ? AND class = ?", (run.run_id, kind))
 
 
 def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version: Version) -> None:

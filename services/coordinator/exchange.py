@@ -199,6 +199,11 @@ class Exchange:
         ).fetchall()
         for row in rows:
             self.drop(run, row, "run_ended")
+        self.db.execute(
+            "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
+            " (SELECT group_id FROM groups WHERE run_id = ? AND class != 'train')",
+            (run.run_id, run.run_id),
+        )
         self.db.execute("DELETE FROM groups WHERE run_id = ? AND class != 'train'", (run.run_id,))
         self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run.run_id,))
         self.ledger.forget("deaths")

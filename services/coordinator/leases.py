@@ -181,12 +181,16 @@ def insert_groups(
     exchange: Exchange, run: ActiveRun, kind: str, groups: Iterable[tuple[int, int, object, object]]
 ) -> None:
     """New groups, admitted: id, place, prompt and columns of each."""
+    groups = list(groups)
     exchange.db.executemany(
-        "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json)"
-        " VALUES (?, ?, ?, 'admitted', ?, ?, ?)",
+        "INSERT INTO groups (run_id, group_id, class, state, slot) VALUES (?, ?, ?, 'admitted', ?)",
+        [(run.run_id, group_id, kind, slot) for group_id, slot, _, _ in groups],
+    )
+    exchange.db.executemany(
+        "INSERT INTO prompts VALUES (?, ?, ?, ?)",
         [
-            (run.run_id, group_id, kind, slot, json.dumps(prompt), json.dumps(columns, default=str))
-            for group_id, slot, prompt, columns in groups
+            (run.run_id, group_id, json.dumps(prompt), json.dumps(columns, default=str))
+            for group_id, _, prompt, columns in groups
         ],
     )
 
@@ -238,8 +242,9 @@ def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sql
     in_order: the place decides the step. ready_first: the number of groups ahead that are in no batch yet.
     """
     rows = exchange.db.execute(
-        "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train' AND state = 'admitted'"
-        " ORDER BY slot, group_id LIMIT ?",
+        "SELECT g.*, p.prompt_json FROM (SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ?"
+        " AND class = 'train' AND state = 'admitted' ORDER BY slot, group_id LIMIT ?) g"
+        " JOIN prompts p USING (run_id, group_id) ORDER BY slot, group_id",
         (run.run_id, number),
     ).fetchall()
     if run.spec.async_grpo.order == "in_order":

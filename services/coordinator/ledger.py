@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import NotFound
@@ -52,12 +53,19 @@ class Ledger(LedgerFile):
         """The oldest run that waits."""
         return self._first("SELECT * FROM runs WHERE state = 'queued' ORDER BY sequence")
 
-    def add_run(self, run_id: str, spec_yaml: str, directory: str) -> None:
+    def add_run(
+        self,
+        run_id: str,
+        spec_yaml: str,
+        directory: str,
+        max_num_steps: int = 0,
+        warnings: Sequence[str] = (),
+    ) -> None:
         """A new run at the end of the queue."""
         self.db.execute(
-            "INSERT INTO runs (run_id, sequence, spec_yaml, state, directory, submitted_s)"
-            " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, 'queued', ?, ? FROM runs",
-            (run_id, spec_yaml, directory, time.time()),
+            "INSERT INTO runs (run_id, sequence, spec_yaml, state, directory, submitted_s, max_num_steps, warnings_json)"
+            " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, 'queued', ?, ?, ?, ? FROM runs",
+            (run_id, spec_yaml, directory, time.time(), max_num_steps, json.dumps(list(warnings))),
         )
 
     def run_of_submission(self, submission: str) -> str | None:

@@ -9,7 +9,9 @@ it goes on with the next transaction, and whoever is to be told waits for the th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from services.coordinator.payloads import PayloadStore, sync_folder
 from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 
 KnownT = TypeVar("KnownT")
+log = logging.getLogger(__name__)
 
 
 class LedgerFile:
@@ -190,9 +193,26 @@ class LedgerFile:
         # The log is synced by `sync`, before anybody is told; by SQLite itself before it is written over, and the file
         # before the log is.
         self.db.execute("PRAGMA synchronous = NORMAL")
+        if version in UPGRADES:
+            self._copy_before_upgrade(version)
         while version != SCHEMA_VERSION:
             script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
             self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
+
+    def _copy_before_upgrade(self, version: int) -> None:
+        """The tables as they are, beside the ledger: an older Paceline can go on from there (the segments are the same)."""
+        path = self.path.with_name(f"{self.path.name}.format-{version}")
+        partial = path.with_name(path.name + ".partial")
+        partial.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(partial)) as copy:
+            self.db.backup(copy)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+        log.warning(
+            "the ledger has format %d and is raised to %d; %s is a copy of it", version, SCHEMA_VERSION, path
+        )
 
     def _next_term(self) -> int:
         with self.transaction():

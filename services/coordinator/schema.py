@@ -1,6 +1,6 @@
 """The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (payloads.py)."""
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Grows with every change of the tables: a ledger of another format is refused at once, not found out in a run."""
 
 UPGRADES = {
@@ -20,8 +20,49 @@ CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
 """,
     3: "ALTER TABLE groups ADD COLUMN generation_failures INTEGER NOT NULL DEFAULT 0;",
     4: "",  # the tables are the same; digests of new groups are XXH3-128, which it could not check
+    5: """
+CREATE TABLE prompts (
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    prompt_json TEXT NOT NULL,
+    columns_json TEXT NOT NULL,
+    PRIMARY KEY (run_id, group_id)
+);
+INSERT INTO prompts SELECT run_id, group_id, prompt_json, columns_json FROM groups;
+ALTER TABLE groups DROP COLUMN prompt_json;
+ALTER TABLE groups DROP COLUMN columns_json;
+ALTER TABLE groups ADD COLUMN holders TEXT NOT NULL DEFAULT '';
+ALTER TABLE groups ADD COLUMN scorers TEXT NOT NULL DEFAULT '';
+ALTER TABLE groups ADD COLUMN scores_digest TEXT NOT NULL DEFAULT '';
+ALTER TABLE runs ADD COLUMN max_num_steps INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE runs ADD COLUMN warnings_json TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE runs ADD COLUMN vocab_size INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN revision INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN with_scores INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE receipts ADD COLUMN scores_digests TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE checkpoints ADD COLUMN damaged TEXT NOT NULL DEFAULT '';
+CREATE TABLE replaced_batches (
+    run_id TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    revision INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    group_ids TEXT NOT NULL,
+    dropped_ids TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    PRIMARY KEY (run_id, step, revision)
+) WITHOUT ROWID;
+CREATE TABLE session_faults (
+    run_id TEXT NOT NULL,
+    session INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    message TEXT NOT NULL,
+    PRIMARY KEY (run_id, session)
+) WITHOUT ROWID;
+""",
 }
-"""What makes a ledger of an older format one of the next; done when a coordinator opens it."""
+"""What makes a ledger of an older format one of the next; done when a coordinator opens it, after a copy was made."""
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -42,7 +83,10 @@ CREATE TABLE runs (
     published_step INTEGER NOT NULL DEFAULT -1,-- highest version that any member acknowledged
     chain TEXT NOT NULL DEFAULT '',            -- hash chain over the trained batches
     dropped_in_a_row INTEGER NOT NULL DEFAULT 0,
-    export_path TEXT NOT NULL DEFAULT ''
+    export_path TEXT NOT NULL DEFAULT '',
+    max_num_steps INTEGER NOT NULL DEFAULT 0,  -- as in the spec; with the warnings, so that a list of runs parses no YAML
+    warnings_json TEXT NOT NULL DEFAULT '[]',  -- of the spec, JSON list
+    vocab_size INTEGER NOT NULL DEFAULT 0      -- token ids are below this; 0 until the learner has said it
 );
 
 CREATE TABLE groups (
@@ -51,8 +95,6 @@ CREATE TABLE groups (
     class TEXT NOT NULL,                       -- train, or eval:<step>, which is outside batches and books
     state TEXT NOT NULL,                       -- admitted leased generated scored batched trained dropped
     slot INTEGER NOT NULL,                     -- place in the order; a replacement inherits it
-    prompt_json TEXT NOT NULL,
-    columns_json TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0,        -- of generating; committed before the lease is sent
     member_id TEXT,                            -- who holds the lease
     lease_step INTEGER,                        -- version that the holder had: the oldest that tokens can have
@@ -70,6 +112,9 @@ CREATE TABLE groups (
     rank_order INTEGER,                        -- place in its batch
     reason TEXT,                               -- why dropped
     generation_failures INTEGER NOT NULL DEFAULT 0, -- by the fault of its data
+    holders TEXT NOT NULL DEFAULT '',          -- who held the lease, a line for each attempt, the first first
+    scorers TEXT NOT NULL DEFAULT '',          -- who held the score task, likewise
+    scores_digest TEXT NOT NULL DEFAULT '',    -- over rewards and reference (BatchGroup.scores_digest)
     PRIMARY KEY (run_id, group_id)
 ) WITHOUT ROWID;
 -- What no index serves reads every group that the run ever had (tests/services/test_costs.py). A partial index serves only
@@ -80,6 +125,14 @@ CREATE INDEX held_tasks ON groups (scorer_id) WHERE state = 'generated';
 CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
     WHERE state = 'generated' AND scorer_id IS NULL;
 CREATE INDEX step_groups ON groups (run_id, step, rank_order) WHERE step IS NOT NULL;
+
+CREATE TABLE prompts (                         -- apart from groups, whose rows are written anew with every change
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    prompt_json TEXT NOT NULL,
+    columns_json TEXT NOT NULL,
+    PRIMARY KEY (run_id, group_id)
+);
 
 CREATE TABLE payloads (                        -- apart from groups, so that scans stay small
     run_id TEXT NOT NULL,
@@ -120,7 +173,30 @@ CREATE TABLE batches (
     chain TEXT NOT NULL,                       -- over this and all batches before it
     trained INTEGER NOT NULL DEFAULT 0,
     metrics_json TEXT NOT NULL DEFAULT '{}',   -- known when the batch is fixed: reward, ages, waits
+    revision INTEGER NOT NULL DEFAULT 0,       -- how often it was fixed anew, each time under a further link of the chain
+    with_scores INTEGER NOT NULL DEFAULT 0,    -- whether the digest is over rewards and reference too
     PRIMARY KEY (run_id, step)
+) WITHOUT ROWID;
+
+CREATE TABLE replaced_batches (                -- batches that were fixed and then, untrained, fixed anew
+    run_id TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    revision INTEGER NOT NULL,                 -- the one that was replaced
+    digest TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    group_ids TEXT NOT NULL,                   -- JSON list, in its order
+    dropped_ids TEXT NOT NULL,                 -- JSON list: those that were taken out
+    reason TEXT NOT NULL,
+    PRIMARY KEY (run_id, step, revision)
+) WITHOUT ROWID;
+
+CREATE TABLE session_faults (                  -- learner sessions that ended by a fault, and at which step
+    run_id TEXT NOT NULL,
+    session INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    kind TEXT NOT NULL,                        -- type of the exception; memory; silent
+    message TEXT NOT NULL,
+    PRIMARY KEY (run_id, session)
 ) WITHOUT ROWID;
 
 CREATE TABLE receipts (                        -- what each rank says that it trained
@@ -132,6 +208,7 @@ CREATE TABLE receipts (                        -- what each rank says that it tr
     group_ids TEXT NOT NULL,                   -- JSON list
     digests TEXT NOT NULL,                     -- JSON list
     tokens INTEGER NOT NULL,
+    scores_digests TEXT NOT NULL DEFAULT '[]', -- JSON list, as the rank made them of what it received
     PRIMARY KEY (run_id, session, step, rank)
 ) WITHOUT ROWID;
 
@@ -143,6 +220,7 @@ CREATE TABLE checkpoints (
     sha256 TEXT NOT NULL,
     chain TEXT NOT NULL,
     removed INTEGER NOT NULL DEFAULT 0,
+    damaged TEXT NOT NULL DEFAULT '',          -- why no session begins from it any more; empty: it can
     PRIMARY KEY (run_id, session, step)
 ) WITHOUT ROWID;
 

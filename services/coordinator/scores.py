@@ -27,8 +27,9 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
         _release_lost(exchange, run, request)
     payloads: list[Frame] = []
     rows = exchange.db.execute(
-        "SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ? AND state = 'generated' AND scorer_id IS NULL"
-        " ORDER BY score_failures, slot, group_id LIMIT ?",
+        "SELECT g.*, p.prompt_json, p.columns_json FROM (SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ?"
+        " AND state = 'generated' AND scorer_id IS NULL ORDER BY score_failures, slot, group_id LIMIT ?) g"
+        " JOIN prompts p USING (run_id, group_id) ORDER BY score_failures, slot, group_id",
         (run.run_id, request.task.room + poison.num_reserved(exchange)),
     ).fetchall()
     chosen = poison.choose(exchange, run, request.member_id, rows, request.task.room)

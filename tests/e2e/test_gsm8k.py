@@ -105,7 +105,7 @@ def test_word_problems_go_through_the_whole_pipeline(
     ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
     assert verify(ledger, run.run_id).problems == []
     rows = ledger.db.execute(
-        "SELECT prompt_json, columns_json, functions FROM groups WHERE run_id = ? AND state = 'trained'",
+        "SELECT prompt_json, columns_json, functions FROM groups JOIN prompts USING (run_id, group_id) WHERE run_id = ? AND state = 'trained'",
         (run.run_id,),
     ).fetchall()
     ledger.close()

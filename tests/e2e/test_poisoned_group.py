@@ -59,5 +59,7 @@ def test_a_group_that_kills_its_worker_is_dropped_and_the_run_ends_well(
     assert any("look at its prompt" in message for message in warnings)
     with contextlib.closing(Ledger(tmp_path / "runs" / "ledger.sqlite", read_only=True)) as ledger:
         assert verify(ledger, run.run_id).problems == []
-        row = ledger.db.execute("SELECT * FROM groups WHERE reason = 'poison'").fetchone()
+        row = ledger.db.execute(
+            "SELECT * FROM groups JOIN prompts USING (run_id, group_id) WHERE reason = 'poison'"
+        ).fetchone()
     assert chosen.read_text() in row["prompt_json"]

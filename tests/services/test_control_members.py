@@ -280,8 +280,8 @@ async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(pl
     async with coordinator.lock:
         with ledger.transaction():
             ledger.db.execute(
-                "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json, member_id)"
-                " VALUES (?, 0, 'train', 'leased', 0, '', '', 'rollout-1')",
+                "INSERT INTO groups (run_id, group_id, class, state, slot, member_id)"
+                " VALUES (?, 0, 'train', 'leased', 0, 'rollout-1')",
                 (run.run_id,),
             )
     coordinator.exchange.first_asked_s[0] = 0.0
@@ -348,8 +348,8 @@ async def test_stopping_ends_streams_and_watchers_at_once(plane: Plane) -> None:
 async def test_holders_have_the_whole_timeout_to_come_back_after_a_restart(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.db.execute(
-        "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json, member_id)"
-        " VALUES ('a-1', 0, 'train', 'leased', 0, '', '', 'rollout-1')"
+        "INSERT INTO groups (run_id, group_id, class, state, slot, member_id)"
+        " VALUES ('a-1', 0, 'train', 'leased', 0, 'rollout-1')"
     )
     ledger.close()
     plane = Plane(tmp_path, timeout_s=60.0)

@@ -208,6 +208,10 @@ def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> No
     db = sqlite3.connect(path)
     db.executescript(FORMAT_2)
     db.execute("INSERT INTO payloads VALUES ('a-1', 7, 'result', x'01', x'0203')")
+    db.execute(
+        "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json)"
+        " VALUES ('a-1', 7, 'train', 'generated', 0, '\"p\"', '{}')"
+    )
     db.commit()
     db.close()
     with pytest.raises(
@@ -216,6 +220,11 @@ def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> No
         Ledger(path, read_only=True)
     ledger = Ledger(path)
     assert ledger.payload("a-1", 7) == (b"\x01", b"\x02\x03")
+    assert tuple(ledger.db.execute("SELECT * FROM prompts").fetchone()) == ("a-1", 7, '"p"', "{}")
+    copy = sqlite3.connect(tmp_path / "ledger.sqlite.format-2")
+    assert copy.execute("PRAGMA user_version").fetchone() == (2,)
+    assert copy.execute("SELECT prompt_json FROM groups").fetchone() == ('"p"',)
+    copy.close()
     new = Ledger(tmp_path / "new" / "ledger.sqlite")
     assert columns(ledger) == columns(new)
     ledger.close()
@@ -242,7 +251,7 @@ def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
 def test_other_tables_are_another_format() -> None:
     """Who changes a table gives the format the next number, here and there: older ledgers lack what was added."""
     words = " ".join(re.sub(r"--.*", "", SCHEMA).split())
-    assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (5, "95446ec1897321d3")
+    assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (6, "9f7d56e0ae5b2a22")
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
@@ -333,8 +342,8 @@ def test_the_newest_checkpoint_is_of_a_trained_step_with_the_ledgers_chain(tmp_p
 def test_holders_are_whoever_has_leases_tasks_or_an_evaluation(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     insert = (
-        "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json, member_id, scorer_id)"
-        " VALUES ('a-1', ?, 'train', ?, 0, '', '', ?, ?)"
+        "INSERT INTO groups (run_id, group_id, class, state, slot, member_id, scorer_id)"
+        " VALUES ('a-1', ?, 'train', ?, 0, ?, ?)"
     )
     ledger.db.execute(insert, (1, "leased", "r1", None))
     ledger.db.execute(insert, (2, "leased", "r1", None))

@@ -130,17 +130,13 @@ async def test_only_a_broken_stream_is_a_crash(tmp_path: Path) -> None:
     plane.run_loops()
     try:
         await plane.watch_until(run.run_id, "state", state="running")
-        insert = (
-            "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json, member_id)"
-        )
+        insert = "INSERT INTO groups (run_id, group_id, class, state, slot, member_id)"
         workers = [rollout(plane, name) for name in ("stopped", "dead")]
         for group_id, (worker, name) in enumerate(zip(workers, ("stopped", "dead"), strict=True)):
             await worker.hear("welcome")
             with plane.ledger.transaction():
                 values = (run.run_id, group_id, group_id, name)
-                plane.ledger.db.execute(
-                    f"{insert} VALUES (?, ?, 'train', 'leased', ?, '\"p\"', '{{}}', ?)", values
-                )
+                plane.ledger.db.execute(f"{insert} VALUES (?, ?, 'train', 'leased', ?, ?)", values)
         workers[1].hang_up()
         for worker in workers:
             await worker.hear_the_end()

@@ -101,6 +101,7 @@ class ExchangeRequest(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     LEASE_RETURN_FIELD_NUMBER: _builtins.int
@@ -120,6 +121,8 @@ class ExchangeRequest(_message.Message):
     """Run that the request is about; others than the current one are refused as stale."""
     session: _builtins.int
     """Learner: its session; others than the newest are refused as stale."""
+    secret: _builtins.bytes
+    """Secret from this term's Welcome; a request without the secret of its member_id is refused."""
     @_builtins.property
     def lease(self) -> Global___LeaseRequest:
         """Prompts to generate for."""
@@ -157,6 +160,7 @@ class ExchangeRequest(_message.Message):
         term: _builtins.int = ...,
         run_id: _builtins.str = ...,
         session: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
         lease: Global___LeaseRequest | None = ...,
         group: Global___GroupResult | None = ...,
         lease_return: Global___LeaseReturn | None = ...,
@@ -167,7 +171,7 @@ class ExchangeRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "receipt", b"receipt", "score", b"score", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "member_id", b"member_id", "protocol", b"protocol", "receipt", b"receipt", "request_id", b"request_id", "run_id", b"run_id", "score", b"score", "session", b"session", "task", b"task", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "member_id", b"member_id", "protocol", b"protocol", "receipt", b"receipt", "request_id", b"request_id", "run_id", b"run_id", "score", b"score", "secret", b"secret", "session", b"session", "task", b"task", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["lease", "group", "lease_return", "task", "score", "batch", "receipt"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -617,6 +621,7 @@ class ScoreResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     SCORE_S_FIELD_NUMBER: _builtins.int
     HANDED_BACK_FIELD_NUMBER: _builtins.int
+    CRASHED_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     attempt: _builtins.int
@@ -630,6 +635,10 @@ class ScoreResult(_message.Message):
     handed_back: _builtins.bool
     """True when the task is handed back unscored: no fault of the group's, no attempt used up. `error` then says what was in
     the way, if anything.
+    """
+    crashed: _builtins.bool
+    """With `handed_back`: the process that ran the functions died while it had this group. Counts as a crash for the group, not
+    as a failure of its scoring.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -650,10 +659,11 @@ class ScoreResult(_message.Message):
         error: _builtins.str = ...,
         score_s: _builtins.float = ...,
         handed_back: _builtins.bool = ...,
+        crashed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest", b"digest", "error", b"error", "functions", b"functions", "group_id", b"group_id", "handed_back", b"handed_back", "rewards", b"rewards", "score_s", b"score_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "crashed", b"crashed", "digest", b"digest", "error", b"error", "functions", b"functions", "group_id", b"group_id", "handed_back", b"handed_back", "rewards", b"rewards", "score_s", b"score_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -747,6 +757,7 @@ class BatchGroup(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     REFERENCE_FRAME_FIELD_NUMBER: _builtins.int
+    SCORES_DIGEST_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     digest: _builtins.str
@@ -754,6 +765,11 @@ class BatchGroup(_message.Message):
     reference_frame: _builtins.int
     """In a part: what the reference says of the tokens is in the payload frame of this index (one-based; 0: none), as in
     ScoreResult.
+    """
+    scores_digest: _builtins.str
+    """XXH3-128 over what was said of the group after it was generated: `rewards` as little-endian float32, then the reference's
+    log-probabilities where there are any. The exchange sends it with a part; a receipt brings what the rank made of what it
+    received.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -766,10 +782,11 @@ class BatchGroup(_message.Message):
         digest: _builtins.str = ...,
         rewards: _abc.Iterable[_builtins.float] | None = ...,
         reference_frame: _builtins.int = ...,
+        scores_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group_id", b"group_id", "reference_frame", b"reference_frame", "rewards", b"rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group_id", b"group_id", "reference_frame", b"reference_frame", "rewards", b"rewards", "scores_digest", b"scores_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,6 +70,11 @@ class RunServiceStub:
                 request_serializer=paceline_dot_v1_dot_run__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_run__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.DropGroups = channel.unary_unary(
+                '/paceline.v1.RunService/DropGroups',
+                request_serializer=paceline_dot_v1_dot_run__pb2.DropGroupsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_run__pb2.DropGroupsResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer:
@@ -91,7 +96,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """All runs, oldest first.
+        """All runs, oldest first, a page at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +124,15 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Takes back Pause.
+        """Takes back Pause; a failed run is taken up again where it stood.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropGroups(self, request, context):
+        """Takes groups out of a batch that is fixed and not trained, as dropped(by_request); the batch is fixed anew. Only while
+        the run is paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,6 +175,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=paceline_dot_v1_dot_run__pb2.ResumeRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_run__pb2.ResumeResponse.SerializeToString,
+            ),
+            'DropGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropGroups,
+                    request_deserializer=paceline_dot_v1_dot_run__pb2.DropGroupsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_run__pb2.DropGroupsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +372,33 @@ class RunService:
             '/paceline.v1.RunService/Resume',
             paceline_dot_v1_dot_run__pb2.ResumeRequest.SerializeToString,
             paceline_dot_v1_dot_run__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RunService/DropGroups',
+            paceline_dot_v1_dot_run__pb2.DropGroupsRequest.SerializeToString,
+            paceline_dot_v1_dot_run__pb2.DropGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,7 +38,7 @@ class RunServiceStub:
     Get: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetRequest, _run_pb2.GetResponse]
     """One run. NOT_FOUND if there is none of that id."""
     List: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListRequest, _run_pb2.ListResponse]
-    """All runs, oldest first."""
+    """All runs, oldest first, a page at a time."""
     Watch: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRequest, _run_pb2.WatchResponse]
     """The events of a run from a sequence number on, as they happen; ends with the run."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_run_pb2.CancelRequest, _run_pb2.CancelResponse]
@@ -46,7 +46,11 @@ class RunServiceStub:
     Pause: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRequest, _run_pb2.PauseResponse]
     """Gives out no further lease and no further batch until Resume."""
     Resume: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRequest, _run_pb2.ResumeResponse]
-    """Takes back Pause."""
+    """Takes back Pause; a failed run is taken up again where it stood."""
+    DropGroups: _grpc.UnaryUnaryMultiCallable[_run_pb2.DropGroupsRequest, _run_pb2.DropGroupsResponse]
+    """Takes groups out of a batch that is fixed and not trained, as dropped(by_request); the batch is fixed anew. Only while
+    the run is paused.
+    """
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
@@ -58,7 +62,7 @@ class RunServiceAsyncStub(RunServiceStub):
     Get: _aio.UnaryUnaryMultiCallable[_run_pb2.GetRequest, _run_pb2.GetResponse]  # type: ignore[assignment]
     """One run. NOT_FOUND if there is none of that id."""
     List: _aio.UnaryUnaryMultiCallable[_run_pb2.ListRequest, _run_pb2.ListResponse]  # type: ignore[assignment]
-    """All runs, oldest first."""
+    """All runs, oldest first, a page at a time."""
     Watch: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRequest, _run_pb2.WatchResponse]  # type: ignore[assignment]
     """The events of a run from a sequence number on, as they happen; ends with the run."""
     Cancel: _aio.UnaryUnaryMultiCallable[_run_pb2.CancelRequest, _run_pb2.CancelResponse]  # type: ignore[assignment]
@@ -66,7 +70,11 @@ class RunServiceAsyncStub(RunServiceStub):
     Pause: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRequest, _run_pb2.PauseResponse]  # type: ignore[assignment]
     """Gives out no further lease and no further batch until Resume."""
     Resume: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRequest, _run_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Takes back Pause."""
+    """Takes back Pause; a failed run is taken up again where it stood."""
+    DropGroups: _aio.UnaryUnaryMultiCallable[_run_pb2.DropGroupsRequest, _run_pb2.DropGroupsResponse]  # type: ignore[assignment]
+    """Takes groups out of a batch that is fixed and not trained, as dropped(by_request); the batch is fixed anew. Only while
+    the run is paused.
+    """
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     """Training jobs: submit, look, steer."""
@@ -93,7 +101,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ListRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ListResponse, _abc.Awaitable[_run_pb2.ListResponse]]:
-        """All runs, oldest first."""
+        """All runs, oldest first, a page at a time."""
 
     @_abc_1.abstractmethod
     def Watch(
@@ -125,6 +133,16 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ResumeResponse, _abc.Awaitable[_run_pb2.ResumeResponse]]:
-        """Takes back Pause."""
+        """Takes back Pause; a failed run is taken up again where it stood."""
+
+    @_abc_1.abstractmethod
+    def DropGroups(
+        self,
+        request: _run_pb2.DropGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.DropGroupsResponse, _abc.Awaitable[_run_pb2.DropGroupsResponse]]:
+        """Takes groups out of a batch that is fixed and not trained, as dropped(by_request); the batch is fixed anew. Only while
+        the run is paused.
+        """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

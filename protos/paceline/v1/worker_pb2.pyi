@@ -20,6 +20,70 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WeightPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHT_PHASE_UNSPECIFIED: _WeightPhase.ValueType  # 0
+    """Not said."""
+    WEIGHT_PHASE_RECEIVING: _WeightPhase.ValueType  # 1
+    """Bytes arrive."""
+    WEIGHT_PHASE_RECEIVED: _WeightPhase.ValueType  # 2
+    """All bytes are there and are checked."""
+    WEIGHT_PHASE_LOADING: _WeightPhase.ValueType  # 3
+    """The engine takes them."""
+
+class WeightPhase(_WeightPhase, metaclass=_WeightPhaseEnumTypeWrapper):
+    """Where a member is with an offer."""
+
+WEIGHT_PHASE_UNSPECIFIED: WeightPhase.ValueType  # 0
+"""Not said."""
+WEIGHT_PHASE_RECEIVING: WeightPhase.ValueType  # 1
+"""Bytes arrive."""
+WEIGHT_PHASE_RECEIVED: WeightPhase.ValueType  # 2
+"""All bytes are there and are checked."""
+WEIGHT_PHASE_LOADING: WeightPhase.ValueType  # 3
+"""The engine takes them."""
+Global___WeightPhase: _TypeAlias = WeightPhase  # noqa: Y015
+
+class _Fault:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fault.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAULT_UNSPECIFIED: _Fault.ValueType  # 0
+    """Not said: the coordinator goes by `resumable`."""
+    FAULT_SPEC: _Fault.ValueType  # 1
+    """The spec, its data or its code can never work as they are: found before the first step."""
+    FAULT_PASSING: _Fault.ValueType  # 2
+    """Something could not be read or reached just now (a file, a hub, a mount); the worker tries again by itself."""
+    FAULT_STEP: _Fault.ValueType  # 3
+    """An exception while the step was trained; `error` has its type and text."""
+    FAULT_MEMORY: _Fault.ValueType  # 4
+    """Memory ran out while the step was trained."""
+    FAULT_CHECKPOINT: _Fault.ValueType  # 5
+    """The checkpoint that the session was to begin from cannot be loaded."""
+
+class Fault(_Fault, metaclass=_FaultEnumTypeWrapper):
+    """Why a run cannot go on, by what can be done about it."""
+
+FAULT_UNSPECIFIED: Fault.ValueType  # 0
+"""Not said: the coordinator goes by `resumable`."""
+FAULT_SPEC: Fault.ValueType  # 1
+"""The spec, its data or its code can never work as they are: found before the first step."""
+FAULT_PASSING: Fault.ValueType  # 2
+"""Something could not be read or reached just now (a file, a hub, a mount); the worker tries again by itself."""
+FAULT_STEP: Fault.ValueType  # 3
+"""An exception while the step was trained; `error` has its type and text."""
+FAULT_MEMORY: Fault.ValueType  # 4
+"""Memory ran out while the step was trained."""
+FAULT_CHECKPOINT: Fault.ValueType  # 5
+"""The checkpoint that the session was to begin from cannot be loaded."""
+Global___Fault: _TypeAlias = Fault  # noqa: Y015
+
 class _PublishFailure:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -67,6 +131,7 @@ class ConnectRequest(_message.Message):
     PUBLISH_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     STAGED_FIELD_NUMBER: _builtins.int
+    WEIGHT_PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream."""
@@ -103,6 +168,10 @@ class ConnectRequest(_message.Message):
     def staged(self) -> Global___StagedReport:
         """From the learner: a version is staged for publishing."""
 
+    @_builtins.property
+    def weight_progress(self) -> Global___WeightProgress:
+        """From a rollout worker: how far it has come with an offer, so that a slow swap is told from a silent one."""
+
     def __init__(
         self,
         *,
@@ -115,12 +184,13 @@ class ConnectRequest(_message.Message):
         publish: Global___PublishReport | None = ...,
         leave: Global___Leave | None = ...,
         staged: Global___StagedReport | None = ...,
+        weight_progress: Global___WeightProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -142,6 +212,8 @@ class ConnectResponse(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     EXPELLED_FIELD_NUMBER: _builtins.int
     KEEP_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    WEIGHT_PROGRESS_FIELD_NUMBER: _builtins.int
+    WEIGHT_ACKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -182,6 +254,14 @@ class ConnectResponse(_message.Message):
     def keep_checkpoints(self) -> Global___KeepCheckpoints:
         """To the learner, after each checkpoint: those that the ledger counts on."""
 
+    @_builtins.property
+    def weight_progress(self) -> Global___WeightProgress:
+        """To the learner: a member's progress with an offer."""
+
+    @_builtins.property
+    def weight_acks(self) -> Global___WeightAcks:
+        """To the learner: answers of several members at once."""
+
     def __init__(
         self,
         *,
@@ -195,12 +275,14 @@ class ConnectResponse(_message.Message):
         checkpoint: Global___CheckpointDirective | None = ...,
         expelled: Global___Expelled | None = ...,
         keep_checkpoints: Global___KeepCheckpoints | None = ...,
+        weight_progress: Global___WeightProgress | None = ...,
+        weight_acks: Global___WeightAcks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "run", b"run", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints"]  # noqa: Y015
+    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints", "weight_progress", "weight_acks"]  # noqa: Y015
     _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_directive) -> _WhichOneofReturnType_directive | None: ...
 
@@ -352,6 +434,7 @@ class Welcome(_message.Message):
     EXCHANGE_ENDPOINT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """Life of the coordinator; every exchange message carries it."""
     exchange_endpoint: _builtins.str
@@ -360,6 +443,8 @@ class Welcome(_message.Message):
     """Seconds between two heartbeats."""
     heartbeat_timeout_s: _builtins.float
     """Seconds without a report after which the worker counts as gone."""
+    secret: _builtins.bytes
+    """Known to the coordinator and this member alone, for this term; every exchange request carries it."""
     def __init__(
         self,
         *,
@@ -367,10 +452,11 @@ class Welcome(_message.Message):
         exchange_endpoint: _builtins.str = ...,
         heartbeat_interval_s: _builtins.float = ...,
         heartbeat_timeout_s: _builtins.float = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange_endpoint", b"exchange_endpoint", "heartbeat_interval_s", b"heartbeat_interval_s", "heartbeat_timeout_s", b"heartbeat_timeout_s", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange_endpoint", b"exchange_endpoint", "heartbeat_interval_s", b"heartbeat_interval_s", "heartbeat_timeout_s", b"heartbeat_timeout_s", "secret", b"secret", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -726,6 +812,70 @@ class WeightAck(_message.Message):
 Global___WeightAck: _TypeAlias = WeightAck  # noqa: Y015
 
 @_typing.final
+class WeightAcks(_message.Message):
+    """Several members' answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def acks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightAck]:
+        """In the order in which they came."""
+
+    def __init__(
+        self,
+        *,
+        acks: _abc.Iterable[Global___WeightAck] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightAcks: _TypeAlias = WeightAcks  # noqa: Y015
+
+@_typing.final
+class WeightProgress(_message.Message):
+    """A member's progress with an offer; said again and again for as long as it works on it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run that the weights belong to."""
+    member_id: _builtins.str
+    """Who reports."""
+    phase: Global___WeightPhase.ValueType
+    """How far it is."""
+    received_bytes: _builtins.int
+    """Bytes received so far."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PolicyVersion:
+        """The version."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+        version: _common_pb2.PolicyVersion | None = ...,
+        phase: Global___WeightPhase.ValueType = ...,
+        received_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "phase", b"phase", "received_bytes", b"received_bytes", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightProgress: _TypeAlias = WeightProgress  # noqa: Y015
+
+@_typing.final
 class RunReport(_message.Message):
     """The learner's view of a run."""
 
@@ -738,6 +888,10 @@ class RunReport(_message.Message):
     EXPORT_PATH_FIELD_NUMBER: _builtins.int
     WARNING_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_PATH_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     session: _builtins.int
@@ -752,6 +906,14 @@ class RunReport(_message.Message):
     """Something that people should know about; the run goes on. Nothing else in this report counts then."""
     resumable: _builtins.bool
     """With `error`: nothing is lost or damaged, and the run may be trained on from its newest checkpoint. It is paused."""
+    fault: Global___Fault.ValueType
+    """With `error`: of what kind."""
+    step: _builtins.int
+    """With `error`: the step that was due."""
+    checkpoint_path: _builtins.str
+    """With FAULT_CHECKPOINT: the path that was to be loaded."""
+    vocab_size: _builtins.int
+    """Learner, when training can start: token ids are below this."""
     def __init__(
         self,
         *,
@@ -762,10 +924,14 @@ class RunReport(_message.Message):
         export_path: _builtins.str = ...,
         warning: _builtins.str = ...,
         resumable: _builtins.bool = ...,
+        fault: Global___Fault.ValueType = ...,
+        step: _builtins.int = ...,
+        checkpoint_path: _builtins.str = ...,
+        vocab_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "export_path", b"export_path", "finished", b"finished", "resumable", b"resumable", "run_id", b"run_id", "session", b"session", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "error", b"error", "export_path", b"export_path", "fault", b"fault", "finished", b"finished", "resumable", b"resumable", "run_id", b"run_id", "session", b"session", "step", b"step", "vocab_size", b"vocab_size", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
