@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from protos.paceline.v1 import common_pb2, worker_pb2
+from protos.paceline.v1 import worker_pb2
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.ledger import Ledger
@@ -158,9 +158,8 @@ class Journal:
         """Sums of what the workers of each pool report."""
         totals: dict[str, float] = {}
         for member in self._members.all():
-            pool = common_pb2.Role.Name(member.role).removeprefix("ROLE_").lower()
             for name, value in member.gauges.items():
-                totals[f"{pool}/{name}"] = totals.get(f"{pool}/{name}", 0.0) + value
+                totals[f"{member.role_name}/{name}"] = totals.get(f"{member.role_name}/{name}", 0.0) + value
         return totals
 
     def _record(self, kind: str, step: int, metrics: dict[str, float]) -> None:

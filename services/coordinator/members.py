@@ -49,6 +49,11 @@ class Member:
     )
     """Directives to send; None ends the stream."""
 
+    @property
+    def role_name(self) -> str:
+        """`rollout`, `reward` or `learner`."""
+        return common_pb2.Role.Name(self.role).removeprefix("ROLE_").lower()
+
     def direct(self, directive: worker_pb2.ConnectResponse) -> None:
         """Queues a directive; a member that does not read is cut off and has to come back."""
         try:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator import evaluation, leases, poison, retention
+from services.coordinator import evaluation, leases, poison
 from services.coordinator.assignments import Assignments
 from services.coordinator.members import Member, Members
+from services.coordinator.reports import Reports
 
 if TYPE_CHECKING:
     from services.coordinator.coordinator import Coordinator
@@ -33,6 +34,7 @@ class Pool:
         self._runs = runs
         self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
         self._lock: asyncio.Lock = runs.lock
+        self._reports = Reports(runs, self)
 
     def expect_holders(self) -> None:
         """After a restart: whoever holds leases has the usual time to come back before they are taken away."""
@@ -71,7 +73,7 @@ class Pool:
         self.members.add(member)
         self._exchange.members.add(member.member_id)
         self._exchange.suspected.discard(member.member_id)
-        log.info("%s %s %s", _role(member), member.member_id, "is back" if earlier else "joined")
+        log.info("%s %s %s", member.role_name, member.member_id, "is back" if earlier else "joined")
         if run is not None and member.role != common_pb2.ROLE_LEARNER:
             self.assignments.assign(member)
         return member
@@ -108,7 +110,7 @@ class Pool:
                 notices = self._exchange.take_notices()
                 self._journal.write_down(notices)
         log.warning(
-            "%s %s left (%s); %d leases taken back", _role(member), member.member_id, reason, released
+            "%s %s left (%s); %d leases taken back", member.role_name, member.member_id, reason, released
         )
         self.assignments.name_epoch()
         self._runs.server.wake("lease", "task")
@@ -127,98 +129,11 @@ class Pool:
             self._exchange.suspected.discard(member.member_id)
             self.assignments.name_epoch()
             await self._add_member_event(member, "heard of again")
-        match request.WhichOneof("report"):
-            case "heartbeat":
-                member.gauges = dict(request.heartbeat.gauges)
-                member.draining = request.heartbeat.draining
-            case "weight_offer":
-                receiver = self.members.get(request.weight_offer.member_id)
-                if receiver is not None:
-                    receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
-            case "weight_ack":
-                await self._on_weight_ack(member, request.weight_ack)
-            case "run_report":
-                await self._on_run_report(member, request.run_report)
-            case "checkpoint":
-                await self._on_checkpoint(member, request.checkpoint)
-            case "staged":
-                named = self.assignments.named[1]
-                self._journal.note_staged(request.staged, self.assignments.epoch, len(named))
-            case "publish":
-                await self._on_publish(request.publish)
-            case "leave":
-                reason = request.leave.reason
-                await self.leave(member, reason or "in good order", crashed=bool(reason))
-
-    async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
-        run = self._exchange.active
-        if run is not None and ack.run_id == run.run_id and ack.ok:
-            member.version = Version(ack.version.session, ack.version.step)
-            self._exchange.versions[member.member_id] = member.version
-            self._journal.note_pause(ack)
-            async with self._lock:
-                if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
-                    with self._ledger.transaction():
-                        self._ledger.update_run(run.run_id, published_step=ack.version.step)
-            self._runs.server.wake("lease")
-        for learner in self.members.of_role(common_pb2.ROLE_LEARNER):
-            learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
-
-    async def _on_run_report(self, member: Member, report: worker_pb2.RunReport) -> None:
-        run = self._exchange.active
-        if run is None or report.run_id != run.run_id:
-            return
-        if (
-            member.role == common_pb2.ROLE_LEARNER
-            and report.session != self._ledger.run(run.run_id)["session"]
-        ):
-            return  # a learner that another one has replaced
-        if report.warning:
-            await self._runs.warn([report.warning])
-            return
-        if report.error:
-            member.failed_run = run.run_id
-            peers = self.members.of_role(member.role)
-            log.warning(
-                "%s %s cannot work on %s: %s", _role(member), member.member_id, run.run_id, report.error
-            )
-            if all(peer.failed_run == run.run_id for peer in peers) and report.resumable:
-                await self._runs.pause_on_fault(run.run_id, f"{_role(member)}: {report.error}")
-            elif all(peer.failed_run == run.run_id for peer in peers):
-                await self._runs.end(run.run_id, "failed", f"{_role(member)}: {report.error}")
-            return
-        member.ready_run, member.expelled = run.run_id, False
-        if report.finished:
-            async with self._lock:
-                with self._ledger.transaction():
-                    self._ledger.update_run(run.run_id, export_path=report.export_path)
-            await self._runs.learner_finished(report.session)
-        self.assignments.name_epoch()
-
-    async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
-        async with self._lock:
-            with self._ledger.transaction():
-                # One that is known is what a learner says again after a restart: no news.
-                if self._ledger.add_checkpoint(report):
-                    content = {"step": report.step, "path": report.path, "seconds": report.seconds}
-                    self._ledger.add_event(report.run_id, "checkpoint", content)
-                run = self._exchange.active
-                if run is not None and run.run_id == report.run_id:
-                    retention.forget_surplus(self._ledger, run.run_id, run.spec.checkpointing)
-            kept = retention.kept_paths(self._ledger, report.run_id)
-        directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
-        member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))
-        await self._runs.tell_watchers()
-
-    async def _on_publish(self, report: worker_pb2.PublishReport) -> None:
-        self._journal.note_publish(report)
-        if report.ok:
-            return
-        log.warning("version %d did not reach %s: %s", report.version.step, report.member_id, report.error)
-        member = self.members.get(report.member_id)
-        missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
-        if missed and member is not None and report.epoch >= member.named_in:
-            await self._expel(member, report)
+        if request.WhichOneof("report") == "leave":
+            reason = request.leave.reason
+            await self.leave(member, reason or "in good order", crashed=bool(reason))
+        else:
+            await self._reports.take(member, request)
 
     async def _suspect(self, member: Member, why: str) -> None:
         """A member may be gone: the next epoch is without it, no batch waits for what it holds, and it is back as soon as it is
@@ -228,7 +143,7 @@ class Pool:
         member.suspected = True
         self._exchange.suspected.add(member.member_id)
         self._runs.server.wake("batch")
-        log.warning("%s %s is suspected: %s", _role(member), member.member_id, why)
+        log.warning("%s %s is suspected: %s", member.role_name, member.member_id, why)
         self.assignments.name_epoch()
         await self._add_member_event(member, f"suspected: {why}")
 
@@ -251,12 +166,12 @@ class Pool:
             log.info("%d groups of silent workers are lent again: %s", number, ", ".join(silent))
             self._runs.server.wake("lease", "task")
 
-    async def _expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
+    async def expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
         """A member missed a deadline of its weight link: the next epoch is without it, and it is told so."""
         if member.expelled:
             return
         member.expelled = True
-        log.warning("%s %s is expelled from epoch %d", _role(member), member.member_id, report.epoch)
+        log.warning("%s %s is expelled from epoch %d", member.role_name, member.member_id, report.epoch)
         expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
         member.direct(worker_pb2.ConnectResponse(expelled=expelled))
         self.assignments.name_epoch()
@@ -272,10 +187,6 @@ class Pool:
                     self._ledger.add_event(
                         run.run_id,
                         "member",
-                        {"role": _role(member), "member_id": member.member_id, "what": what},
+                        {"role": member.role_name, "member_id": member.member_id, "what": what},
                     )
             await self._runs.tell_watchers()
-
-
-def _role(member: Member) -> str:
-    return common_pb2.Role.Name(member.role).removeprefix("ROLE_").lower()

@@ -305,6 +305,7 @@ class Hello(_message.Message):
     NUM_THREADS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it is for."""
     member_id: _builtins.str
@@ -325,6 +326,8 @@ class Hello(_message.Message):
     """Learner: the rank; only rank 0 is given runs, the others only ask for their parts of batches."""
     http_address: _builtins.str
     """Where its OpenAI-compatible HTTP endpoint listens, host:port; empty if nowhere."""
+    secret: _builtins.bytes
+    """Secret from the newest Welcome, empty before the first: who has it takes over the member's place on a new stream."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version whose weights it holds, if any."""
@@ -343,10 +346,11 @@ class Hello(_message.Message):
         num_threads: _builtins.int = ...,
         rank: _builtins.int = ...,
         http_address: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,123 @@
+"""What members' reports mean: weights that arrived, runs that are set up or cannot go on, checkpoints, publishes.
+
+`Pool` takes a report in, keeps the time of it and hands it on to here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from paceline.groups import Version
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator import retention
+from services.coordinator.members import Member
+
+if TYPE_CHECKING:
+    from services.coordinator.coordinator import Coordinator
+    from services.coordinator.pool import Pool
+
+log = logging.getLogger(__name__)
+
+
+class Reports:
+    """Those of one coordinator's members; `runs` is told what they mean for the run."""
+
+    def __init__(self, runs: Coordinator, pool: Pool):
+        self._runs, self._pool = runs, pool
+        self._members, self._assignments = pool.members, pool.assignments
+        self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
+        self._lock: asyncio.Lock = runs.lock
+
+    async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
+        """Acts on one report."""
+        match request.WhichOneof("report"):
+            case "heartbeat":
+                member.gauges = dict(request.heartbeat.gauges)
+                member.draining = request.heartbeat.draining
+            case "weight_offer":
+                receiver = self._members.get(request.weight_offer.member_id)
+                if receiver is not None:
+                    receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
+            case "weight_ack":
+                await self._on_weight_ack(member, request.weight_ack)
+            case "run_report":
+                await self._on_run_report(member, request.run_report)
+            case "checkpoint":
+                await self._on_checkpoint(member, request.checkpoint)
+            case "staged":
+                named = self._assignments.named[1]
+                self._journal.note_staged(request.staged, self._assignments.epoch, len(named))
+            case "publish":
+                await self._on_publish(request.publish)
+
+    async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
+        run = self._exchange.active
+        if run is not None and ack.run_id == run.run_id and ack.ok:
+            member.version = Version(ack.version.session, ack.version.step)
+            self._exchange.versions[member.member_id] = member.version
+            self._journal.note_pause(ack)
+            async with self._lock:
+                if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
+                    with self._ledger.transaction():
+                        self._ledger.update_run(run.run_id, published_step=ack.version.step)
+            self._runs.server.wake("lease")
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
+
+    async def _on_run_report(self, member: Member, report: worker_pb2.RunReport) -> None:
+        run = self._exchange.active
+        if run is None or report.run_id != run.run_id:
+            return
+        if (
+            member.role == common_pb2.ROLE_LEARNER
+            and report.session != self._ledger.run(run.run_id)["session"]
+        ):
+            return  # a learner that another one has replaced
+        if report.warning:
+            await self._runs.warn([report.warning])
+            return
+        if report.error:
+            member.failed_run = run.run_id
+            peers = self._members.of_role(member.role)
+            log.warning(
+                "%s %s cannot work on %s: %s", member.role_name, member.member_id, run.run_id, report.error
+            )
+            if all(peer.failed_run == run.run_id for peer in peers) and report.resumable:
+                await self._runs.pause_on_fault(run.run_id, f"{member.role_name}: {report.error}")
+            elif all(peer.failed_run == run.run_id for peer in peers):
+                await self._runs.end(run.run_id, "failed", f"{member.role_name}: {report.error}")
+            return
+        member.ready_run, member.expelled = run.run_id, False
+        if report.finished:
+            async with self._lock:
+                with self._ledger.transaction():
+                    self._ledger.update_run(run.run_id, export_path=report.export_path)
+            await self._runs.learner_finished(report.session)
+        self._assignments.name_epoch()
+
+    async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
+        async with self._lock:
+            with self._ledger.transaction():
+                # One that is known is what a learner says again after a restart: no news.
+                if self._ledger.add_checkpoint(report):
+                    content = {"step": report.step, "path": report.path, "seconds": report.seconds}
+                    self._ledger.add_event(report.run_id, "checkpoint", content)
+                run = self._exchange.active
+                if run is not None and run.run_id == report.run_id:
+                    retention.forget_surplus(self._ledger, run.run_id, run.spec.checkpointing)
+            kept = retention.kept_paths(self._ledger, report.run_id)
+        directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
+        member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))
+        await self._runs.tell_watchers()
+
+    async def _on_publish(self, report: worker_pb2.PublishReport) -> None:
+        self._journal.note_publish(report)
+        if report.ok:
+            return
+        log.warning("version %d did not reach %s: %s", report.version.step, report.member_id, report.error)
+        member = self._members.get(report.member_id)
+        missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
+        if missed and member is not None and report.epoch >= member.named_in:
+            await self._pool.expel(member, report)
