@@ -61,7 +61,6 @@ class LinkSettings:
 
     run_id: str
     backend: str
-    device: str
     host: str
     """This side's address for the member, and where the store is."""
     store_host: str
@@ -322,5 +321,4 @@ class MemberLink:
             rank=SENDER,
             max_wait_s=self._settings.max_wait_s,
             host=self._settings.host,
-            device=self._settings.device,
         )

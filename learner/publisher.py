@@ -50,7 +50,6 @@ class Publisher:
         advertise_host: str | None = None,
         port: int = 0,
         backend: str = "gloo",
-        device: str = "cpu",
     ) -> None:
         host = advertise_host or reachable_from_here(bind_host)
         self._store, store_port = serve_store(bind_host, port, max_wait_s)
@@ -61,7 +60,6 @@ class Publisher:
         self._settings = LinkSettings(
             run_id=run_id,
             backend=backend,
-            device=device,
             host=host,
             store_host=reachable_from_here(bind_host),
             store_port=store_port,

@@ -146,7 +146,7 @@ def _torch() -> list[Finding]:
             Finding("gloo", "fault", "this torch has no gloo", "install a torch with torch.distributed")
         )
     if not count:
-        findings.append(Finding("NCCL", "absent", "not needed without GPUs, weights travel by gloo"))
+        findings.append(Finding("NCCL", "absent", "not needed without GPUs"))
     elif torch.distributed.is_nccl_available():
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         findings.append(Finding("NCCL", "ok", ".".join(str(part) for part in version)))
@@ -154,8 +154,8 @@ def _torch() -> list[Finding]:
         findings.append(
             Finding(
                 "NCCL",
-                "absent",
-                "this torch has none, weights travel by gloo",
+                "fault",
+                "this torch has none, and several learner ranks on GPUs need it",
                 "install a CUDA build of torch",
             )
         )

@@ -38,11 +38,11 @@ def plan(
     return WeightManifest.plan(plans, bucket_bytes, algorithm)
 
 
-def empty_flat(manifest: WeightManifest, device: str | torch.device = "cpu") -> torch.Tensor:
-    """[total_bytes] uint8, not initialised."""
+def empty_flat(manifest: WeightManifest) -> torch.Tensor:
+    """[total_bytes] uint8 in host memory, not initialised."""
     import torch
 
-    return torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device)
+    return torch.empty(manifest.total_bytes, dtype=torch.uint8)
 
 
 def views(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""A link through host memory that both processes map: for a learner and a rollout worker on one host, above all on one
-GPU, where NCCL refuses two ranks.
+"""A link through host memory that both processes map: for a learner and a rollout worker on one host, whether or not they
+share a GPU.
 
 The interface and the promise are `WeightLink`'s: every wait ends by its deadline, a failure is this link's alone, and only
 the receiver's acknowledgement over the control plane proves anything. The sender's memory has no name in any file
@@ -29,10 +29,6 @@ class SharedLink:
     """One side of the shared memory. Used by one thread at a time; after an error it is only good for dropping."""
 
     def __init__(self, store: Any, max_wait_s: float) -> None:
-        import torch
-
-        self.device = torch.device("cpu")
-        """Where buckets lie."""
         self._store = store
         self._timeout = timedelta(seconds=max_wait_s)
         self._sent = 0

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
+from paceline.spec.section import STORED
 
 PATH_FIELDS = (
     ("policy", "model_name"),
@@ -54,23 +55,35 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def parse_spec(tree: dict[str, Any], base: Path | None = None) -> RunSpec:
-    """The spec in `tree`; relative paths that exist under `base` become absolute. Raises SpecError."""
+def parse_spec(tree: dict[str, Any], base: Path | None = None, *, stored: bool = False) -> RunSpec:
+    """The spec in `tree`; relative paths that exist under `base` become absolute. A `stored` one was accepted earlier and
+    may hold values that are refused by now. Raises SpecError."""
+    tree = _with_absolute_paths(tree, base) if base else tree
     try:
-        return RunSpec.model_validate(_with_absolute_paths(tree, base) if base else tree)
+        return RunSpec.model_validate(tree, context=STORED if stored else None)
     except ValidationError as error:
         raise SpecError(explain(error)) from None
 
 
+def submitted_spec(text: str) -> RunSpec:
+    """The spec in YAML `text` that a client submits. Raises SpecError."""
+    return parse_spec(_tree_of(text))
+
+
 def spec_from_yaml(text: str) -> RunSpec:
-    """The spec in YAML `text`, as it travels between client, coordinator and workers. Raises SpecError."""
+    """The spec in YAML `text` of a run that was accepted, perhaps by an earlier version: as the ledger holds it and as it
+    travels to the workers. Raises SpecError."""
+    return parse_spec(_tree_of(text), stored=True)
+
+
+def _tree_of(text: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SpecError(f"the spec is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise SpecError(f"the spec is {type(tree).__name__}, it has to be a mapping of sections")
-    return parse_spec(tree)
+    return tree
 
 
 def spec_to_yaml(spec: RunSpec) -> str:

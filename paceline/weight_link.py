@@ -11,13 +11,9 @@ Torch is imported when a link is formed, not before.
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +28,14 @@ SENDER, MEMBER = 0, 1
 IN_FLIGHT = 2
 """Buckets under way at one time: one on the wire while the next is prepared."""
 
-_NCCL_LOCK = threading.Lock()
-
 
 class WeightLink:
     """One formed group of two. Used by one thread at a time; after an error it is only good for dropping."""
 
-    def __init__(self, group: Any, rank: int, max_wait_s: float, device: torch.device) -> None:
+    def __init__(self, group: Any, rank: int, max_wait_s: float) -> None:
         self._group = group
         self._peer = 1 - rank
         self._max_wait_s = max_wait_s
-        self.device = device
-        """Where buckets must lie: the CPU for gloo, a GPU for NCCL."""
 
     def send(
         self,
@@ -51,13 +43,13 @@ class WeightLink:
         manifest: WeightManifest,
         on_bucket: Callable[[int], None] | None = None,
     ) -> None:
-        """Sends `flat` ([total_bytes] uint8, any device) bucket by bucket; `on_bucket` gets the bytes handed over.
+        """Sends `flat` ([total_bytes] uint8 in host memory) bucket by bucket; `on_bucket` gets the bytes handed over.
 
         Returning proves nothing about the other side. Raises Unavailable when a bucket took longer than max_wait_s.
         """
 
         def start(begin: int, end: int) -> tuple[Any, torch.Tensor]:
-            bucket = flat[begin:end].to(self.device, non_blocking=True)
+            bucket = flat[begin:end]
             return self._group.send([bucket], self._peer, 0), bucket
 
         self._run(manifest, start, on_bucket)
@@ -68,7 +60,7 @@ class WeightLink:
         manifest: WeightManifest,
         on_bucket: Callable[[int], None] | None = None,
     ) -> None:
-        """Fills `flat` ([total_bytes] uint8 on the link's device); `on_bucket` gets the bytes received so far."""
+        """Fills `flat` ([total_bytes] uint8 in host memory); `on_bucket` gets the bytes received so far."""
 
         def start(begin: int, end: int) -> tuple[Any, torch.Tensor]:
             bucket = flat[begin:end]
@@ -96,24 +88,11 @@ class WeightLink:
     ) -> None:
         end, work, _ = started
         try:
-            if self.device.type == "cpu":
-                work.wait(timedelta(seconds=self._max_wait_s))
-            else:
-                self._await_stream(work)
+            work.wait(timedelta(seconds=self._max_wait_s))
         except RuntimeError as error:
             raise Unavailable(f"weights stopped before byte {end}: {first_line(error)}") from error
         if on_bucket is not None:
             on_bucket(end)
-
-    def _await_stream(self, work: Any) -> None:
-        # NCCL's wait() only orders streams. Its own time-out would end the process, so ours is kept here by asking.
-        deadline = time.monotonic() + self._max_wait_s
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                self._group.abort()
-                raise RuntimeError(f"no completion within {self._max_wait_s} s")
-            time.sleep(0.0005)
-        work.wait()
 
 
 def serve_store(bind_host: str, port: int, max_wait_s: float) -> tuple[Any, int]:
@@ -151,15 +130,13 @@ def form_link(
     rank: int,
     max_wait_s: float,
     host: str = "127.0.0.1",
-    device: str = "cpu",
 ) -> WeightLink | SharedLink:
     """Meets the other rank under `prefix` and forms the group of two. Blocks up to about max_wait_s.
 
-    `host` is this side's address as the peer reaches it (gloo). `device` is the GPU of an NCCL link. A prefix serves
-    once. Raises Unavailable when the peer did not come. Forming with a peer that stopped in the middle may outlast
+    `host` is this side's address as the peer reaches it (gloo). A prefix serves once. Raises Unavailable when the
+    peer did not come. Forming with a peer that stopped in the middle may outlast
     max_wait_s, so call it from a thread that can be left behind.
     """
-    import torch
     import torch.distributed as dist
 
     timeout = timedelta(seconds=max_wait_s)
@@ -173,14 +150,12 @@ def form_link(
         store.set(f"here/{rank}", "1")
         store.wait([f"here/{1 - rank}"], timeout)
         if backend == "gloo":
-            return WeightLink(_gloo(store, rank, timeout, host), rank, max_wait_s, torch.device("cpu"))
-        if backend == "nccl":
-            return WeightLink(_nccl(store, rank, device), rank, max_wait_s, torch.device(device))
+            return WeightLink(_gloo(store, rank, timeout, host), rank, max_wait_s)
         if backend == "shared":
             return SharedLink(store, max_wait_s)
     except RuntimeError as error:
         raise Unavailable(f"no link {prefix!r}: {first_line(error)}") from error
-    raise ValueError(f"weight backend {backend!r} is none of 'gloo', 'nccl' and 'shared'")
+    raise ValueError(f"weight backend {backend!r} is neither 'gloo' nor 'shared'")
 
 
 def _gloo(store: Any, rank: int, timeout: timedelta, host: str) -> Any:
@@ -190,34 +165,6 @@ def _gloo(store: Any, rank: int, timeout: timedelta, host: str) -> Any:
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, 2, options)
-
-
-def _nccl(store: Any, rank: int, device: str) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_nccl_available():
-        raise RuntimeError("this torch was built without NCCL")
-    torch.cuda.set_device(torch.device(device))
-    options = dist.ProcessGroupNCCL.Options()
-    # A member's fault must not end the learner: torch's watchdog would, so it is kept out of this group and
-    # WeightLink keeps the deadline itself.
-    options._timeout = timedelta(days=1)
-    with _NCCL_LOCK, _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        return dist.ProcessGroupNCCL(store, rank, 2, options)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def reachable_from_here(bind_host: str) -> str:

@@ -195,7 +195,7 @@ class WeightOffer:
     member_id: str
     attempt: int
     backend: str
-    """`gloo`, `nccl` or `shared`."""
+    """`gloo` or `shared`."""
     store_host: str
     store_port: int
     prefix: str

@@ -34,7 +34,7 @@ class WeightReceiver:
     `on_weights(version, tensors)` returns when the engine samples with a copy of the tensors, whose memory then takes the
     next version; raising refuses the version. `on_ack(version, ok, message)` carries the answer to the learner.
     `on_progress(version, received_bytes)` is told after each bucket. All three are called from the links' threads.
-    `host` is this machine's address as the learner reaches it; `device` is where an NCCL link receives.
+    `host` is this machine's address as the learner reaches it.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class WeightReceiver:
         on_ack: Callable[[Version, bool, str], None],
         on_progress: Callable[[Version, int], None] | None = None,
         host: str = "127.0.0.1",
-        device: str = "cpu",
     ) -> None:
         self._run_id = run_id
         self._max_wait_s = max_wait_s
@@ -54,7 +53,6 @@ class WeightReceiver:
         self._on_ack = on_ack
         self._on_progress = on_progress
         self._host = host
-        self._device = device
         self._lock = threading.Lock()
         self._swap = threading.Lock()
         self._held: Version | None = None
@@ -133,8 +131,8 @@ class WeightReceiver:
 
     def _take(self, link: _Link, offer: WeightOffer, manifest: WeightManifest) -> None:
         """Receives one offer over `link` and swaps it in. Runs in the link's thread."""
-        device = link.connected(self._max_wait_s, self._host, self._device).device
-        flat = self._memory(manifest, device)
+        link.connect(self._max_wait_s, self._host)
+        flat = self._memory(manifest)
         check = Check(flat, manifest)
 
         def on_bucket(num_bytes: int) -> None:
@@ -165,13 +163,13 @@ class WeightReceiver:
         finally:
             self._swap.release()
 
-    def _memory(self, manifest: WeightManifest, device: torch.device) -> torch.Tensor:
+    def _memory(self, manifest: WeightManifest) -> torch.Tensor:
         """Where the next version goes: the memory of the one before, once it is copied into the engine, or new."""
         with self._lock:
             spare, self._spare = self._spare, None
-        if spare is not None and (len(spare), spare.device) == (manifest.total_bytes, device):
+        if spare is not None and len(spare) == manifest.total_bytes:
             return spare
-        return empty_flat(manifest, device)
+        return empty_flat(manifest)
 
     def _progress(self, version: Version, received_bytes: int) -> None:
         if self._on_progress is not None:
@@ -226,8 +224,8 @@ class _Link:
             self._left = True
             self._changed.notify_all()
 
-    def connected(self, max_wait_s: float, host: str, device: str) -> WeightLink | SharedLink:
-        """The link of this prefix, formed at the first call."""
+    def connect(self, max_wait_s: float, host: str) -> None:
+        """Forms the link of this prefix, at the first call."""
         if self._link is None:
             self._link = form_link(
                 backend=self._offer.backend,
@@ -237,9 +235,7 @@ class _Link:
                 rank=MEMBER,
                 max_wait_s=max_wait_s,
                 host=host,
-                device=device,
             )
-        return self._link
 
     def receive(self, flat: torch.Tensor, manifest: WeightManifest, on_bucket: Callable[[int], None]) -> None:
         assert self._link is not None

@@ -165,7 +165,7 @@ class LearnerRun:
             self._set_up_channel()
 
     def _set_up_channel(self) -> None:
-        channel = make_channel(self._assignment, spec=self._spec, rank=self._rank)
+        channel = make_channel(self._assignment, self._spec, self._rank, self._warn)
         with self._receivers:
             epoch = self._epoch or self._rank.early_epoch
             if epoch is not None and epoch.run_id == self.run_id:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,9 +38,12 @@ FAILURES = {
 }
 
 
-def make_channel(assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: LearnerRank) -> WeightChannel:
-    """The channel that `weights.channel` names. A collective call. Raises InvalidInput for a store that cannot be used."""
-    wiring = _Wiring(assignment, spec, rank)
+def make_channel(
+    assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: LearnerRank, warn: Callable[[str], None]
+) -> WeightChannel:
+    """The channel that `weights.channel` names; `warn` puts a sentence into the run's events. A collective call. Raises
+    InvalidInput for a store that cannot be used."""
+    wiring = _Wiring(assignment, spec, rank, warn)
     match spec.weights.channel:
         case "collective":
             return wiring.collective()
@@ -50,11 +54,18 @@ def make_channel(assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: Lear
 
 
 class _Wiring:
-    def __init__(self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: LearnerRank) -> None:
+    def __init__(
+        self,
+        assignment: worker_pb2.RunAssignment,
+        spec: RunSpec,
+        rank: LearnerRank,
+        warn: Callable[[str], None],
+    ) -> None:
         self._run_id = assignment.run_id
         self._weights = spec.weights
         self._cluster = spec.cluster
         self._rank = rank
+        self._warn = warn
         precision = spec.policy.generation_precision
         if precision == "auto":
             precision = "bfloat16" if rank.device.type == "cuda" else "float32"
@@ -83,7 +94,6 @@ class _Wiring:
             bind_host=self._rank.host,
             advertise_host=self._rank.reachable,
             backend=backend,
-            device=str(self._rank.device) if backend == "nccl" else "cpu",
         )
         catch_up = CatchUp(
             publisher=publisher,
@@ -124,13 +134,18 @@ class _Wiring:
         return DeltaChannel(writer, offers, self._dtype, self._announce)
 
     def _backend(self) -> str:
-        if self._weights.backend != "auto":
-            return self._weights.backend
-        cluster = self._cluster
-        if not cluster.rollout_gpus or self._rank.device.type != "cuda":
-            return "gloo"
-        # NCCL refuses two ranks on one GPU.
-        return "shared" if set(cluster.rollout_gpus) & set(cluster.learner_gpus) else "nccl"
+        backend = self._weights.backend
+        if backend == "nccl":
+            backend = "auto"
+            self._warn(
+                "weights.backend is 'nccl', which this version no longer has; weights go as with 'auto'. Remove it from "
+                "the spec of later runs"
+            )
+        if backend != "auto":
+            return backend
+        # Only workers of this host reach a learner on loopback, and `cluster` describes the processes of one host.
+        one_host = is_loopback(self._rank.reachable) or bool(self._cluster.rollout_gpus)
+        return "shared" if one_host and self._rank.device.type == "cuda" else "gloo"
 
     # To the control plane
 

@@ -11,6 +11,10 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
+STORED = {"stored": True}
+"""Validation context of a spec that an earlier version may have accepted: values that are no longer there pass, and the
+part that meets them says what it does instead."""
+
 
 class Section(BaseModel):
     """A part of the spec: frozen, no unknown keys, the docstring under each field is its description."""

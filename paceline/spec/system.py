@@ -4,29 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from paceline.spec.section import PositiveFloat, PositiveInt, Section
+from paceline.spec.section import STORED, PositiveFloat, PositiveInt, Section
 
 
 class WeightsSection(Section):
     """How new weights reach the rollout workers."""
 
     channel: Literal["collective", "delta"] = "collective"
-    """`collective`: NCCL between GPUs, gloo between CPUs. `delta`: changed elements through a store."""
+    """`collective`: the whole model over a link to each worker. `delta`: changed elements through a store."""
     store: str | None = None
     """Where stored weights go: an absolute path or any fsspec URL; default `weights/` in the run's directory."""
     anchor_interval: PositiveInt = 50
     """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
     backend: Literal["auto", "gloo", "nccl", "shared"] = "auto"
-    """auto: nccl when learner and rollout have GPUs of their own (cluster.*_gpus), shared (memory of the host, which both
-    map) when they have one in common, else gloo by TCP."""
+    """auto: shared (memory of the host, which both map) where a learner with GPUs and its workers are on one host, else
+    gloo by TCP; a worker that `shared` does not reach gets its weights by gloo. `nccl` cannot be chosen."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: PositiveFloat = 30.0
     """Time limit of every operation with one member; a member that needs longer is left out."""
     bucket_mb: PositiveInt = 64
     """Size of one packed bucket."""
+
+    @field_validator("backend")
+    @classmethod
+    def _check_backend(cls, backend: str, info: ValidationInfo) -> str:
+        if backend == "nccl" and info.context != STORED:
+            raise ValueError(
+                "'nccl' cannot be chosen: a worker's weights are received by a process that holds no GPU, so an NCCL link "
+                "never forms; leave it out (auto), or use 'shared' on one host and 'gloo' between hosts"
+            )
+        return backend
 
     @model_validator(mode="after")
     def _check(self) -> WeightsSection:

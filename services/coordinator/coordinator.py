@@ -18,7 +18,7 @@ from paceline.data import PromptSource, open_prompts, open_rows
 from paceline.errors import Conflict, DataError, LedgerFault, SpecError
 from paceline.example_rows import check_example
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_yaml, spec_to_yaml
+from paceline.spec_io import spec_from_yaml, spec_to_yaml, submitted_spec
 from paceline.storage import Folder
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
@@ -99,7 +99,7 @@ class Coordinator:
 
         Raises SpecError, DataError.
         """
-        spec = spec_from_yaml(spec_yaml)
+        spec = submitted_spec(spec_yaml)
         await asyncio.to_thread(_open_data, spec)
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)

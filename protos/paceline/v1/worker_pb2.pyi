@@ -639,7 +639,7 @@ class WeightOffer(_message.Message):
     attempt: _builtins.int
     """Attempt at a link with this member; every attempt has a prefix of its own."""
     backend: _builtins.str
-    """`gloo`, `nccl` or `shared`."""
+    """`gloo` or `shared`."""
     store_host: _builtins.str
     """Host of the store by which the link is formed."""
     store_port: _builtins.int

@@ -1,0 +1,103 @@
+"""The learner's weight channel behind the control plane's messages: which links it offers, and what it says of them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from learner.channel import WeightChannel
+from paceline.groups import Version
+from paceline.spec import RunSpec
+from paceline.spec_io import spec_from_yaml
+from protos.paceline.v1 import worker_pb2
+from services.learner_weights import make_channel
+
+DEADLINE_S = 20.0
+SPEC = """
+policy: {model_name: org/model}
+data: {train: org/data}
+rewards: [{function: length}]
+"""
+
+
+class Rank:
+    """What a channel uses of rank 0, on a device that only has to be named."""
+
+    def __init__(self, device: str, reachable: str) -> None:
+        self.rank, self.world_size = 0, 1
+        self.device = torch.device(device)
+        self.host, self.reachable = "127.0.0.1", reachable
+        self.reports: queue.Queue[worker_pb2.ConnectRequest] = queue.Queue()
+
+    def report(self, report: worker_pb2.ConnectRequest) -> None:
+        self.reports.put(report)
+
+    def next(self, kind: str) -> Any:
+        """The next report of this kind."""
+        while True:
+            report = self.reports.get(timeout=DEADLINE_S)
+            if report.WhichOneof("report") == kind:
+                return getattr(report, kind)
+
+
+Open = Callable[[str, Rank], tuple[WeightChannel, list[str]]]
+
+
+@pytest.fixture
+def open_channel(tmp_path: Path) -> Iterator[Open]:
+    """Opens a channel for a spec with these lines added; also what it warned of."""
+    channels: list[WeightChannel] = []
+
+    def opened(lines: str, rank: Rank) -> tuple[WeightChannel, list[str]]:
+        spec: RunSpec = spec_from_yaml(SPEC + lines)
+        warnings: list[str] = []
+        assignment = worker_pb2.RunAssignment(run_id="run", directory=str(tmp_path))
+        channels.append(make_channel(assignment, spec, cast(Any, rank), warnings.append))
+        return channels[-1], warnings
+
+    yield opened
+    for channel in channels:
+        channel.close()
+
+
+def offered(channel: WeightChannel, rank: Rank) -> worker_pb2.WeightOffer:
+    channel.set_members(1, ["m"])
+    channel.publish(Version(1, 0), torch.nn.Linear(2, 2))
+    offer = rank.next("weight_offer")
+    assert isinstance(offer, worker_pb2.WeightOffer)
+    return offer
+
+
+@pytest.mark.parametrize(
+    ("device", "reachable", "cluster", "backend"),
+    [
+        ("cpu", "127.0.0.1", "{}", "gloo"),
+        ("cpu", "127.0.0.1", "{rollout_gpus: [0]}", "gloo"),
+        ("cuda", "127.0.0.1", "{}", "shared"),
+        ("cuda", "192.0.2.1", "{}", "gloo"),
+        ("cuda", "192.0.2.1", "{rollout_gpus: [0], learner_gpus: [0]}", "shared"),
+        ("cuda", "192.0.2.1", "{rollout_gpus: [0], learner_gpus: [1]}", "shared"),
+    ],
+)
+def test_auto_picks_only_what_can_form(
+    open_channel: Open, device: str, reachable: str, cluster: str, backend: str
+) -> None:
+    rank = Rank(device, reachable)
+    channel, warnings = open_channel(f"cluster: {cluster}\n", rank)
+    assert offered(channel, rank).backend == backend
+    assert warnings == []
+
+
+def test_a_run_accepted_with_nccl_goes_on_as_with_auto_and_says_so(open_channel: Open) -> None:
+    rank = Rank("cpu", "127.0.0.1")
+    channel, warnings = open_channel("weights: {backend: nccl}\n", rank)
+    assert offered(channel, rank).backend == "gloo"
+    assert warnings == [
+        "weights.backend is 'nccl', which this version no longer has; weights go as with 'auto'. Remove it from the spec "
+        "of later runs"
+    ]
