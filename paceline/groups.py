@@ -19,6 +19,9 @@ FloatArray = npt.NDArray[np.float32]
 
 SHA256_DIGITS = 64
 
+MAX_HOLDERS = 64
+"""Attempts of a group whose holders are on record: the newest ones."""
+
 
 class Version(NamedTuple):
     """A policy version within a run: the learner session that made it and the step it was made for.
@@ -107,6 +110,12 @@ class Group:
             digest.update(part)
         return digest.hexdigest()
 
+    def scores_digest(self) -> str:
+        """XXH3-128 over what was said of the group after it was generated: rewards, then the reference's log-probabilities."""
+        references = [c.reference_logprobs for c in self.completions if c.reference_logprobs is not None]
+        rewards_CF = np.empty((0, 0), np.float32) if self.rewards_CF is None else self.rewards_CF
+        return scores_digest(rewards_CF, references)
+
     def _parts(self) -> Iterable[memoryview | bytes]:
         """What the digest is over."""
         yield np.ascontiguousarray(self.prompt_ids, dtype="<i4").data
@@ -115,3 +124,22 @@ class Group:
             yield np.ascontiguousarray(completion.token_ids, dtype="<i4").data
             yield np.ascontiguousarray(completion.logprobs, dtype="<f4").data
             yield repr([tuple(span) for span in completion.spans]).encode()
+
+
+def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ()) -> str:
+    """XXH3-128 over rewards [C, F] and the reference's log-probabilities of all tokens, both as little-endian float32."""
+    digest = xxhash.xxh3_128(np.ascontiguousarray(rewards_CF, dtype="<f4").data)
+    for logprobs in references:
+        digest.update(np.ascontiguousarray(logprobs, dtype="<f4").data)
+    return digest.hexdigest()
+
+
+def with_holder(lines: str, attempt: int, member_id: str) -> str:
+    """`lines`, who held each attempt so far, with the holder of `attempt` (the first is 1) at its end.
+
+    An attempt whose holder is not known has an empty line, and so has one that is MAX_HOLDERS attempts ago.
+    """
+    earlier = lines.split("\n")[: attempt - 1] if lines else []
+    earlier += [""] * (attempt - 1 - len(earlier))
+    forgotten = max(0, attempt - MAX_HOLDERS)
+    return "\n".join([*[""] * forgotten, *earlier[forgotten:], member_id])

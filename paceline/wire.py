@@ -128,7 +128,11 @@ def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray
     """[C, F] from the rows of a header. Raises WireError when they do not divide evenly."""
     if num_completions == 0 or len(rewards) % num_completions:
         raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
-    return np.array(rewards, np.float32).reshape(num_completions, -1)
+    rewards_CF = np.array(rewards, np.float32).reshape(num_completions, -1)
+    rewards_CF[np.isnan(rewards_CF)] = (
+        np.nan
+    )  # of its many bit patterns one, so that equal rewards have equal digests
+    return rewards_CF
 
 
 def decode_group(

@@ -50,6 +50,11 @@ class Part(NamedTuple):
                 raise WireError(
                     f"group {said.group_id} of step {batch.step} arrived changed: its digest is not {said.digest}"
                 )
+            if said.scores_digest and group.scores_digest() != said.scores_digest:
+                raise WireError(
+                    f"the scores of group {said.group_id} of step {batch.step} arrived changed: their digest is not "
+                    f"{said.scores_digest}"
+                )
             groups.append(group)
         return cls(batch, groups)
 
@@ -90,7 +95,8 @@ class Parts:
             rank=self._rank.rank,
             world_size=self._rank.world_size,
             groups=[
-                pb.BatchGroup(group_id=group.group_id, digest=group.digest) for group in part.batch.groups
+                pb.BatchGroup(group_id=said.group_id, digest=said.digest, scores_digest=group.scores_digest())
+                for said, group in zip(part.batch.groups, part.groups, strict=True)
             ],
             tokens=tokens,
             metrics=metrics if self._rank.rank == 0 else {},

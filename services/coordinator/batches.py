@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sqlite3
 from collections import Counter
@@ -13,6 +12,7 @@ from paceline.tracing import step_traceparent
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.admission import must_wait
 from services.coordinator.balance import balance
+from services.coordinator.batch_chain import batch_digest, extend_chain
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.payloads import Frame
 
@@ -60,26 +60,26 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
         return exchange.refuse(request, f"step {receipt.step} has no batch")
     parts = split_batch(exchange.db, run.run_id, receipt.step, receipt.world_size)
-    expected = [(group["group_id"], group["digest"]) for group in parts[receipt.rank]] if parts else []
-    tokens = sum(group["tokens"] for group in parts[receipt.rank]) if parts else receipt.tokens
-    consumed = [(group.group_id, group.digest) for group in receipt.groups]
-    if consumed != expected or receipt.tokens != tokens:
-        exchange.notice(
-            "failed", message=f"rank {receipt.rank} trained other groups in step {receipt.step} than its part"
+    wrong = _disagreement(receipt, parts[receipt.rank] if parts else None)
+    if wrong:
+        return exchange.refuse(
+            request,
+            f"the receipt of step {receipt.step} does not agree with the batch: rank {receipt.rank} {wrong}",
         )
-        return exchange.refuse(request, f"the receipt of step {receipt.step} does not agree with the batch")
     exchange.db.execute(
-        "INSERT OR REPLACE INTO receipts (run_id, session, step, rank, world_size, group_ids, digests, tokens)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO receipts"
+        " (run_id, session, step, rank, world_size, group_ids, digests, tokens, scores_digests)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             run.run_id,
             request.session,
             receipt.step,
             receipt.rank,
             receipt.world_size,
-            json.dumps([group_id for group_id, _ in consumed]),
-            json.dumps([digest for _, digest in consumed]),
+            json.dumps([group.group_id for group in receipt.groups]),
+            json.dumps([group.digest for group in receipt.groups]),
             receipt.tokens,
+            json.dumps([group.scores_digest for group in receipt.groups]),
         ),
     )
     if receipt.rank == 0:
@@ -93,6 +93,28 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     return exchange.committed(request)
 
 
+def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
+    """What a rank trained otherwise than its part says; empty when both agree. A run without batches has no part to compare."""
+    if part is None:
+        return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
+    expected, consumed = (
+        [row["group_id"] for row in part],
+        [group.group_id for group in receipt.groups],
+    )
+    if consumed != expected:
+        return f"trained groups {consumed[:5]}, its part has {expected[:5]}"
+    for row, group in zip(part, receipt.groups, strict=True):
+        if group.digest != row["digest"]:
+            return f"trained group {group.group_id} with the digest {group.digest!r}, not {row['digest']!r}"
+        if row["scores_digest"] and group.scores_digest != row["scores_digest"]:
+            return (
+                f"trained group {group.group_id} with scores of the digest {group.scores_digest!r}, "
+                f"not {row['scores_digest']!r}"
+            )
+    tokens = sum(row["tokens"] for row in part)
+    return "" if receipt.tokens == tokens else f"trained {receipt.tokens} tokens, its part has {tokens}"
+
+
 def _fix(exchange: Exchange, run: ActiveRun, step: int, chain: str, now_s: float) -> bool:
     """Fixes the batch of `step` if it is complete; False if it has to wait."""
     chosen = _in_order(exchange, run, step) if run.spec.async_grpo.order == "in_order" else None
@@ -100,16 +122,18 @@ def _fix(exchange: Exchange, run: ActiveRun, step: int, chain: str, now_s: float
         chosen = _ready_first(exchange, run, step, now_s)
     if chosen is None:
         return False
-    digest = hashlib.sha256(json.dumps([[g["group_id"], g["digest"]] for g in chosen]).encode()).hexdigest()
+    with_scores = all(group["scores_digest"] for group in chosen)  # not where an older Paceline scored one
+    digest = batch_digest(chosen, with_scores=with_scores)
     wait_s = now_s - exchange.first_asked_s.get(step, now_s)
     exchange.db.execute(
-        "INSERT INTO batches (run_id, step, digest, chain, metrics_json) VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO batches (run_id, step, digest, chain, metrics_json, with_scores) VALUES (?, ?, ?, ?, ?, ?)",
         (
             run.run_id,
             step,
             digest,
             extend_chain(chain, step, digest),
             json.dumps(_metrics(run, chosen, step, wait_s)),
+            with_scores,
         ),
     )
     exchange.db.executemany(
@@ -120,11 +144,6 @@ def _fix(exchange: Exchange, run: ActiveRun, step: int, chain: str, now_s: float
     exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
     exchange.first_asked_s = {s: t for s, t in exchange.first_asked_s.items() if abs(s) > step}
     return True
-
-
-def extend_chain(chain: str, step: int, digest: str) -> str:
-    """The hash chain over the batches up to and including `step`."""
-    return hashlib.sha256(f"{chain}/{step}/{digest}".encode()).hexdigest()
 
 
 def _in_order(exchange: Exchange, run: ActiveRun, step: int) -> list[sqlite3.Row] | None:
@@ -200,7 +219,12 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
                 request, f"step {asked.step} is before the oldest checkpoint, its samples are gone"
             )
         rewards = np.frombuffer(group["rewards"], "<f4").tolist()
-        reply.batch.groups.add(group_id=group["group_id"], digest=group["digest"], rewards=rewards)
+        reply.batch.groups.add(
+            group_id=group["group_id"],
+            digest=group["digest"],
+            rewards=rewards,
+            scores_digest=group["scores_digest"],
+        )
         payloads.append(payload.arrays)
     if run.spec.pool_serves_reference:
         for given in reply.batch.groups:

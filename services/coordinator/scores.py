@@ -7,7 +7,7 @@ import sqlite3
 
 import numpy as np
 
-from paceline.groups import FloatArray
+from paceline.groups import FloatArray, scores_digest, with_holder
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -46,8 +46,13 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
             wants_reference=_wants_reference(run, row),
         )
         payloads += (payload.arrays, payload.header)
+        attempt = row["score_attempt"] + 1
         exchange.set_group(
-            run, row["group_id"], scorer_id=request.member_id, score_attempt=row["score_attempt"] + 1
+            run,
+            row["group_id"],
+            scorer_id=request.member_id,
+            score_attempt=attempt,
+            scorers=with_holder(row["scorers"], attempt, request.member_id),
         )
     return Outcome(reply, payloads, empty=not chosen)
 
@@ -87,11 +92,14 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     known_C = totals_C[~np.isnan(totals_C)]
     if np.isinf(known_C).any():
         return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
+    reference: list[FloatArray] = []
     if _wants_reference(run, row):
         fault = _fault_of_reference(arrived, row)
         if fault:
             return exchange.refuse(request, fault)
         assert arrived.place is not None
+        assert arrived.reference is not None
+        reference.append(arrived.reference)
         exchange.db.execute(
             "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'reference', x'', x'', ?, ?, ?, ?, ?, ?)",
             (run.run_id, score.group_id, *arrived.place),
@@ -103,6 +111,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         state="scored",
         scorer_id=None,
         rewards=rewards_CF.astype("<f4").tobytes(),
+        scores_digest=scores_digest(rewards_CF, reference),
         functions=json.dumps(functions),
         reward=float(known_C.mean()) if len(known_C) else None,
     )

@@ -8,8 +8,6 @@ snapshot and writes nothing, so it may run beside the coordinator.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from typing import Any
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_yaml
 from services.coordinator import evidence
-from services.coordinator.batches import extend_chain
+from services.coordinator.batch_chain import batch_digest, extend_chain
 from services.coordinator.ledger import OPEN_STATES, Ledger
 
 STATES_WITH_STEP = ("batched", "trained")
@@ -96,7 +94,7 @@ def verify(ledger: Ledger, run_id: str) -> VerifyReport:
 def _read(ledger: Ledger, run_id: str) -> Record:
     run = ledger.run(run_id)
     groups = ledger.db.execute(
-        "SELECT group_id, state, slot, tokens, oldest_step, digest, rewards, functions, step, rank_order, reason"
+        "SELECT group_id, state, slot, tokens, oldest_step, digest, scores_digest, rewards, functions, step, rank_order, reason"
         " FROM groups WHERE run_id = ? AND class = 'train' ORDER BY group_id",
         (run_id,),
     ).fetchall()
@@ -195,9 +193,7 @@ def _batches(record: Record, report: VerifyReport) -> None:
         )
         order = [g["rank_order"] for g in groups]
         report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
-        digest = hashlib.sha256(
-            json.dumps([[g["group_id"], g["digest"]] for g in groups]).encode()
-        ).hexdigest()
+        digest = batch_digest(groups, with_scores=bool(batch["with_scores"]))
         report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
         chain = extend_chain(chain, step, digest)
         report.compare(

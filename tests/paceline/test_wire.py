@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import WireError
-from paceline.groups import Completion, Group, VersionSpan
+from paceline.groups import MAX_HOLDERS, Completion, Group, VersionSpan, scores_digest, with_holder
 from paceline.wire import (
     decode_completions,
     decode_group,
@@ -148,3 +150,30 @@ def test_a_header_is_parsed_or_refused() -> None:
     assert parse_message(pb.ExchangeRequest, header).request_id == 7
     with pytest.raises(WireError, match="frame of 3 bytes is no ExchangeRequest"):
         parse_message(pb.ExchangeRequest, b"\xff\xff\xff")
+
+
+def test_a_digest_of_scores_covers_rewards_and_reference_and_knows_one_not_a_number() -> None:
+    other_nan = np.array([0xFFC00001], "<u4").view("<f4")
+    assert np.isnan(other_nan[0])
+    one, other = decode_rewards([1.0, math.nan], 2), decode_rewards([1.0, float(other_nan[0])], 2)
+    assert (
+        scores_digest(one) == scores_digest(other) == scores_digest(np.array([[1.0], [np.nan]], np.float32))
+    )
+    reference = np.array([-0.5, -0.25, -1.0], np.float32)
+    assert scores_digest(one, [reference]) == scores_digest(one, [reference[:1], reference[1:]])
+    different = [scores_digest(one), scores_digest(one * 2), scores_digest(one, [reference])]
+    assert len({*different, scores_digest(one, [reference * 2])}) == 4
+
+
+def test_holders_are_on_record_by_attempt_and_bounded() -> None:
+    lines = with_holder(with_holder("", 1, "a"), 2, "b")
+    assert lines == "a\nb"
+    assert with_holder("", 3, "c") == "\n\nc"  # attempts before there was a record
+    for attempt in range(3, 1000):
+        lines = with_holder(lines, attempt, f"m{attempt}")
+    holders = lines.split("\n")
+    assert len(holders) == 999
+    assert holders[-1] == "m999"
+    assert [attempt for attempt, holder in enumerate(holders, 1) if holder] == list(
+        range(1000 - MAX_HOLDERS, 1000)
+    )

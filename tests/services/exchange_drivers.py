@@ -327,7 +327,9 @@ class Learner:
         if tokens is None:
             tokens = sum(self.world.group(group.group_id)["tokens"] for group in groups)
         receipt = pb.Receipt(step=step, rank=rank, world_size=self.world_size, tokens=tokens)
-        receipt.groups.extend(pb.BatchGroup(group_id=g.group_id, digest=g.digest) for g in groups)
+        receipt.groups.extend(
+            pb.BatchGroup(group_id=g.group_id, digest=g.digest, scores_digest=g.scores_digest) for g in groups
+        )
         receipt.metrics["loss"] = 0.5
         return self.world.send(pb.ExchangeRequest(member_id="learner", session=self.session, receipt=receipt))
 

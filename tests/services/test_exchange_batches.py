@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 
+import numpy as np
 import pytest
+import xxhash
 from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.wire import decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.batches import extend_chain
+from services.coordinator.batch_chain import batch_digest, extend_chain
 
 
 def score_all(reward: Reward) -> None:
@@ -233,8 +235,8 @@ def test_a_receipt_sent_again_counts_once(world: World) -> None:
     assert world.row["next_step"] == 1
 
 
-@pytest.mark.parametrize("wrong", ["order", "missing", "foreign", "digest", "tokens"])
-def test_a_rank_that_trained_something_else_fails_the_run(world: World, wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["order", "missing", "foreign", "digest", "scores", "tokens"])
+def test_a_receipt_for_something_else_is_refused_and_the_run_goes_on(world: World, wrong: str) -> None:
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     fill(rollout, reward, 2)
     part = learner.part(0)
@@ -248,12 +250,44 @@ def test_a_rank_that_trained_something_else_fails_the_run(world: World, wrong: s
         part[0].group_id = 3
     elif wrong == "digest":
         part[0].digest = "0" * 64
+    elif wrong == "scores":
+        part[0].scores_digest = part[1].scores_digest[::-1]
     else:
         tokens = 17
-    before = world.dump()
-    assert learner.receipt(0, 0, part, tokens).reply.status == INVALID
-    assert world.dump() == before
-    assert "rank 0 trained other groups in step 0" in world.kinds("failed")[0]["message"]
+    reply = learner.receipt(0, 0, part, tokens).reply
+    assert reply.status == INVALID
+    assert "the receipt of step 0 does not agree with the batch: rank 0 trained" in reply.message
+    assert world.kinds("failed") == []
+    assert world.row["next_step"] == 0
+    assert Learner(world).train(0) == [[0, 1]]
+
+
+def test_digests_of_batches_cover_what_was_said_of_the_groups(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    learner.train(0)
+    rows = [world.group(0), world.group(1)]
+    rewards = np.array([[0.0], [1.0]], np.float32)
+    digests = [xxhash.xxh3_128(rewards.tobytes()).hexdigest()] * 2
+    assert [row["scores_digest"] for row in rows] == digests
+    (batch,) = world.ledger.db.execute("SELECT * FROM batches").fetchall()
+    assert batch["with_scores"] == 1
+    content = [[row["group_id"], row["digest"], row["scores_digest"]] for row in rows]
+    assert batch["digest"] == hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    (receipt,) = world.ledger.db.execute("SELECT * FROM receipts").fetchall()
+    assert json.loads(receipt["scores_digests"]) == digests
+    assert [row["scorers"] for row in rows] == ["reward", "reward"]
+
+
+def test_groups_that_an_older_version_scored_make_a_batch_without_digests_of_scores(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    with world.ledger.transaction():
+        world.ledger.db.execute("UPDATE groups SET scores_digest = '' WHERE group_id = 1")
+    assert learner.train(0) == [[0, 1]]
+    (batch,) = world.ledger.db.execute("SELECT * FROM batches").fetchall()
+    assert batch["with_scores"] == 0
+    assert batch["digest"] == batch_digest([world.group(0), world.group(1)], with_scores=False)
 
 
 def test_ranks_and_steps_that_cannot_be(world: World) -> None:

@@ -59,6 +59,7 @@ def served(world: World, learner: Learner) -> dict[int, list[float]]:
         decoded = decode_group(group.group_id, outcome.payloads[place], group.rewards, reference)
         parts = [completion.reference_logprobs for completion in decoded.completions]
         assert [len(part) for part in parts if part is not None] == [4, 5]
+        assert group.scores_digest == decoded.scores_digest()
         found[group.group_id] = np.concatenate([part for part in parts if part is not None]).tolist()
     return found
 
