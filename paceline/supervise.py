@@ -32,6 +32,10 @@ MAX_DEATHS = 5
 DEATHS_WINDOW_S = 60.0
 KILL_WAIT_S = 10.0
 LOG_TAIL_BYTES = 8192
+FROM_OUTSIDE = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}
+)
+"""Signals that a program does not send itself by a fault of its own: who gets one was killed by somebody."""
 
 
 class Service:
@@ -120,9 +124,7 @@ class Service:
                 return
             if status is None or self._stopping.is_set():
                 return
-            backoff_s = self._on_death(
-                f"{self.name} {_ending(status)}", _last_lines(self.log_path, log_start)
-            )
+            backoff_s = self._on_death(f"{self.name} {ending(status)}", _last_lines(self.log_path, log_start))
             if backoff_s is None or self._stopping.wait(backoff_s):
                 return
 
@@ -173,7 +175,7 @@ class Service:
 
 
 def _outside_group(pid: int) -> list[psutil.Process]:
-    """What a child has started in groups of their own, as torchrun does with ranks."""
+    """What a child has started in groups of their own, as a launcher may."""
     try:
         started = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -186,7 +188,7 @@ def _outside_group(pid: int) -> list[psutil.Process]:
     return outside
 
 
-def _ending(status: int) -> str:
+def ending(status: int) -> str:
     """How a process with this return code ended, in words."""
     if status >= 0:
         return f"ended with exit status {status}"

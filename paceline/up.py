@@ -206,7 +206,6 @@ class LocalCluster:
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",  # a user's learner.py in the working directory must not shadow ours
-            "PACELINE_STARTER": str(os.getpid()),
         }
 
     def _service(self, role: str, index: int) -> Service:

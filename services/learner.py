@@ -1,21 +1,19 @@
 """The learner service: `paceline serve learner` (also `paceline-learner`) starts its ranks.
 
-One rank runs in this process; more are launched by torchrun, which ends all of them when one dies. Who started the
-service then starts it again, and a new session begins from the newest checkpoint. `services/learner_rank.py` is a
+One rank runs in this process; more are its children, all of which end when one dies (`services/ranks.py`). Who started
+the service then starts it again, and a new session begins from the newest checkpoint. `services/learner_rank.py` is a
 rank, `services/learner_run.py` its work on one run.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 
 import click
 
-from services.lifeline import STARTER_VARIABLE, die_with_parent
-
-KILL_AFTER_S = 10
-"""Seconds after their grace that ranks still have before torchrun kills them."""
+from services.lifeline import die_with_parent
+from services.ranks import end_as, run_ranks
 
 
 @click.command(context_settings={"show_default": True})
@@ -51,17 +49,8 @@ def main(
         rank_main(options, standalone_mode=False)
         return
     die_with_parent()
-    # The ranks must die with torchrun, whose process this becomes.
-    os.environ[STARTER_VARIABLE] = str(os.getpid())
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(grace_s) + KILL_AFTER_S)
-    launcher = [
-        "-m",
-        "services.learner_ranks",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "--max-restarts=0",
-    ]
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "services.learner_rank", *options])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    end_as(run_ranks("services.learner_rank", options, ranks, grace_s))
 
 
 if __name__ == "__main__":

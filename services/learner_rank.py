@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 import uuid
-from datetime import timedelta
 from pathlib import Path
 
 import click
@@ -34,11 +33,10 @@ from services.learner_run import LearnerRun
 from services.learner_service import LearnerServicer, Orders
 from services.lifeline import die_with_parent
 from services.member import LEAVE_WAIT_S, Membership
+from services.rank_group import form_rank_group
 from services.ready import announce
 
 ASSIGNMENT_POLL_S = 2.0
-COLLECTIVE_TIMEOUT_S = 1800.0
-"""A rank that is not heard of for this long ends the others; torchrun notices a death much earlier."""
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +208,7 @@ def main(
         reachable = advertised_host(host, advertise_host, checked_address(coordinator))
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
-    rank = LearnerRank(coordinator, name, set_up_device(device), host, reachable, grace_s)
+    rank = LearnerRank(coordinator, name, set_up_device(device, host), host, reachable, grace_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:
@@ -240,14 +238,12 @@ async def _serve(rank: LearnerRank, host: str, port: int) -> GrpcServer:
     return server
 
 
-def set_up_device(device: str) -> torch.device:
-    """The device of this rank; makes the process group when torchrun started us."""
+def set_up_device(device: str, host: str) -> torch.device:
+    """The device of this rank; makes the process group when there are several. `host` is what the service listens on."""
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ:
-        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout=timeout)
+    form_rank_group(host, cuda=cuda)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 

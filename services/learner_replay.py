@@ -98,7 +98,7 @@ def main(
     status = 0
     try:
         ledger = Ledger(ledger_path, read_only=True)
-        replay(ledger, run_id, load_spec(spec_path), start, end, output, set_up_device(device))
+        replay(ledger, run_id, load_spec(spec_path), start, end, output, set_up_device(device, "127.0.0.1"))
     except PacelineError as error:
         log.error("%s", error)
         status = 1

@@ -117,8 +117,7 @@ def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
 def _command(ranks: int) -> list[str]:
     if ranks == 1:
         return [sys.executable, "-m", "services.learner_replay"]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
-    return [sys.executable, "-m", *launcher, "-m", "services.learner_replay"]
+    return [sys.executable, "-m", "services.ranks", str(ranks), "10", "services.learner_replay"]
 
 
 def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dict[str, Any]]:
