@@ -50,6 +50,8 @@ class Members:
         self.session = 0
         self.term = 0
         self.endpoint = ""
+        self.secrets: dict[str, bytes] = {}
+        """By member id; complete when `ready` is set."""
         self.ready = threading.Event()
         self._address = address
         self._names = names
@@ -91,6 +93,7 @@ class Members:
             match directive.WhichOneof("directive"):
                 case "welcome":
                     self.term, self.endpoint = directive.welcome.term, directive.welcome.exchange_endpoint
+                    self.secrets[name] = directive.welcome.secret
                 case "run":
                     self.run_id = directive.run.run_id
                     self.session = max(self.session, directive.run.session)
@@ -222,6 +225,7 @@ class Load:
             run_id=self._members.run_id,
             session=self._members.session,
             member_id=self._names[socket],
+            secret=self._members.secrets[self._names[socket]],
             request_id=1,
             **body,
         )

@@ -83,6 +83,8 @@ class Membership:
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
         self.term = 0
+        self._secret = b""
+        """Of the last Welcome."""
         self.draining = False
         """Set by a worker that was told to stop: the coordinator, told the same, stays until it has left."""
         self._welcomed = asyncio.Event()
@@ -188,7 +190,7 @@ class Membership:
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         """(Re)connects the exchange; what was not answered is sent again under the new term."""
-        self.term = welcome.term
+        self.term, self._secret = welcome.term, welcome.secret
         self._close_socket()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -213,7 +215,8 @@ class Membership:
         self._pending.pop(pending.request.request_id, None)
         pending.request.request_id = next(self._numbers)
         self._pending[pending.request.request_id] = pending
-        pending.request.term, pending.sent_s = self.term, time.monotonic()
+        pending.request.term, pending.request.secret = self.term, self._secret
+        pending.sent_s = time.monotonic()
         if self._socket is not None:
             await self._socket.send_multipart([pending.request.SerializeToString(), *pending.payloads])
 
@@ -229,7 +232,7 @@ class Membership:
             if pending is None or pending.reply.done():
                 continue
             if reply.status == pb.REPLY_STATUS_STALE and reply.term != pending.request.term:
-                continue  # the coordinator restarted: after its Welcome this is sent again under the new term
+                continue  # it was sent before a Welcome that is due, or here by now: then it is sent again
             pending.reply.set_result((reply, payloads))
 
     def _fail_pending(self, reader: asyncio.Task[None]) -> None:

@@ -125,7 +125,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         assert first is not None
         await self._check(first.hello, context)
         member = await self._coordinator.pool.join(first.hello)
-        yield self._welcome()
+        yield self._welcome(member)
         reports = asyncio.create_task(self._read(member, request_iterator))
         try:
             await self._coordinator.pool.joined(member)
@@ -172,12 +172,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if hello.role == common_pb2.ROLE_UNSPECIFIED or not hello.member_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello needs a role and a member_id")
 
-    def _welcome(self) -> worker_pb2.ConnectResponse:
+    def _welcome(self, member: Member) -> worker_pb2.ConnectResponse:
         return worker_pb2.ConnectResponse(
             welcome=worker_pb2.Welcome(
                 term=self._coordinator.ledger.term,
                 exchange_endpoint=self._exchange_endpoint,
                 heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
                 heartbeat_timeout_s=self._coordinator.members.timeout_s,
+                secret=member.secret,
             )
         )

@@ -25,6 +25,7 @@ from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.ledger import Ledger
 from services.coordinator.payloads import Frame, StoredFrame, read_frame
+from services.coordinator.senders import Senders
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Exchange:
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self.active: ActiveRun | None = None
-        self.members: set[str] = set()
-        """Workers that are there. Others are given nothing: nobody would notice that they died with it."""
+        self.senders = Senders()
+        """Workers that are there. Others are answered nothing: nobody would notice that they died with what they got."""
         self.suspected: set[str] = set()
         """Of these the ones that may be gone: what they hold is still theirs, but no batch waits for it."""
         self.versions: dict[str, Version] = {}

@@ -34,7 +34,7 @@ from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import Exchange, Notice, Outcome
 from services.coordinator.exchange_socket import ExchangeSocket, Message, Waiting, parse
-from services.coordinator.handlers import handle, handle_leases
+from services.coordinator.handlers import handle, handle_leases, turn_away
 from services.coordinator.intake import look_at, store
 from services.coordinator.stage import Stage
 
@@ -210,6 +210,12 @@ class ExchangeServer:
             log.warning("refused a message from %s: %s", message.identity.hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
             self._socket.send(message.identity, reply)
+            return
+        refusal = turn_away(self._exchange, waiting.request)
+        if (
+            refusal is not None
+        ):  # before anything is kept of it: neither bytes on the disk nor a place to wait in
+            self._socket.send(waiting.identity, refusal.reply)
             return
         if waiting.arrived.has_bulk:
             self._pending_bytes += waiting.size

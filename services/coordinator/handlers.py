@@ -10,6 +10,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import batches, leases, results, scores
 from services.coordinator.exchange import Exchange, Outcome
 from services.coordinator.intake import Arrived
+from services.coordinator.senders import Standing
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
@@ -19,7 +20,7 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
     Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing.
     """
     request, run = arrived.request, exchange.active
-    refusal = _refusal(exchange, arrived)
+    refusal = turn_away(exchange, request) or _refusal(exchange, arrived)
     if refusal is not None:
         return refusal
     assert run is not None
@@ -47,15 +48,14 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
 
 def handle_leases(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]:
     """Answers requests for leases by workers that are all different, as `handle` does."""
-    refusals = [_refusal(exchange, arrived) for arrived in asked]
+    refusals = [turn_away(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in asked]
     welcome = [arrived.request for arrived, refusal in zip(asked, refusals, strict=True) if refusal is None]
     given = iter(leases.give(exchange, exchange.active, welcome) if exchange.active and welcome else ())
     return [next(given) if refusal is None else refusal for refusal in refusals]
 
 
-def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
-    """The answer to a request that no handler has to see."""
-    request = arrived.request
+def turn_away(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
+    """The answer to a sender that is not (or no longer) a member of this term, at any time, also outside of a transaction."""
     if request.protocol != PROTOCOL:
         return exchange.refuse(
             request,
@@ -65,12 +65,27 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
         return exchange.stale(
             request, f"term {request.term} has passed, the coordinator is in {exchange.ledger.term}"
         )
-    kind = arrived.kind
-    run = exchange.active
+    standing = exchange.senders.standing(request.member_id, request.secret)
+    if standing is Standing.STRANGER:
+        return exchange.refuse(
+            request,
+            f"no member {request.member_id[:64]!r} has the secret that this request brings; say Hello, and send the "
+            "secret of the last Welcome with each request",
+        )
+    if standing is Standing.EARLIER:
+        outcome = exchange.stale(
+            request, "the secret is that of an earlier Welcome; the next one brings another"
+        )
+        outcome.reply.term = 0
+        return outcome
+    return None
+
+
+def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
+    """The answer to a member's request that no handler has to see."""
+    request, kind, run = arrived.request, arrived.kind, exchange.active
     if run is None or request.run_id != run.run_id:
         if kind == "batch":
             return batches.end(exchange, request)
-        return exchange.stale(request, f"run {request.run_id!r} is not the current one")
-    if kind in ("lease", "task") and request.member_id not in exchange.members:
-        return Outcome(exchange.reply(request, pb.REPLY_STATUS_OK), empty=True)
+        return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current one")
     return None

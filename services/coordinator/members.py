@@ -7,11 +7,13 @@ death: the worker may come back within the same time that silence would take.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from dataclasses import dataclass, field
 
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
 
+SECRET_BYTES = 16
 OUTBOX_SIZE = 256
 """Directives that wait for a member; one that does not read that many is cut off."""
 
@@ -43,6 +45,8 @@ class Member:
     """It was told to stop, and leaves when it has handed over what it has."""
     session: int = 0
     """Learner: session that it works in; 0 for one that waits."""
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
+    """Goes out with Welcome and comes back with every request to the exchange: made anew for each stream."""
     gauges: dict[str, float] = field(default_factory=dict)
     outbox: asyncio.Queue[worker_pb2.ConnectResponse | None] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)

@@ -71,7 +71,7 @@ class Pool:
             self._exchange.versions[member.member_id] = member.version
         earlier = self.members.get(hello.member_id)
         self.members.add(member)
-        self._exchange.members.add(member.member_id)
+        self._exchange.senders.enter(member)
         self._exchange.suspected.discard(member.member_id)
         log.info("%s %s %s", member.role_name, member.member_id, "is back" if earlier else "joined")
         if run is not None and member.role != common_pb2.ROLE_LEARNER:

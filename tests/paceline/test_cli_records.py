@@ -19,12 +19,13 @@ from paceline.groups import Completion, Group, Version, VersionSpan
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_to_yaml
 from paceline.wire import PROTOCOL, encode_result
+from protos.paceline.v1 import common_pb2, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.handlers import handle
 from services.coordinator.intake import Arrived, look_at, store
 from services.coordinator.ledger import Ledger
+from services.coordinator.members import Member
 
 RUN_ID = "sums-1"
 PROMPT_IDS = np.array([4, 5], np.int32)
@@ -53,7 +54,11 @@ class Writer:
             self.ledger.update_run(RUN_ID, state="running", session=1)
         self.exchange = Exchange(self.ledger)
         self.exchange.active = ActiveRun(RUN_ID, self.spec, open_prompts(self.spec.data, 1), None)
-        self.exchange.members |= {"rollout", "reward"}
+        for role in ("rollout", "reward", "learner"):
+            number = common_pb2.Role.Value(f"ROLE_{role.upper()}")
+            self.exchange.senders.enter(
+                Member(role, number, "", 0, 0.0, session=1 if role == "learner" else 0)
+            )
         self.exchange.versions["rollout"] = Version(1, 0)
 
     def send(self, member_id: str, frames: list[bytes] | None = None, **body: Any) -> Outcome:
@@ -61,6 +66,9 @@ class Writer:
         request = pb.ExchangeRequest(
             protocol=PROTOCOL, term=self.ledger.term, run_id=RUN_ID, member_id=member_id, session=1, **body
         )
+        sender = self.exchange.senders.get(member_id)
+        assert sender is not None
+        request.secret = sender.secret
         arrived = Arrived(request, frames or [])
         if frames:
             look_at(arrived)

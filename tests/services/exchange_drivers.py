@@ -17,6 +17,7 @@ from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_to_yaml
 from paceline.wire import PROTOCOL, decode_result, encode_completions, encode_result
+from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
@@ -24,6 +25,7 @@ from services.coordinator.handlers import handle
 from services.coordinator.intake import Arrived, look_at, store
 from services.coordinator.leases import release_member
 from services.coordinator.ledger import Ledger
+from services.coordinator.members import Member
 
 OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
 DUPLICATE, STALE, INVALID = pb.REPLY_STATUS_DUPLICATE, pb.REPLY_STATUS_STALE, pb.REPLY_STATUS_INVALID
@@ -91,19 +93,22 @@ class World:
         """The coordinator dies and comes back from the file."""
         self.ledger.close()
         self.ledger = Ledger(self.path)
-        members, versions = self.exchange.members, self.exchange.versions
+        known, senders, versions = self._known, self.exchange.senders, self.exchange.versions
         self._activate()
-        self.exchange.members, self.exchange.versions = members, versions  # they come back and say so
+        # They come back and say so.
+        self._known, self.exchange.senders, self.exchange.versions = known, senders, versions
 
     def close(self) -> None:
         """Closes the ledger."""
         self.ledger.close()
 
     def send(self, request: pb.ExchangeRequest, frames: Sequence[bytes] = ()) -> Outcome:
-        """One request with the current protocol and term, unless it brings its own."""
+        """One request with the current protocol, term and secret, unless it brings its own."""
         request.protocol = request.protocol or PROTOCOL
         request.term = request.term or self.ledger.term
         request.run_id = request.run_id or self.run_id
+        request.member_id = request.member_id or "anybody"
+        request.secret = request.secret or self._secret(request)
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
         arrived = Arrived(parsed, list(frames))
         if arrived.has_bulk:
@@ -113,6 +118,21 @@ class World:
             outcome = handle(self.exchange, arrived, self.now_s)
         self.notices += self.exchange.take_notices()
         return replace(outcome, payloads=list(outcome.read()))
+
+    def enter(
+        self, member_id: str, role: common_pb2.Role.ValueType = common_pb2.ROLE_ROLLOUT, **fields: Any
+    ) -> Member:
+        """A worker says Hello; it has a secret from then on."""
+        self._known[member_id] = enter(self.exchange, member_id, role, **fields)
+        return self._known[member_id]
+
+    def _secret(self, request: pb.ExchangeRequest) -> bytes:
+        """Its sender's. A worker that was taken for gone comes back before it hands anything in."""
+        known = self._known.get(request.member_id)
+        back = request.WhichOneof("body") in ("group", "lease_return", "score")
+        if known is not None and back and self.exchange.senders.get(request.member_id) is None:
+            return self.enter(request.member_id, known.role).secret
+        return known.secret if known is not None else b""
 
     def new_session(self) -> int:
         """A learner starts (again)."""
@@ -177,6 +197,9 @@ class World:
         self.ledger.db.execute("PRAGMA synchronous = OFF")  # no test here survives a power cut
         self.ledger.sync = lambda: None  # type: ignore[method-assign]
         self.exchange = Exchange(self.ledger)
+        self._known: dict[str, Member] = {}
+        """Whoever was a member once."""
+        self.enter("anybody")
         grpo = self.spec.algorithm == "grpo"
         prompts = open_prompts(self.spec.data, self.spec.seed) if grpo else None
         known = self.spec.data.validation is not None
@@ -186,6 +209,22 @@ class World:
 
 
 MakeWorld = Callable[..., World]
+
+
+def enter(
+    exchange: Exchange,
+    member_id: str,
+    role: common_pb2.Role.ValueType = common_pb2.ROLE_ROLLOUT,
+    **fields: Any,
+) -> Member:
+    """A member that may speak to the exchange: it that was there before, or a new one."""
+    member = exchange.senders.get(member_id)
+    if member is None or member.role != role:
+        member = Member(member_id, role, "", 0, 0.0)
+        exchange.senders.enter(member)
+    for name, value in fields.items():
+        setattr(member, name, value)
+    return member
 
 
 def make_completion(version: Version, length: int, seed: int, text: str = "t") -> Completion:
@@ -214,7 +253,7 @@ class Rollout:
     def __init__(self, world: World, member_id: str = "rollout", step: int = 0, session: int = 1):
         self.world = world
         self.member_id = member_id
-        world.exchange.members.add(member_id)
+        world.enter(member_id)
         self.hold(step, session)
 
     def hold(self, step: int, session: int = 1) -> None:
@@ -266,7 +305,7 @@ class Reward:
         self.member_id = member_id
         self.texts: dict[int, list[str]] = {}
         """Of the groups that it was given."""
-        world.exchange.members.add(member_id)
+        world.enter(member_id, common_pb2.ROLE_REWARD)
 
     def ask(self, room: int = 8) -> Outcome:
         """Asks for tasks."""
@@ -308,11 +347,15 @@ class Learner:
         self.world = world
         self.world_size = world_size
         self.session = world.new_session() if session is None else session
+        for rank in range(world_size):
+            world.enter(
+                f"learner-{rank}", common_pb2.ROLE_LEARNER, rank=rank, session=0 if rank else self.session
+            )
 
     def ask(self, step: int, rank: int = 0) -> Outcome:
         """Asks for a rank's part."""
         asked = pb.BatchRequest(step=step, rank=rank, world_size=self.world_size)
-        return self.world.send(pb.ExchangeRequest(member_id="learner", session=self.session, batch=asked))
+        return self._send(rank, batch=asked)
 
     def part(self, step: int, rank: int = 0) -> list[pb.BatchGroup] | None:
         """A rank's part; None while there is none."""
@@ -331,7 +374,11 @@ class Learner:
             pb.BatchGroup(group_id=g.group_id, digest=g.digest, scores_digest=g.scores_digest) for g in groups
         )
         receipt.metrics["loss"] = 0.5
-        return self.world.send(pb.ExchangeRequest(member_id="learner", session=self.session, receipt=receipt))
+        return self._send(rank, receipt=receipt)
+
+    def _send(self, rank: int, **body: Any) -> Outcome:
+        """From the member that is this rank, in this learner's session."""
+        return self.world.send(pb.ExchangeRequest(member_id=f"learner-{rank}", session=self.session, **body))
 
     def train(self, step: int) -> list[list[int]] | None:
         """All ranks take and train their parts; returns the group ids by rank, None while there is no batch."""

@@ -310,6 +310,8 @@ def test_a_member_that_is_gone_loses_leases_and_tasks(world: World) -> None:
     assert world.release("rollout") == 3
     assert world.release("reward") == 0
     assert set(world.states().values()) == {"generated", "admitted"}
+    assert rollout.ask(8).reply.status == STALE  # it is no member until it says Hello again
+    world.enter("rollout")
     assert rollout.lease(8) == []  # it acknowledged no version in this life
     (again,) = Reward(world, "other").tasks()
     assert (again.group_id, again.attempt) == (0, 2)

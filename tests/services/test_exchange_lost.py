@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from exchange_drivers import COMMITTED, INVALID, PROMPT_IDS, Learner, Reward, Rollout, World, fill
+from exchange_drivers import COMMITTED, INVALID, PROMPT_IDS, STALE, Learner, Reward, Rollout, World, fill
 
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -73,11 +73,10 @@ def test_who_is_no_member_is_given_nothing(world: World) -> None:
     world.release("reward")
     world.release("rollout")
     outcome = reward.ask()
-    assert outcome.empty
-    assert outcome.payloads == []
-    assert rollout.ask().empty
+    assert (outcome.reply.status, outcome.empty, outcome.payloads) == (STALE, False, [])
+    assert rollout.ask().reply.status == STALE
     rollout.hold(0)  # a late acknowledgement of a version does not make a member
-    assert rollout.ask().empty
+    assert rollout.ask().reply.status == STALE
     assert world.group(lease.group_id)["scorer_id"] is None
 
 

@@ -38,7 +38,7 @@ class Peer:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
-        world.exchange.members.add(member_id)
+        world.enter(member_id)
 
     async def send(
         self, request: pb.ExchangeRequest, frames: list[bytes] | None = None, number: int = 1
@@ -47,6 +47,7 @@ class Peer:
         request.protocol = request.protocol or PROTOCOL
         request.term = request.term or self.world.ledger.term
         request.run_id, request.request_id, request.member_id = self.world.run_id, number, self.member_id
+        request.secret = request.secret or self.world.enter(self.member_id).secret
         await self.socket.send_multipart([request.SerializeToString(), *(frames or [])])
 
     async def receive(self) -> pb.ExchangeReply:
@@ -290,7 +291,7 @@ async def test_of_workers_that_ask_at_the_same_time_only_the_one_that_breaks_it_
     async with service.server._lock:
         for index in range(3):
             line.member_id = f"rollout-{index}"
-            service.world.exchange.members.add(line.member_id)
+            service.world.enter(line.member_id)
             service.world.exchange.versions[line.member_id] = Version(1, 0)
             await line.send(lease(), number=index)
         service.world.exchange.versions["rollout-1"] = "no version"  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,6 +26,7 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self) -> None:
         self.term = 1
+        self._welcomes = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
@@ -40,7 +42,11 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
         ended = self._ended
         listening = asyncio.create_task(self._listen(request_iterator))
         yield worker_pb2.ConnectResponse(
-            welcome=worker_pb2.Welcome(term=self.term, exchange_endpoint=f"tcp://127.0.0.1:{self.port}")
+            welcome=worker_pb2.Welcome(
+                term=self.term,
+                exchange_endpoint=f"tcp://127.0.0.1:{self.port}",
+                secret=f"secret {next(self._welcomes)}".encode(),
+            )
         )
         await ended.wait()
         listening.cancel()
@@ -168,6 +174,25 @@ async def test_stale_of_a_new_term_is_no_answer_before_its_welcome(
     assert again[1].term == 2
     await coordinator.answer(again, 2, pb.REPLY_STATUS_COMMITTED)
     assert await result(early) == pb.REPLY_STATUS_COMMITTED
+
+
+async def test_what_came_with_an_earlier_secret_is_sent_again_with_the_next(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    """The coordinator has taken the worker for gone and says so; the next Welcome, in the same term, is on its way."""
+    asked, other = ask(membership), ask(membership)
+    first = await coordinator.hear()
+    assert first[1].secret == b"secret 1"
+    await coordinator.answer(first, 0, pb.REPLY_STATUS_STALE)
+    await coordinator.answer(await coordinator.hear(), 1, pb.REPLY_STATUS_OK)
+    assert await result(other) == pb.REPLY_STATUS_OK  # so the answer to the first has arrived
+    assert not asked.done()
+    coordinator.break_stream()
+    again = await coordinator.hear()
+    assert again[1].secret == b"secret 2"
+    assert again[1].lease == first[1].lease
+    await coordinator.answer(again, 2, pb.REPLY_STATUS_OK)
+    assert await result(asked) == pb.REPLY_STATUS_OK
 
 
 async def test_what_waits_is_sent_again_when_the_connection_was_mended(

@@ -110,7 +110,7 @@ def hand_in(address: str, directory: Path) -> list[Result]:
 
             def send(request: pb.ExchangeRequest, *frames: bytes) -> None:
                 request.protocol, request.term, request.run_id = PROTOCOL, welcome.term, run_id
-                request.member_id = "rollout"
+                request.member_id, request.secret = "rollout", welcome.secret
                 socket.send_multipart([request.SerializeToString(), *frames])
 
             send(pb.ExchangeRequest(lease=pb.LeaseRequest(room=64, wait_s=20.0)))

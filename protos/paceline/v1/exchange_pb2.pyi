@@ -122,7 +122,9 @@ class ExchangeRequest(_message.Message):
     session: _builtins.int
     """Learner: its session; others than the newest are refused as stale."""
     secret: _builtins.bytes
-    """Secret from this term's Welcome; a request without the secret of its member_id is refused."""
+    """Secret from the last Welcome. A request without a secret of its member_id is refused; one with that of an earlier Welcome
+    is stale, and is sent again after the next.
+    """
     @_builtins.property
     def lease(self) -> Global___LeaseRequest:
         """Prompts to generate for."""
@@ -198,7 +200,7 @@ class ExchangeReply(_message.Message):
     request_id: _builtins.int
     """The request that is answered."""
     term: _builtins.int
-    """The coordinator's term."""
+    """The coordinator's term; 0 when the request came with the secret of an earlier Welcome."""
     status: Global___ReplyStatus.ValueType
     """What became of it."""
     message: _builtins.str
