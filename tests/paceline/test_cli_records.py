@@ -104,7 +104,7 @@ class Writer:
             "learner", batch=pb.BatchRequest(step=0, rank=0, world_size=1)
         ).reply.batch.groups
         receipt = pb.Receipt(step=0, rank=0, world_size=1, tokens=sum(COMPLETION_LENGTHS))
-        receipt.groups.add(group_id=group.group_id, digest=group.digest)
+        receipt.groups.add(group_id=group.group_id, digest=group.digest, scores_digest=group.scores_digest)
         self.send("learner", receipt=receipt)
 
 
