@@ -187,7 +187,7 @@ def insert_groups(
         [(run.run_id, group_id, kind, slot) for group_id, slot, _, _ in groups],
     )
     exchange.db.executemany(
-        "INSERT INTO prompts VALUES (?, ?, ?, ?)",
+        "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json) VALUES (?, ?, ?, ?)",
         [
             (run.run_id, group_id, json.dumps(prompt), json.dumps(columns, default=str))
             for group_id, _, prompt, columns in groups

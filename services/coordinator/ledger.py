@@ -107,7 +107,7 @@ class Ledger(LedgerFile):
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
         """Appends to the run's events, which Watch streams."""
         self.db.execute(
-            "INSERT INTO events SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ? FROM events WHERE run_id = ?",
+            "INSERT INTO events (run_id, sequence, kind, json) SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ? FROM events WHERE run_id = ?",
             (run_id, kind, json.dumps(content), run_id),
         )
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from paceline.errors import Conflict, LedgerFault, NotFound
+from services.coordinator import seals
 from services.coordinator.payloads import PayloadStore, sync_folder
 from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 
@@ -56,8 +57,11 @@ class LedgerFile:
             self._lock = _lock(path)
             self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self.db.row_factory = sqlite3.Row
+        seals.install(self.db)
         try:
             self._open_schema(read_only)
+            if not read_only:
+                seals.keep(self.db)
             self.term = self._meta("term") if read_only else self._next_term()
         except sqlite3.DatabaseError as error:
             self.close()
@@ -148,7 +152,7 @@ class LedgerFile:
 
     def _write_counters(self) -> None:
         self.db.executemany(
-            "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
+            "INSERT INTO counters (run_id, name, value) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
             [(*key, amount) for key, amount in self._uncounted.items()],
         )
         self._known, self._uncounted = None, {}
@@ -197,6 +201,7 @@ class LedgerFile:
             self._copy_before_upgrade(version)
         while version != SCHEMA_VERSION:
             script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
+            script += seals.seal_all() if version == SCHEMA_VERSION else ""
             self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
 
     def _copy_before_upgrade(self, version: int) -> None:
@@ -216,7 +221,9 @@ class LedgerFile:
 
     def _next_term(self) -> int:
         with self.transaction():
-            self.db.execute("INSERT INTO meta VALUES ('term', 1) ON CONFLICT DO UPDATE SET value = value + 1")
+            self.db.execute(
+                "INSERT INTO meta (key, value) VALUES ('term', 1) ON CONFLICT DO UPDATE SET value = value + 1"
+            )
         return self._meta("term")
 
     def _meta(self, key: str) -> int:

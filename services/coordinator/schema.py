@@ -1,6 +1,6 @@
 """The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (payloads.py)."""
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Grows with every change of the tables: a ledger of another format is refused at once, not found out in a run."""
 
 UPGRADES = {
@@ -61,11 +61,27 @@ CREATE TABLE session_faults (
     PRIMARY KEY (run_id, session)
 ) WITHOUT ROWID;
 """,
+    6: """
+ALTER TABLE meta ADD COLUMN seal INTEGER;
+ALTER TABLE runs ADD COLUMN seal INTEGER;
+ALTER TABLE groups ADD COLUMN seal INTEGER;
+ALTER TABLE prompts ADD COLUMN seal INTEGER;
+ALTER TABLE counters ADD COLUMN seal INTEGER;
+ALTER TABLE batches ADD COLUMN seal INTEGER;
+ALTER TABLE replaced_batches ADD COLUMN seal INTEGER;
+ALTER TABLE session_faults ADD COLUMN seal INTEGER;
+ALTER TABLE receipts ADD COLUMN seal INTEGER;
+ALTER TABLE checkpoints ADD COLUMN seal INTEGER;
+ALTER TABLE evaluations ADD COLUMN seal INTEGER;
+ALTER TABLE events ADD COLUMN seal INTEGER;
+""",
 }
-"""What makes a ledger of an older format one of the next; done when a coordinator opens it, after a copy was made."""
+"""What makes a ledger of an older format one of the next; done when a coordinator opens it, after a copy was made. All rows
+are sealed anew by the last one (seals.py)."""
 
 SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+-- The column `seal` is a checksum of the row's other columns (seals.py), NULL where there is none yet.
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL, seal INTEGER) WITHOUT ROWID;
 
 CREATE TABLE runs (
     run_id TEXT PRIMARY KEY,
@@ -86,7 +102,8 @@ CREATE TABLE runs (
     export_path TEXT NOT NULL DEFAULT '',
     max_num_steps INTEGER NOT NULL DEFAULT 0,  -- as in the spec; with the warnings, so that a list of runs parses no YAML
     warnings_json TEXT NOT NULL DEFAULT '[]',  -- of the spec, JSON list
-    vocab_size INTEGER NOT NULL DEFAULT 0      -- token ids are below this; 0 until the learner has said it
+    vocab_size INTEGER NOT NULL DEFAULT 0,     -- token ids are below this; 0 until the learner has said it
+    seal INTEGER
 );
 
 CREATE TABLE groups (
@@ -115,6 +132,7 @@ CREATE TABLE groups (
     holders TEXT NOT NULL DEFAULT '',          -- who held the lease, a line for each attempt, the first first
     scorers TEXT NOT NULL DEFAULT '',          -- who held the score task, likewise
     scores_digest TEXT NOT NULL DEFAULT '',    -- over rewards and reference (BatchGroup.scores_digest)
+    seal INTEGER,
     PRIMARY KEY (run_id, group_id)
 ) WITHOUT ROWID;
 -- What no index serves reads every group that the run ever had (tests/services/test_costs.py). A partial index serves only
@@ -131,6 +149,7 @@ CREATE TABLE prompts (                         -- apart from groups, whose rows 
     group_id INTEGER NOT NULL,
     prompt_json TEXT NOT NULL,
     columns_json TEXT NOT NULL,
+    seal INTEGER,
     PRIMARY KEY (run_id, group_id)
 );
 
@@ -154,6 +173,7 @@ CREATE TABLE counters (                        -- durable counts, so that nothin
     run_id TEXT NOT NULL,
     name TEXT NOT NULL,                        -- groups:<state>, tokens:<what>
     value INTEGER NOT NULL,
+    seal INTEGER,
     PRIMARY KEY (run_id, name)
 ) WITHOUT ROWID;
 
@@ -175,6 +195,7 @@ CREATE TABLE batches (
     metrics_json TEXT NOT NULL DEFAULT '{}',   -- known when the batch is fixed: reward, ages, waits
     revision INTEGER NOT NULL DEFAULT 0,       -- how often it was fixed anew, each time under a further link of the chain
     with_scores INTEGER NOT NULL DEFAULT 0,    -- whether the digest is over rewards and reference too
+    seal INTEGER,
     PRIMARY KEY (run_id, step)
 ) WITHOUT ROWID;
 
@@ -187,6 +208,7 @@ CREATE TABLE replaced_batches (                -- batches that were fixed and th
     group_ids TEXT NOT NULL,                   -- JSON list, in its order
     dropped_ids TEXT NOT NULL,                 -- JSON list: those that were taken out
     reason TEXT NOT NULL,
+    seal INTEGER,
     PRIMARY KEY (run_id, step, revision)
 ) WITHOUT ROWID;
 
@@ -196,6 +218,7 @@ CREATE TABLE session_faults (                  -- learner sessions that ended by
     step INTEGER NOT NULL,
     kind TEXT NOT NULL,                        -- type of the exception; memory; silent
     message TEXT NOT NULL,
+    seal INTEGER,
     PRIMARY KEY (run_id, session)
 ) WITHOUT ROWID;
 
@@ -209,6 +232,7 @@ CREATE TABLE receipts (                        -- what each rank says that it tr
     digests TEXT NOT NULL,                     -- JSON list
     tokens INTEGER NOT NULL,
     scores_digests TEXT NOT NULL DEFAULT '[]', -- JSON list, as the rank made them of what it received
+    seal INTEGER,
     PRIMARY KEY (run_id, session, step, rank)
 ) WITHOUT ROWID;
 
@@ -221,6 +245,7 @@ CREATE TABLE checkpoints (
     chain TEXT NOT NULL,
     removed INTEGER NOT NULL DEFAULT 0,
     damaged TEXT NOT NULL DEFAULT '',          -- why no session begins from it any more; empty: it can
+    seal INTEGER,
     PRIMARY KEY (run_id, session, step)
 ) WITHOUT ROWID;
 
@@ -232,6 +257,7 @@ CREATE TABLE evaluations (
     pinned_step INTEGER,
     done INTEGER NOT NULL DEFAULT 0,
     result_json TEXT NOT NULL DEFAULT '{}',
+    seal INTEGER,
     PRIMARY KEY (run_id, step)
 ) WITHOUT ROWID;
 
@@ -240,6 +266,7 @@ CREATE TABLE events (
     sequence INTEGER NOT NULL,
     kind TEXT NOT NULL,
     json TEXT NOT NULL,
+    seal INTEGER,
     PRIMARY KEY (run_id, sequence)
 ) WITHOUT ROWID;
 """

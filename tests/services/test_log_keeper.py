@@ -16,7 +16,9 @@ def write(ledger: Ledger, number: int) -> None:
     """As many transactions, of a few pages each."""
     for index in range(number):
         with ledger.transaction():
-            ledger.db.execute("INSERT INTO counters VALUES ('r', ?, 1)", (f"{index} {'x' * 9000}",))
+            ledger.db.execute(
+                "INSERT INTO counters (run_id, name, value) VALUES ('r', ?, 1)", (f"{index} {'x' * 9000}",)
+            )
 
 
 def log_bytes(ledger: Ledger) -> int:

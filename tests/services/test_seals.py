@@ -1,0 +1,120 @@
+"""Seals: a row that the disk has changed is told from one that was written, and a single bit is found again."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.coordinator import seals
+from services.coordinator.ledger import Ledger
+from services.coordinator.schema import SCHEMA_VERSION
+
+ROW = ("text", "größer", b"\x00\xff", 0, 1, -7, 1 << 40, 2.5, None, "")
+
+
+def table_of(number: int) -> seals.Table:
+    return seals.Table("t", tuple(f"c{index}" for index in range(number)), ("c0",))
+
+
+@pytest.mark.parametrize(
+    ("index", "changed"),
+    [
+        (0, "texu"),
+        (0, b"text"),
+        (1, b"gr\xc3\xb7\xc3\x9fer".decode()),
+        (2, b"\x01\xff"),
+        (3, 1),
+        (3, 8),
+        (4, 0),
+        (5, -8),
+        (6, (1 << 40) + (1 << 20)),
+        (7, 2.0),
+        (8, 0),
+    ],
+)
+def test_the_bit_that_changed_is_found(index: int, changed: object) -> None:
+    damaged = (*ROW[:index], changed, *ROW[index + 1 :])
+    assert seals.checksum(*damaged) != seals.checksum(*ROW)
+    assert seals.find_change(table_of(len(ROW)), damaged, seals.checksum(*ROW)) == (f"c{index}", ROW[index])
+
+
+def test_a_bit_of_the_seal_is_told_from_one_of_the_row() -> None:
+    seal = seals.checksum(*ROW)
+    assert seals.find_change(table_of(len(ROW)), ROW, seal ^ 64) == ("seal", seal)
+
+
+def test_more_than_a_bit_is_not_guessed() -> None:
+    damaged = ("other", *ROW[1:])
+    assert seals.find_change(table_of(len(ROW)), damaged, seals.checksum(*ROW)) is None
+
+
+def stored(db: sqlite3.Connection, name: str) -> list[tuple[Any, int]]:
+    """Checksum of each row as it is, and its seal."""
+    columns = ", ".join(seals.tables()[name].columns)
+    return [(seals.checksum(*row[:-1]), row[-1]) for row in db.execute(f"SELECT {columns}, seal FROM {name}")]
+
+
+def test_the_writer_seals_what_it_writes_and_nobody_else_does(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with contextlib.closing(Ledger(path)) as ledger:
+        with ledger.transaction():
+            ledger.add_run("a-1", "name: ä", "dir", 3, ["careful"])
+            ledger.update_run("a-1", state="running", cursor=7)
+            ledger.count("a-1", "tokens:wasted", 5)
+            ledger.add_event("a-1", "state", {"state": "running", "value": 1.5})
+            ledger.add_evaluation("a-1", 0, {"reward": 0.5})
+        with ledger.transaction():
+            ledger.count("a-1", "tokens:wasted", 5)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        for name in ("meta", "runs", "counters", "events", "evaluations"):
+            rows = stored(db, name)
+            assert rows, name
+            assert all(given == seal for given, seal in rows), name
+        db.execute("UPDATE counters SET value = 11")
+        ((given, seal),) = stored(db, "counters")
+        assert given != seal
+
+
+def test_a_group_is_sealed_when_it_has_ended(tmp_path: Path) -> None:
+    with contextlib.closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.db.execute(
+            "INSERT INTO groups (run_id, group_id, class, state, slot) VALUES ('a', 1, 'train', 'admitted', 0)"
+        )
+
+        def seal_of(state: str) -> int | None:
+            ledger.db.execute("UPDATE groups SET state = ?", (state,))
+            ((given, seal),) = stored(ledger.db, "groups")
+            assert seal in (None, given)
+            return seal
+
+        assert seal_of("scored") is None
+        assert seal_of("dropped") is not None
+        assert seal_of("admitted") is None  # put back
+        assert seal_of("trained") is not None
+        ledger.db.execute("UPDATE groups SET tokens = 9")
+        assert seal_of("trained") is not None
+
+
+def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with contextlib.closing(Ledger(path)) as ledger:
+        ledger.add_run("a-1", "{}", "dir")
+        ledger.add_event("a-1", "state", {})
+        for name in seals.SEALED:
+            ledger.db.execute(f"DROP TRIGGER seal_{name}_insert")
+            ledger.db.execute(f"DROP TRIGGER seal_{name}_update")
+            ledger.db.execute(f"ALTER TABLE {name} DROP COLUMN seal")
+        ledger.db.execute("PRAGMA user_version = 6")
+    with contextlib.closing(Ledger(path)) as ledger:
+        assert ledger.db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
+        for name in ("runs", "events"):
+            ((given, seal),) = stored(ledger.db, name)
+            assert given == seal
+
+
+def test_every_table_is_sealed_but_those_that_others_cover() -> None:
+    assert seals.tables().keys() - seals.SEALED.keys() == {"payloads", "free_slots", "deaths"}
