@@ -16,8 +16,8 @@ import sqlite3
 import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from zlib import crc32
 
-from services.coordinator.payloads import crc32
 from services.coordinator.schema import SCHEMA
 
 SEALED = {
