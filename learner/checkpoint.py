@@ -51,8 +51,19 @@ from paceline.storage import Folder
 
 NAME = re.compile(r"(\d+)-(\d+)")
 
+FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
+    (Unavailable, "checkpoint {} cannot be read: another rank cannot read it"),
+    (NotFound, "no checkpoint at {}: another rank does not find it"),
+    (Conflict, "checkpoint {} refused: another rank found it damaged"),
+)
+"""What a rank may find out about a checkpoint, the gravest last, and what the others say then."""
+
 Location = str | os.PathLike[str]
 """A local path or an fsspec URL."""
+
+
+class Misfit(Conflict):
+    """A checkpoint that is whole, and of another model or optimizer."""
 
 
 class Checkpoint(NamedTuple):
@@ -155,7 +166,8 @@ def load(
 
     Works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
     it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
-    manifest is not the expected one or a file is not the manifest's; nothing was unpickled then.
+    manifest is not the expected one or a file is not the manifest's, Unavailable when the disk or store cannot be read
+    now, on all ranks the same; nothing was unpickled then. Raises Misfit when it is whole and of another model.
     """
     rank, ranks = _rank(), world_size()
     manifest = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
@@ -183,9 +195,9 @@ def verify(
 ) -> CheckpointManifest:
     """Compares the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
 
-    Raises what `load` raises, on every rank when any of them found something.
+    Raises NotFound, Conflict or Unavailable as `load` does: of several findings the gravest, on every rank.
     """
-    problem: NotFound | Conflict | None = None
+    problem: PacelineError | None = None
     manifest = None
     folder = Folder(path)
     try:
@@ -198,14 +210,27 @@ def verify(
         check_files(folder, manifest, part=rank, parts=ranks)
     except (NotFound, Conflict) as error:
         problem = error
-    if ranks > 1:
-        found = torch.tensor([problem is not None], dtype=torch.int32, device=device)
-        if int(max_over_ranks(found).item()) and problem is None:
-            problem = Conflict(f"checkpoint {path} refused: another rank found it damaged")
+    except Exception as error:  # the clients of object stores have errors of their own, without a common base
+        problem = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
+        problem.__cause__ = error
+    problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
     if problem is not None:
         raise problem
     assert manifest is not None
     return manifest
+
+
+def _gravest_of_ranks(
+    own: PacelineError | None, path: Location, device: torch.device | None
+) -> PacelineError | None:
+    """This rank's own finding, or, where another rank's is graver, one of that kind."""
+    kinds = [kind for kind, _ in FINDINGS]
+    place = -1 if own is None else kinds.index(type(own))
+    gravest = int(max_over_ranks(torch.tensor([place], dtype=torch.int32, device=device)).item())
+    if gravest == place:
+        return own
+    kind, text = FINDINGS[gravest]
+    return kind(text.format(path))
 
 
 def list_complete(directory: Location) -> list[Checkpoint]:
@@ -268,9 +293,9 @@ def _value_state(critic: Critic | None) -> dict[str, Any]:
 def read_state(path: Location, state: dict[str, Any]) -> None:
     """Fills the tensors of `state` from a checkpoint. Unpickles: only after `verify` (see the module's docstring).
 
-    Raises Conflict when the checkpoint has not what `state` asks for: it is of another model.
+    Raises Misfit when the checkpoint has not what `state` asks for, Unavailable when its files cannot be read now.
     """
-    with _as_error(Conflict, f"checkpoint {path} refused: it does not fit"):
+    with _as_error(Misfit, f"checkpoint {path} refused: it does not fit"):
         folder = Folder(path)
         reader = FileSystemReader(folder.local) if folder.local is not None else FsspecReader(folder.url)
         load_collectively(state, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -304,6 +329,8 @@ def _as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
             yield
         except CheckpointException as error:
             reasons = {f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()}
+            if any(isinstance(failure[0], OSError) for failure in error.failures.values()):
+                raise Unavailable(f"{what}: {'; '.join(sorted(reasons))}") from error
             raise kind(f"{what}: {'; '.join(sorted(reasons))}") from error
 
 

@@ -7,6 +7,7 @@ PacelineError
 ├── WireError             a message that is truncated, foreign, oversized or of another version
 ├── NotFound              no such run, group, checkpoint
 ├── Conflict              the state does not allow it (a stale term, a run that ended, a locked ledger)
+├── CheckpointFault       a checkpoint that a session cannot begin from; an older one may do
 ├── LedgerFault           the ledger cannot be read or written; the coordinator ends with it
 ├── Unavailable           the other side does not answer (now); trying again may help
 └── NonFiniteLoss         a training step met NaN or infinity; names the groups
@@ -39,6 +40,10 @@ class NotFound(PacelineError):
 
 class Conflict(PacelineError):
     """The current state does not allow the call: a stale term or session, an ended run, a locked ledger."""
+
+
+class CheckpointFault(PacelineError):
+    """The checkpoint that a session was to begin from is missing, damaged or cannot be read; an older one may do."""
 
 
 class LedgerFault(PacelineError):

@@ -120,7 +120,8 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
             message = f": {content['message']}" if content.get("message") else ""
             return f"the run {VERBS.get(content['state'], 'is')} {content['state']}{message}"
         case "session":
-            return f"learner session {content['session']} begins"
+            where = f" at step {content['step']}" if content.get("step") else ""
+            return f"learner session {content['session']} begins{where}"
         case "member":
             return f"{content['member_id']} ({content['role']}) {content['what']}"
         case "checkpoint":

@@ -1,7 +1,9 @@
 """The checkpoints of one session: begun after a step, written beside the next ones, then made known to the coordinator.
 
 One that cannot be written is warned of, and the run goes on without it; only the last one is tried again. All ranks call
-`load`, `begin`, `finish` and `save_last` at the same point. Old ones are deleted on a thread of its own.
+`load`, `begin`, `finish` and `save_last` at the same point. Old ones are deleted on a thread of its own. The one that the
+session begins from is asked for again while it cannot be read (a mount that is late); then, and at once when it is
+damaged, the session gives up, and the coordinator gives the next one an older checkpoint.
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from learner import checkpoint as checkpoints
+from learner.checkpoint import Misfit
 from learner.checkpoint_writer import CheckpointWriter
 from learner.collectives import any_over_ranks
 from learner.trainer import Trainer
-from paceline.errors import PacelineError, Unavailable
+from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
 
 LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
 """Before each further try at the last checkpoint."""
+
+LOAD_PAUSES_S = (1.0, 2.0, 4.0)
+"""Before each further try at a checkpoint that is not there or cannot be read."""
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +59,27 @@ class SessionCheckpoints:
         """Whether `finish` would wait, on this rank."""
         return self._writer.in_progress and not self._writer.ready
 
-    def load(self, trainer: Trainer) -> None:
-        """Puts the trainer where the session begins. Raises what `learner.checkpoint.load` raises."""
-        if self._assignment.checkpoint_path:
+    def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
+        """Puts the trainer where the session begins.
+
+        Raises CheckpointFault when the checkpoint is missing, damaged or cannot be read, Misfit when it is of another model;
+        on all ranks the same.
+        """
+        if not self._assignment.checkpoint_path:
+            return
+        for pause_s in LOAD_PAUSES_S:
+            try:
+                return self._load(trainer)
+            except (NotFound, Unavailable) as error:
+                log.warning("%s; tried again in %.0f s", error, pause_s)
+                pause(pause_s)
+        try:
+            self._load(trainer)
+        except (NotFound, Unavailable) as error:
+            raise CheckpointFault(str(error)) from error
+
+    def _load(self, trainer: Trainer) -> None:
+        try:
             checkpoints.load(
                 self._assignment.checkpoint_path,
                 expected_sha256=self._assignment.checkpoint_sha256,
@@ -63,7 +87,11 @@ class SessionCheckpoints:
                 optimizer=trainer.optimizer,
                 critic=trainer.critic,
             )
-            log.info("session %d goes on from step %d", self._assignment.session, self._assignment.start_step)
+        except Misfit:
+            raise
+        except Conflict as error:
+            raise CheckpointFault(str(error)) from error
+        log.info("session %d goes on from step %d", self._assignment.session, self._assignment.start_step)
 
     def begin(self, trainer: Trainer, step: int, chain: str) -> None:
         """Copies the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile."""

@@ -21,13 +21,14 @@ import torch
 
 from learner.batch import TrainSequence, sequences_from_groups
 from learner.channel import WeightChannel
+from learner.checkpoint import Misfit
 from learner.collectives import any_over_ranks, broadcast_bytes
 from learner.examples import ExampleSource
 from learner.export import export_policy
 from learner.gather import gather_merged, gather_weights
 from learner.row_check import check_rows
 from learner.trainer import Trainer
-from paceline.errors import Conflict, NonFiniteLoss, PacelineError, Unavailable
+from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.prompts import load_tokenizer
 from paceline.spec import RunSpec
@@ -80,6 +81,13 @@ class LearnerRun:
         """From the assignment to the end of the run (or of this session). Faults of the run are reported, not raised."""
         try:
             self._set_up()
+        except CheckpointFault as error:
+            path = self._assignment.checkpoint_path
+            self._fail(str(error), fault=worker_pb2.FAULT_CHECKPOINT, checkpoint_path=path)
+            return
+        except Misfit as error:
+            self._fail(f"{error}. Put the model back that it was trained from", resumable=True)
+            return
         except PacelineError as error:
             self._fail(str(error))
             return
@@ -151,7 +159,7 @@ class LearnerRun:
         torch.manual_seed(spec.seed)
         self._trainer = Trainer(spec, self._rank.device)
         self._tokenizer = load_tokenizer(spec.policy)
-        self._checkpoints.load(self._trainer)
+        self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:
             self._examples = ExampleSource(spec, self._tokenizer)
             if spec.examples.validates:
@@ -304,9 +312,9 @@ class LearnerRun:
         self._report(self._run_report(finished=True, export_path=path))
         self._next_part()
 
-    def _fail(self, message: str, *, resumable: bool = False) -> None:
+    def _fail(self, message: str, **facts: Any) -> None:
         log.error("run %s: %s", self.run_id, message)
-        self._rank.report(self._run_report(error=message, resumable=resumable))
+        self._rank.report(self._run_report(error=message, step=self.step, **facts))
 
     def _run_report(self, **facts: Any) -> worker_pb2.ConnectRequest:
         report = worker_pb2.RunReport(run_id=self.run_id, session=self.session, **facts)

@@ -1,6 +1,7 @@
 """What each member works on: runs for workers, sessions for learners, and epochs, which say who receives weights.
 
-A learner that joins gets a new session, from the newest complete checkpoint. An epoch names the rollout workers that are
+A learner that joins gets a new session, from the newest checkpoint that can be loaded; the run is paused when there is
+none and the samples before are gone. An epoch names the rollout workers that are
 ready and not pinned by an evaluation, suspected or expelled.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from paceline.errors import NotFound
 from paceline.tracing import step_traceparent
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator import evaluation
+from services.coordinator import checkpoints, evaluation
 from services.coordinator.exchange import Exchange
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Member, Members
@@ -22,14 +25,22 @@ log = logging.getLogger(__name__)
 
 
 class Assignments:
-    """Those of the active run; `lock` serialises transactions."""
+    """Those of the active run; `lock` serialises transactions, `pause` pauses a run for a reason."""
 
-    def __init__(self, members: Members, ledger: Ledger, exchange: Exchange, lock: asyncio.Lock):
+    def __init__(
+        self,
+        members: Members,
+        ledger: Ledger,
+        exchange: Exchange,
+        lock: asyncio.Lock,
+        pause: Callable[[str, str], Awaitable[None]],
+    ):
         self.epoch = 0
         """Number of the newest."""
         self.named: tuple[str, list[str]] = ("", [])
         """Run and members of it; empty when the learner has to be told again."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
+        self._pause = pause
 
     async def put_to_work(self) -> None:
         """Everybody who is there gets the run that has become active."""
@@ -39,9 +50,36 @@ class Assignments:
         await self.assign_learner()
 
     async def resume_learner(self) -> None:
-        """A run that was paused goes on; a fault of the learner may have paused it."""
+        """A run that was paused goes on; a fault of the learner may have paused it. Damaged checkpoints are tried again: a
+        person may have put them back."""
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             learner.failed_run = ""
+        run = self._exchange.active
+        if run is not None:
+            async with self._lock:
+                with self._ledger.transaction():
+                    checkpoints.clear_marks(self._ledger, run.run_id)
+        await self.assign_learner()
+
+    async def fall_back(self, member: Member, report: worker_pb2.RunReport) -> None:
+        """The checkpoint of the newest session cannot be loaded: the next session begins from an older one."""
+        if not report.session or member.session != report.session:
+            return  # another rank of the learner says the same as rank 0
+        async with self._lock:
+            with self._ledger.transaction():
+                known = checkpoints.mark_damaged(
+                    self._ledger, report.run_id, report.checkpoint_path, report.error
+                )
+                if known:
+                    message = (
+                        f"session {report.session} could not begin: {report.error}; an older one is taken"
+                    )
+                    log.warning("run %s: %s", report.run_id, message)
+                    self._ledger.add_event(report.run_id, "warning", {"message": message})
+        member.session = 0
+        if not known:
+            await self._pause(report.run_id, f"learner: {report.error}")
+            return
         await self.assign_learner()
 
     def end_learner_session(self) -> None:
@@ -77,20 +115,29 @@ class Assignments:
             waiting = [m for m in learners if m.connected and m.failed_run != run.run_id]
             if not waiting:
                 return
-            member, session = waiting[-1], row["session"] + 1
-            checkpoint = self._ledger.newest_checkpoint(run.run_id)
-            with self._ledger.transaction():
-                self._ledger.update_run(run.run_id, session=session)
-                self._ledger.add_event(run.run_id, "session", {"session": session})
-            member.session = session
+            try:
+                start, no_start = checkpoints.starting_point(self._ledger, run), ""
+            except NotFound as error:
+                no_start = str(error)
+            else:
+                self._begin_session(waiting[-1], row, start)
+        if no_start and (row["state"], row["message"]) != ("paused", no_start):
+            await self._pause(run.run_id, no_start)
+
+    def _begin_session(self, member: Member, row: sqlite3.Row, start: checkpoints.Start) -> None:
+        session = row["session"] + 1
+        with self._ledger.transaction():
+            self._ledger.update_run(row["run_id"], session=session)
+            self._ledger.add_event(row["run_id"], "session", {"session": session, "step": start.step})
+        member.session = session
         member.direct(
             _assignment(
                 row,
                 session=session,
-                start_step=checkpoint["step"] if checkpoint else 0,
-                checkpoint_path=checkpoint["path"] if checkpoint else "",
-                checkpoint_sha256=checkpoint["sha256"] if checkpoint else "",
-                chain=checkpoint["chain"] if checkpoint else "",
+                start_step=start.step,
+                checkpoint_path=start.path,
+                checkpoint_sha256=start.sha256,
+                chain=start.chain,
                 publish_from_step=max(0, row["published_step"]),
             )
         )

@@ -273,7 +273,8 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
 def _prune(exchange: Exchange, run: ActiveRun) -> None:
     """Forgets the text of groups that every kept checkpoint already holds."""
     oldest = exchange.db.execute(
-        "SELECT MIN(step) AS step FROM checkpoints WHERE run_id = ? AND removed = 0", (run.run_id,)
+        "SELECT MIN(step) AS step FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged = ''",
+        (run.run_id,),
     ).fetchone()["step"]
     if oldest is not None:
         exchange.db.execute(

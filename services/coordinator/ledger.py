@@ -230,18 +230,27 @@ class Ledger(LedgerFile):
         return True
 
     def newest_checkpoint(self, run_id: str) -> sqlite3.Row | None:
-        """The complete checkpoint of the highest trained step whose chain is the ledger's own.
+        """The complete checkpoint of the highest trained step whose chain is the ledger's own, of those that can be loaded.
 
         One that is ahead of the receipts is left out for now: the step before it would never get any.
         """
         row: sqlite3.Row | None = self.db.execute(
             "SELECT c.* FROM checkpoints c JOIN runs r ON r.run_id = c.run_id"
             " LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
-            " WHERE c.run_id = ? AND c.removed = 0 AND c.step <= r.next_step AND c.chain = COALESCE(b.chain, '')"
+            " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.step <= r.next_step"
+            " AND c.chain = COALESCE(b.chain, '')"
             " ORDER BY c.step DESC, c.session DESC LIMIT 1",
             (run_id,),
         ).fetchone()
         return row
+
+    def damaged_checkpoints(self, run_id: str) -> list[sqlite3.Row]:
+        """Those that no session could load, newest first."""
+        return self.db.execute(
+            "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged != ''"
+            " ORDER BY step DESC, session DESC",
+            (run_id,),
+        ).fetchall()
 
     def held(self) -> dict[str, int]:
         """Leases and score tasks by who holds them."""

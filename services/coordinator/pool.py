@@ -30,7 +30,7 @@ class Pool:
 
     def __init__(self, runs: Coordinator, members: Members):
         self.members = members
-        self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock)
+        self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
         self._runs = runs
         self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
         self._lock: asyncio.Lock = runs.lock

@@ -78,9 +78,13 @@ class Reports:
         if report.warning:
             await self._runs.warn([report.warning])
             return
+        if report.fault == worker_pb2.FAULT_CHECKPOINT:
+            await self._assignments.fall_back(member, report)
+            return
         if report.error:
             member.failed_run = run.run_id
-            peers = self._members.of_role(member.role)
+            # One whose stream broke is about to be gone: it neither works on the run nor will it say that it cannot.
+            peers = [peer for peer in self._members.of_role(member.role) if peer.connected]
             log.warning(
                 "%s %s cannot work on %s: %s", member.role_name, member.member_id, run.run_id, report.error
             )

@@ -39,15 +39,21 @@ def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[
 
 
 def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
-    """Marks the checkpoints that are not to be kept as removed. Inside a transaction."""
+    """Marks the checkpoints that are not to be kept as removed. Inside a transaction.
+
+    One that could not be loaded counts for nothing, and stays for as long as it is newer than the oldest that is kept.
+    """
     rows = _kept(ledger, run_id)
-    candidates = [Candidate(row["path"], *_value(ledger, run_id, row["step"], settings)) for row in rows]
+    sound = [row for row in rows if not row["damaged"]]
+    candidates = [Candidate(row["path"], *_value(ledger, run_id, row["step"], settings)) for row in sound]
     keep = set(choose(candidates, settings))
     resumable = ledger.newest_checkpoint(
         run_id
     )  # the newest may be ahead of the receipts, and so no help yet
     if resumable is not None:
         keep.add(resumable["path"])
+    oldest = min((row["step"] for row in sound if row["path"] in keep), default=0)
+    keep |= {row["path"] for row in rows if row["damaged"] and row["step"] > oldest}
     for row in rows:
         if row["path"] not in keep:
             ledger.db.execute(
@@ -56,7 +62,7 @@ def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) 
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
-    """The checkpoints that the ledger counts on, oldest first."""
+    """The checkpoints that the ledger counts on, oldest first, and those that could not be loaded: a person may."""
     return [row["path"] for row in _kept(ledger, run_id)]
 
 

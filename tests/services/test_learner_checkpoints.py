@@ -10,20 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.errors import Unavailable
+from learner import checkpoint
+from learner.checkpoint import Checkpoint, Misfit
+from paceline.errors import CheckpointFault, Unavailable
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
-from services.learner_checkpoints import LAST_SAVE_PAUSES_S, SessionCheckpoints
+from services.learner_checkpoints import LAST_SAVE_PAUSES_S, LOAD_PAUSES_S, SessionCheckpoints
 
 
 class Session:
     """Checkpoints of session 2, which goes on from step 4, and what they say."""
 
-    def __init__(self, directory: Path, path: str = "") -> None:
+    def __init__(self, directory: Path, path: str = "", sha256: str = "") -> None:
         self.reported: list[worker_pb2.CheckpointReport] = []
         self.warnings: list[str] = []
         assignment = worker_pb2.RunAssignment(
-            run_id="grpo-1", session=2, directory=str(directory), checkpoint_path=path, start_step=4
+            run_id="grpo-1",
+            session=2,
+            directory=str(directory),
+            checkpoint_path=path,
+            checkpoint_sha256=sha256,
+            start_step=4,
         )
         self.checkpoints = SessionCheckpoints(
             assignment,
@@ -47,8 +54,8 @@ def start(tmp_path: Path) -> Any:
     """Starts sessions, and closes them."""
     sessions: list[Session] = []
 
-    def start_one(path: str = "") -> Session:
-        sessions.append(Session(tmp_path, path))
+    def start_one(path: str = "", sha256: str = "") -> Session:
+        sessions.append(Session(tmp_path, path, sha256))
         return sessions[-1]
 
     yield start_one
@@ -114,3 +121,60 @@ def test_the_last_one_is_given_up_in_the_end(start: Start, trainer: Any, tmp_pat
         session.checkpoints.save_last(trainer, 8, "c8", pauses.append)
     assert tuple(pauses) == LAST_SAVE_PAUSES_S[:-1]
     assert session.reported == []
+
+
+def saved(trainer: Any, directory: Path) -> Checkpoint:
+    written = checkpoint.save(directory, session=1, step=4, model=trainer.model, optimizer=trainer.optimizer)
+    assert written is not None
+    return written
+
+
+def test_a_session_waits_some_seconds_for_its_checkpoint(start: Start, trainer: Any, tmp_path: Path) -> None:
+    written = saved(trainer, tmp_path / "mounted")
+    session, pauses = start(str(tmp_path / "mount" / "1-4"), written.manifest_sha256), []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            (tmp_path / "mounted").rename(tmp_path / "mount")
+
+    session.checkpoints.load(trainer, pause)
+    assert tuple(pauses) == LOAD_PAUSES_S[:2]
+
+
+def test_one_that_stays_away_is_a_fault_of_the_checkpoint(start: Start, trainer: Any, tmp_path: Path) -> None:
+    pauses: list[float] = []
+    with pytest.raises(CheckpointFault, match="1-4: no such folder"):
+        start(str(tmp_path / "1-4"), "x").checkpoints.load(trainer, pauses.append)
+    assert tuple(pauses) == LOAD_PAUSES_S
+
+
+def test_a_disk_that_cannot_be_read_is_tried_again(
+    start: Start, trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, pauses = saved(trainer, tmp_path), []
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoint, "read_manifest", broken)
+    with pytest.raises(CheckpointFault, match=r"cannot be read: OSError: .*Input/output error"):
+        start(str(written.path), written.manifest_sha256).checkpoints.load(trainer, pauses.append)
+    assert tuple(pauses) == LOAD_PAUSES_S
+
+
+def test_a_damaged_one_is_given_up_at_once(start: Start, trainer: Any, tmp_path: Path) -> None:
+    written, pauses = saved(trainer, tmp_path), []
+    file = tmp_path / "1-4" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointFault, match=r"'__0_0\.distcp' has"):
+        start(str(written.path), written.manifest_sha256).checkpoints.load(trainer, pauses.append)
+    assert pauses == []
+
+
+def test_one_of_another_model_is_no_damage(start: Start, trainer: Any, tmp_path: Path) -> None:
+    written = saved(trainer, tmp_path)
+    wider = torch.nn.Linear(3, 2)
+    other = SimpleNamespace(model=wider, optimizer=torch.optim.AdamW(wider.parameters()), critic=None)
+    with pytest.raises(Misfit, match="does not fit"):
+        start(str(written.path), written.manifest_sha256).checkpoints.load(other, lambda _: None)
