@@ -143,3 +143,9 @@ def with_holder(lines: str, attempt: int, member_id: str) -> str:
     earlier += [""] * (attempt - 1 - len(earlier))
     forgotten = max(0, attempt - MAX_HOLDERS)
     return "\n".join([*[""] * forgotten, *earlier[forgotten:], member_id])
+
+
+def held_attempt(lines: str, attempt: int) -> str:
+    """Who held `attempt` by the `lines` that `with_holder` made; empty where that is not on record."""
+    holders = lines.split("\n")
+    return holders[attempt - 1] if 1 <= attempt <= len(holders) else ""

@@ -6,11 +6,23 @@ from collections.abc import Sequence
 
 from paceline.errors import WireError
 from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import batches, leases, results, scores
 from services.coordinator.exchange import Exchange, Outcome
 from services.coordinator.intake import Arrived
 from services.coordinator.senders import Standing
+
+ROLES = {
+    "lease": common_pb2.ROLE_ROLLOUT,
+    "group": common_pb2.ROLE_ROLLOUT,
+    "lease_return": common_pb2.ROLE_ROLLOUT,
+    "task": common_pb2.ROLE_REWARD,
+    "score": common_pb2.ROLE_REWARD,
+    "batch": common_pb2.ROLE_LEARNER,
+    "receipt": common_pb2.ROLE_LEARNER,
+}
+"""Whose each kind of request is."""
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
@@ -88,4 +100,30 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
         if kind == "batch":
             return batches.end(exchange, request)
         return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current one")
+    return _not_its_part(exchange, arrived)
+
+
+def _not_its_part(exchange: Exchange, arrived: Arrived) -> Outcome | None:
+    """The answer to a member that asks for, or says, what belongs to another role, rank or session."""
+    request, kind = arrived.request, arrived.kind
+    member = exchange.senders.get(request.member_id)
+    assert member is not None, "turn_away comes before"
+    role = ROLES.get(kind, member.role)
+    if member.role != role:
+        name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+        return exchange.refuse(
+            request,
+            f"a {kind} request is for a {name} worker to send; {member.member_id} is a {member.role_name}",
+        )
+    if role != common_pb2.ROLE_LEARNER or kind not in ROLES:
+        return None
+    rank = request.batch.rank if kind == "batch" else request.receipt.rank
+    if rank != member.rank:
+        return exchange.refuse(
+            request, f"rank {rank} is not {member.member_id}, which said Hello as rank {member.rank}"
+        )
+    if rank == 0 and request.session != member.session:
+        return exchange.stale(
+            request, f"session {request.session} is not one of {member.member_id} (any more)"
+        )
     return None

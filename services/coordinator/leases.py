@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from paceline.groups import Version
+from paceline.groups import Version, held_attempt, with_holder
 from paceline.tracing import group_traceparent, span
 from paceline.wire import parse_message
 from protos.paceline.v1 import common_pb2
@@ -50,8 +50,8 @@ class _Lending:
         )
         self._free: list[tuple[sqlite3.Row, int]] = []
         """Groups to train that nobody has, in the order of their places, each with the step that it is for."""
-        self._lent: list[tuple[str, int, str, int, int]] = []
-        """What `write_down` has to: run, group, worker, attempt, oldest version that its tokens can have."""
+        self._lent: list[tuple[str, int, str, int, int, str]] = []
+        """What `write_down` has to: run, group, worker, attempt, oldest version that its tokens can have, holders so far."""
         if run.prompts is not None and not exchange.paused(run):
             places = sum(max(1, room // self._group_size) for room in rooms)
             admit(exchange, run, max(places, ADMITTED_AT_ONCE))
@@ -90,7 +90,8 @@ class _Lending:
             self._exchange.db.execute(
                 # The run is among the values, so that SQLite looks each group up instead of reading all that the run had.
                 "UPDATE groups SET state = 'leased', member_id = json_extract(lent.value, '$[2]'),"
-                " attempt = json_extract(lent.value, '$[3]'), lease_step = json_extract(lent.value, '$[4]')"
+                " attempt = json_extract(lent.value, '$[3]'), lease_step = json_extract(lent.value, '$[4]'),"
+                " holders = json_extract(lent.value, '$[5]')"
                 " FROM json_each(?) AS lent WHERE run_id = json_extract(lent.value, '$[0]')"
                 " AND group_id = json_extract(lent.value, '$[1]')",
                 (json.dumps(self._lent),),
@@ -136,7 +137,8 @@ class _Lending:
             returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
             lease.prefix_finish_reasons.extend(returned.finish_reasons)
             oldest = min(oldest, row["oldest_step"])
-        self._lent.append((run.run_id, group_id, member_id, lease.attempt, oldest))
+        holders = with_holder(row["holders"], lease.attempt, member_id)
+        self._lent.append((run.run_id, group_id, member_id, lease.attempt, oldest, holders))
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
@@ -260,6 +262,13 @@ def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sql
     return admitted
 
 
+def held_by(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
+    """Whether the worker was given this attempt at the group, however long ago."""
+    if attempt == row["attempt"] and row["member_id"] == member_id:
+        return True  # as in a ledger of an older format, which had no record of holders
+    return held_attempt(row["holders"], attempt) == member_id
+
+
 def group_seed(run: ActiveRun, group_id: int) -> int:
     """Seed of a group, of 63 bits: a function of the run's name in the ledger, its seed, and the group."""
     text = f"{run.spec.seed}/{group_id}".encode()
@@ -290,7 +299,6 @@ def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False)
         poison.on_crash(exchange, exchange.active, member_id)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
     exchange.versions.pop(member_id, None)
-    exchange.senders.leave(member_id)
     exchange.suspected.discard(member_id)
     released = exchange.db.execute(
         "UPDATE groups SET state = 'admitted' WHERE member_id = ? AND state = 'leased'",

@@ -100,6 +100,9 @@ class Pool:
         if self.members.get(member.member_id) is not member:
             return
         self.members.remove(member.member_id)
+        self._exchange.senders.leave(
+            member.member_id
+        )  # before anything is waited for: it may come back meanwhile
         member.end_stream()
         run = self._exchange.active
         async with self._lock:

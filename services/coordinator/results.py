@@ -10,6 +10,13 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
+from services.coordinator.leases import held_by
+
+DATA_ERRORS = frozenset({"", "bad_prompt", "invalid_result"})
+"""Reasons that a worker may give for a failed attempt; without one it is `bad_prompt`."""
+
+MAX_ERROR_CHARS = 4096
+"""Of a worker's message; what is beyond is cut off."""
 
 
 def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
@@ -21,16 +28,17 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     row = exchange.group(run, result.group_id)
     if row is None:
         return exchange.stale(request, f"no group {result.group_id} in run {run.run_id}")
+    if not held_by(row, result.attempt, request.member_id):
+        return exchange.stale(
+            request,
+            f"attempt {result.attempt} of group {result.group_id} was never leased to {request.member_id}",
+        )
     if group is None or arrived.place is None:
         return exchange.refuse(request, arrived.fault)
     if row["state"] not in ("admitted", "leased"):
         if result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
         return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
-    if not 1 <= result.attempt <= row["attempt"]:
-        return exchange.stale(
-            request, f"attempt {result.attempt} of group {result.group_id} was never leased"
-        )
     expected = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
     if len(group.completions) != expected:
         return exchange.refuse(
@@ -70,9 +78,16 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         exchange.set_group(
             run, returned.group_id, member_id=None
         )  # lent again already, and not to be taken up by it
-    if row is None or row["state"] != "leased" or row["attempt"] != returned.attempt:
+    held = (returned.attempt, request.member_id)
+    if row is None or row["state"] != "leased" or (row["attempt"], row["member_id"]) != held:
         return exchange.stale(
-            request, f"attempt {returned.attempt} of group {returned.group_id} is not leased"
+            request,
+            f"attempt {returned.attempt} of group {returned.group_id} is not leased to {request.member_id}",
+        )
+    if returned.data_error_reason not in DATA_ERRORS:
+        return exchange.refuse(
+            request,
+            f"data_error_reason {returned.data_error_reason[:64]!r} is none of {', '.join(sorted(DATA_ERRORS - {''}))}",
         )
     if returned.data_error:
         return _failed(exchange, run, request, row)
@@ -98,11 +113,12 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     """An attempt that failed by the fault of the group's data; others may still succeed, up to the budget."""
     returned, allowed = request.lease_return, run.spec.grpo.max_generation_failures
     failures, reason = row["generation_failures"] + 1, returned.data_error_reason or "bad_prompt"
+    error = returned.data_error[:MAX_ERROR_CHARS]
     exchange.set_group(run, row["group_id"], state="admitted", member_id=None, generation_failures=failures)
     exchange.ledger.count(run.run_id, f"failures:{reason}")
     exchange.notice(
         "warning",
-        message=f"generating group {row['group_id']} failed ({failures} of {allowed}): {returned.data_error}",
+        message=f"generating group {row['group_id']} failed ({failures} of {allowed}): {error}",
     )
     if failures >= allowed:
         exchange.drop(run, row, reason)

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import WireError
-from paceline.groups import MAX_HOLDERS, Completion, Group, VersionSpan, scores_digest, with_holder
+from paceline.groups import (
+    MAX_HOLDERS,
+    Completion,
+    Group,
+    VersionSpan,
+    held_attempt,
+    scores_digest,
+    with_holder,
+)
 from paceline.wire import (
     decode_completions,
     decode_group,
@@ -168,12 +176,14 @@ def test_a_digest_of_scores_covers_rewards_and_reference_and_knows_one_not_a_num
 def test_holders_are_on_record_by_attempt_and_bounded() -> None:
     lines = with_holder(with_holder("", 1, "a"), 2, "b")
     assert lines == "a\nb"
+    assert [held_attempt(lines, attempt) for attempt in (0, 1, 2, 3, 2**40)] == ["", "a", "b", "", ""]
+    assert held_attempt("", 1) == ""
     assert with_holder("", 3, "c") == "\n\nc"  # attempts before there was a record
     for attempt in range(3, 1000):
         lines = with_holder(lines, attempt, f"m{attempt}")
     holders = lines.split("\n")
     assert len(holders) == 999
-    assert holders[-1] == "m999"
+    assert holders[-1] == held_attempt(lines, 999) == "m999"
     assert [attempt for attempt, holder in enumerate(holders, 1) if holder] == list(
         range(1000 - MAX_HOLDERS, 1000)
     )

@@ -143,6 +143,7 @@ class World:
 
     def release(self, member_id: str, *, crashed: bool = False) -> int:
         """A member is gone, as the coordinator takes note of it."""
+        self.exchange.senders.leave(member_id)
         with self.ledger.transaction():
             released = release_member(self.exchange, member_id, crashed=crashed)
             evaluation.unpin_member(self.exchange, self.run, member_id)

@@ -126,7 +126,8 @@ def test_a_payload_that_does_not_fit_is_invalid_and_changes_nothing(
     returned = pb.LeaseReturn(group_id=0, attempt=1, finish_reasons=["stop", "abort"], texts=["", ""])
     if "prompt_ids" not in changes:
         frames = [safetensors.numpy.save(arrays(**changes))]
-        assert world.send(pb.ExchangeRequest(lease_return=returned), frames).reply.status == INVALID
+        request = pb.ExchangeRequest(member_id="rollout", lease_return=returned)
+        assert world.send(request, frames).reply.status == INVALID
     assert world.dump() == before
     assert world.notices == []
     assert rollout.finish(lease) == COMMITTED

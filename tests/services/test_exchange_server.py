@@ -14,12 +14,13 @@ import pytest
 import pytest_asyncio
 import zmq
 import zmq.asyncio
-from exchange_drivers import COMMITTED, INVALID, OK, STALE, Reward, Rollout, World
+from exchange_drivers import COMMITTED, INVALID, OK, STALE, Learner, Reward, Rollout, World
 
 from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOUT, Role
 from services.coordinator import exchange_server, exchange_socket
 from services.coordinator.exchange import Notice
 from services.coordinator.exchange_server import ExchangeServer
@@ -32,13 +33,21 @@ FOREVER_S = 30.0
 class Peer:
     """A DEALER of its own."""
 
-    def __init__(self, context: zmq.asyncio.Context, world: World, port: int, member_id: str):
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        world: World,
+        port: int,
+        member_id: str,
+        role: Role.ValueType = ROLE_ROLLOUT,
+    ):
         self.world = world
+        self.role = role
         self.member_id = member_id
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
-        world.enter(member_id)
+        world.enter(member_id, role)
 
     async def send(
         self, request: pb.ExchangeRequest, frames: list[bytes] | None = None, number: int = 1
@@ -47,7 +56,7 @@ class Peer:
         request.protocol = request.protocol or PROTOCOL
         request.term = request.term or self.world.ledger.term
         request.run_id, request.request_id, request.member_id = self.world.run_id, number, self.member_id
-        request.secret = request.secret or self.world.enter(self.member_id).secret
+        request.secret = request.secret or self.world.enter(self.member_id, self.role).secret
         await self.socket.send_multipart([request.SerializeToString(), *(frames or [])])
 
     async def receive(self) -> pb.ExchangeReply:
@@ -77,9 +86,9 @@ class Service:
             world.exchange, asyncio.Lock(), lambda _: None, self._on_notices, "127.0.0.1", 0
         )
 
-    def peer(self, member_id: str) -> Peer:
+    def peer(self, member_id: str, role: Role.ValueType = ROLE_ROLLOUT) -> Peer:
         """A new connection of a member."""
-        peer = Peer(self.context, self.world, self.server.port, member_id)
+        peer = Peer(self.context, self.world, self.server.port, member_id, role)
         self.peers.append(peer)
         return peer
 
@@ -122,8 +131,9 @@ def lease(wait_s: float = 0.0, room: int = 2) -> pb.ExchangeRequest:
 
 async def test_a_group_over_the_wire(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_server, "TICK_S", 3600.0)  # whoever waits is woken by what happens
-    rollout, reward, learner = service.rollout("rollout"), service.peer("reward"), service.peer("learner")
-    session = service.world.new_session()
+    rollout, reward = service.rollout("rollout"), service.peer("reward", ROLE_REWARD)
+    session = Learner(service.world).session
+    learner = service.peer("learner-0", ROLE_LEARNER)
     asked = pb.BatchRequest(step=0, rank=0, world_size=1, wait_s=FOREVER_S)
     await learner.send(pb.ExchangeRequest(session=session, batch=asked))
     await reward.send(pb.ExchangeRequest(task=pb.TaskRequest(room=1, wait_s=FOREVER_S)))
@@ -246,7 +256,7 @@ async def test_an_oversized_frame_ends_its_connection_and_no_other(
 
 
 async def test_a_request_that_breaks_its_handler_undoes_nothing_else(service: Service) -> None:
-    vandal, rollout = service.peer("vandal"), service.rollout("rollout")
+    vandal, rollout = service.peer("vandal", ROLE_REWARD), service.rollout("rollout")
     score = pb.ScoreResult(group_id=2**64 - 1)
     await vandal.send(pb.ExchangeRequest(score=score), number=1)
     await rollout.send(lease(), number=2)
@@ -402,8 +412,8 @@ async def test_what_was_asked_before_ends_when_the_next_question_is_answered(ser
 
 
 async def test_the_ranks_of_one_learner_wait_side_by_side(service: Service) -> None:
-    session = service.world.new_session()
-    ranks = [service.peer("learner") for _ in range(2)]
+    session = Learner(service.world, world_size=2).session
+    ranks = [service.peer(f"learner-{rank}", ROLE_LEARNER) for rank in range(2)]
     for rank, peer in enumerate(ranks):
         asked = pb.BatchRequest(step=0, rank=rank, world_size=2, wait_s=FOREVER_S)
         await peer.send(pb.ExchangeRequest(session=session, batch=asked), number=1)
@@ -419,13 +429,15 @@ async def test_the_ranks_of_one_learner_wait_side_by_side(service: Service) -> N
 
 
 async def test_a_dead_workers_waiting_request_takes_no_task(service: Service) -> None:
-    dead, rollout = service.peer("dead"), service.rollout("rollout")
+    dead, rollout = service.peer("dead", ROLE_REWARD), service.rollout("rollout")
     await dead.send(pb.ExchangeRequest(task=pb.TaskRequest(room=1, wait_s=FOREVER_S)))
     (group,) = (await rollout.ask(lease())).lease.leases
     service.world.release("dead")
     driver = Rollout(service.world, "rollout")
     assert (await rollout.ask(*driver.result(group))).status == COMMITTED
-    reply = await service.peer("alive").ask(pb.ExchangeRequest(task=pb.TaskRequest(room=1, wait_s=FOREVER_S)))
+    reply = await service.peer("alive", ROLE_REWARD).ask(
+        pb.ExchangeRequest(task=pb.TaskRequest(room=1, wait_s=FOREVER_S))
+    )
     assert [task.group_id for task in reply.task.tasks] == [0]
 
 
