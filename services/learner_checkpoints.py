@@ -19,6 +19,7 @@ from learner.checkpoint_writer import CheckpointWriter
 from learner.collectives import any_over_ranks
 from learner.trainer import Trainer
 from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
+from paceline.run_folders import checkpoint_folder
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
 
@@ -46,11 +47,7 @@ class SessionCheckpoints:
         self.saving = False
         """Whether training waits for a checkpoint."""
         self._assignment, self._report, self._warn = assignment, report, warn
-        elsewhere = settings.checkpoint_dir
-        # Names of checkpoints are unique within a run only, and pruning must not see another run's.
-        self._directory = (
-            f"{elsewhere}/{assignment.run_id}" if elsewhere else f"{assignment.directory}/checkpoints"
-        )
+        self._directory = checkpoint_folder(settings, assignment.directory, assignment.run_id)
         self._writer = CheckpointWriter(self._directory, assignment.session)
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 

@@ -49,8 +49,8 @@ def replay(
     trainer = Trainer(spec, device)
     if plan.checkpoint is not None:
         checkpoints.load(
-            plan.checkpoint["path"],
-            expected_sha256=plan.checkpoint["sha256"],
+            plan.checkpoint.path,
+            expected_sha256=plan.checkpoint.sha256,
             model=trainer.model,
             optimizer=trainer.optimizer,
             critic=trainer.critic,

@@ -31,6 +31,7 @@ from learner.trainer import Trainer
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.prompts import load_tokenizer
+from paceline.run_folders import EXPORT
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_yaml
 from paceline.tracing import span, step_traceparent
@@ -307,7 +308,7 @@ class LearnerRun:
 
     def _finish(self) -> None:
         """Every step is trained: export, say so, and serve members with the last version until the run ends."""
-        path = self._export(Path(self._assignment.directory) / "export")
+        path = self._export(Path(self._assignment.directory) / EXPORT)
         self._checkpoints.save_last(self._trainer, self.step, self._chain, self._parts.superseded.wait)
         self._report(self._run_report(finished=True, export_path=path))
         self._next_part()

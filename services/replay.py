@@ -6,7 +6,6 @@ promise: the parts are those that the ranks trained, made by the same function t
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ from paceline.spec_io import spec_from_yaml
 from paceline.storage import Folder
 from paceline.wire import decode_group
 from services.coordinator.batches import split_batch
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger import KnownCheckpoint, Ledger
 from services.coordinator.payloads import read_frame
 
 
@@ -37,9 +36,9 @@ class ReplayPlan:
     """Whether all steps were trained at that world size; a replay is not bit-identical otherwise."""
     threads: int
     """Compute threads of each rank."""
-    checkpoint: sqlite3.Row | None
+    checkpoint: KnownCheckpoint | None
     """Where the weights come from; None at step 0, where they are the model's."""
-    expected: sqlite3.Row | None
+    expected: KnownCheckpoint | None
     """The run's own checkpoint after the last of the steps, if there is one to compare with."""
 
 
@@ -109,14 +108,14 @@ def recorded_losses(ledger: Ledger, run_id: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["loss"] is not None}
 
 
-def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, sqlite3.Row]:
+def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, KnownCheckpoint]:
     """The checkpoints that can be loaded, by step; of one step that of the newest session."""
     rows = ledger.db.execute(
         "SELECT c.* FROM checkpoints c LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
-        " WHERE c.run_id = ? AND c.removed = 0 AND c.chain = COALESCE(b.chain, '') ORDER BY c.session",
+        " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.chain = COALESCE(b.chain, '') ORDER BY c.session",
         (run_id,),
     )
-    return {row["step"]: row for row in rows}
+    return {row["step"]: ledger.known_checkpoint(row) for row in rows}
 
 
 def _check_kept(ledger: Ledger, run_id: str, start: int, end: int) -> None:
@@ -129,11 +128,11 @@ def _check_kept(ledger: Ledger, run_id: str, start: int, end: int) -> None:
         raise NotFound(f"the samples of step {gone} were not kept: the run has logger.keep_samples false")
 
 
-def _threads(spec: RunSpec, checkpoints: list[sqlite3.Row]) -> int:
+def _threads(spec: RunSpec, checkpoints: list[KnownCheckpoint]) -> int:
     """As a checkpoint recorded it; the spec's where there is none."""
     for checkpoint in checkpoints:
         try:
-            return read_manifest(Folder(checkpoint["path"]))[0].num_threads
+            return read_manifest(Folder(checkpoint.path))[0].num_threads
         except (NotFound, Conflict):
             continue
     return spec.cluster.threads_per_process

@@ -147,9 +147,9 @@ def export(
     from learner.export import export_checkpoint
 
     export_checkpoint(
-        checkpoint["path"],
+        checkpoint.path,
         destination,
-        expected_sha256=checkpoint["sha256"],
+        expected_sha256=checkpoint.sha256,
         policy=spec.policy,
         dtype=getattr(torch, dtype) if dtype else None,
         scoring=spec.algorithm == "rm",
@@ -157,14 +157,14 @@ def export(
     )
     facts = {
         "run_id": run_id,
-        "step": checkpoint["step"],
-        "session": checkpoint["session"],
+        "step": checkpoint.step,
+        "session": checkpoint.session,
         "path": str(destination),
     }
     if as_json:
         print_json(facts)
     else:
-        click.echo(f"{destination}: the weights of {run_id} after {checkpoint['step']} steps")
+        click.echo(f"{destination}: the weights of {run_id} after {checkpoint.step} steps")
 
 
 def open_ledger(path: Path) -> Ledger:

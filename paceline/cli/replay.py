@@ -148,10 +148,10 @@ def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
 
     policy, scoring = plan.spec.policy, plan.spec.algorithm == "rm"
     reached = checkpoint_weights(saved["checkpoint"], saved["sha256"], policy, scoring=scoring)
-    expected = checkpoint_weights(plan.expected["path"], plan.expected["sha256"], policy, scoring=scoring)
+    expected = checkpoint_weights(plan.expected.path, plan.expected.sha256, policy, scoring=scoring)
     names, largest = compare_weights(reached, expected)
     return {
-        "compared_with": plan.expected["path"],
+        "compared_with": plan.expected.path,
         "identical": not names,
         "different_tensors": names,
         "largest_difference": largest,

@@ -100,7 +100,7 @@ class Assignments:
         run = self._exchange.active
         assert run is not None
         if run.prompts is not None:
-            member.direct(_assignment(self._ledger.run(run.run_id)))
+            member.direct(self._assignment(self._ledger.run(run.run_id)))
 
     async def assign_learner(self) -> None:
         """Gives the active run to a learner with a new session, unless a live one has it."""
@@ -131,7 +131,7 @@ class Assignments:
             self._ledger.add_event(row["run_id"], "session", {"session": session, "step": start.step})
         member.session = session
         member.direct(
-            _assignment(
+            self._assignment(
                 row,
                 session=session,
                 start_step=start.step,
@@ -175,16 +175,14 @@ class Assignments:
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             learner.direct(worker_pb2.ConnectResponse(epoch=directive))
 
-
-def _assignment(row: sqlite3.Row, **session: Any) -> worker_pb2.ConnectResponse:
-    """The run of a row of the ledger, with what a learner's session adds."""
-    run_id = row["run_id"]
-    traceparent = step_traceparent(run_id, 0)
-    assignment = worker_pb2.RunAssignment(
-        run_id=run_id,
-        spec_yaml=row["spec_yaml"],
-        directory=row["directory"],
-        traceparent=traceparent,
-        **session,
-    )
-    return worker_pb2.ConnectResponse(run=assignment)
+    def _assignment(self, row: sqlite3.Row, **session: Any) -> worker_pb2.ConnectResponse:
+        """The run of a row of the ledger, with what a learner's session adds."""
+        run_id = row["run_id"]
+        assignment = worker_pb2.RunAssignment(
+            run_id=run_id,
+            spec_yaml=row["spec_yaml"],
+            directory=str(self._ledger.run_directory(run_id)),
+            traceparent=step_traceparent(run_id, 0),
+            **session,
+        )
+        return worker_pb2.ConnectResponse(run=assignment)

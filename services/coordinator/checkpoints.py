@@ -1,4 +1,4 @@
-"""Which checkpoint a session begins from.
+"""Which checkpoint a session begins from, and which reports of a new one are believed.
 
 The promise: a checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay, and
 the next session begins from the next older one, in the end from step 0. A person who resumes the run clears the marks.
@@ -6,11 +6,16 @@ the next session begins from the next older one, in the end from step 0. A perso
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from paceline.errors import NotFound
+from paceline.run_folders import checkpoint_folder
+from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.exchange import ActiveRun
 from services.coordinator.ledger import Ledger
+
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Start(NamedTuple):
@@ -24,13 +29,13 @@ class Start(NamedTuple):
 
 def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
     """The newest checkpoint that can be loaded, or step 0. Raises NotFound when the samples from there on are gone."""
-    row = ledger.newest_checkpoint(run.run_id)
-    start = Start() if row is None else Start(row["step"], row["path"], row["sha256"], row["chain"])
+    newest = ledger.newest_checkpoint(run.run_id)
+    start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
     gone = None if run.spec.logger.keep_samples else _first_step_without_samples(ledger, run, start.step)
     if gone is None:
         return start
-    damaged = ledger.damaged_checkpoints(run.run_id)
-    reasons = "; ".join(f"{row['path']}: {row['damaged']}" for row in damaged) or "none is registered"
+    damaged = [known for known in reversed(ledger.checkpoints(run.run_id)) if known.damaged]
+    reasons = "; ".join(f"{known.path}: {known.damaged}" for known in damaged) or "none is registered"
     raise NotFound(
         f"no checkpoint can be loaded from which training could go on ({reasons}), and the samples of step {gone} were "
         f"not kept (logger.keep_samples is false). Put a checkpoint back, then `paceline resume {run.run_id}`"
@@ -40,15 +45,30 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
     """No session begins from this checkpoint until the marks are cleared; False if it is none of the run's. Inside a
     transaction."""
-    marked = ledger.db.execute(
-        "UPDATE checkpoints SET damaged = ? WHERE run_id = ? AND path = ?", (reason, run_id, path)
+    marked = [known for known in ledger.checkpoints(run_id) if known.path == path]
+    ledger.db.executemany(
+        "UPDATE checkpoints SET damaged = ? WHERE run_id = ? AND session = ? AND step = ?",
+        [(reason, run_id, known.session, known.step) for known in marked],
     )
-    return marked.rowcount > 0
+    return bool(marked)
 
 
 def clear_marks(ledger: Ledger, run_id: str) -> None:
     """Every checkpoint may be tried again. Inside a transaction."""
     ledger.db.execute("UPDATE checkpoints SET damaged = '' WHERE run_id = ? AND damaged != ''", (run_id,))
+
+
+def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
+    """Why a report of a checkpoint is not believed; empty when it is. The next session would open what it names."""
+    folder = checkpoint_folder(run.spec.checkpointing, str(ledger.run_directory(run.run_id)), run.run_id)
+    expected = folder / f"{report.session}-{report.step}"
+    if report.path != str(expected):
+        return f"path {report.path[:200]!r} is not {str(expected)!r}"
+    if not SHA256.fullmatch(report.sha256):
+        return f"{report.sha256[:80]!r} is no SHA-256"
+    if not 0 <= report.step <= run.spec.max_num_steps:
+        return f"step {report.step} is beyond the run's last, {run.spec.max_num_steps}"
+    return ""
 
 
 def _first_step_without_samples(ledger: Ledger, run: ActiveRun, start: int) -> int | None:

@@ -98,7 +98,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             message=row["message"],
             step=row["next_step"],
             max_num_steps=spec.max_num_steps,
-            directory=row["directory"],
+            directory=str(ledger.run_directory(run_id)),
             spec_yaml=row["spec_yaml"],
             groups=ledger.groups_by_state(run_id),
             tokens=ledger.token_books(run_id),

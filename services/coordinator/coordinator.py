@@ -190,7 +190,7 @@ class Coordinator:
                 self.exchange.active = run
                 if validation is not None and spec.grpo.val_at_start:
                     evaluation.begin(self.exchange, run, 0)
-        self.journal.open(run_id, Path(row["directory"]), tensorboard=spec.logger.tensorboard)
+        self.journal.open(run_id, self.ledger.run_directory(run_id), tensorboard=spec.logger.tensorboard)
         self._finished_session = 0
         log.info("run %s starts at step %d of %d", run_id, row["next_step"], spec.max_num_steps)
         await self.pool.assignments.put_to_work()

@@ -151,7 +151,7 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
         elif record.has_batches:
             chain = chains.get(row["step"])
             report.compare(subject, "its chain is {}, the ledger's {}", row["chain"], chain)
-        folder = Folder(row["path"])
+        folder = Folder(record.ledger.known_checkpoint(row).path)
         if row["removed"] or not folder.exists():
             continue
         try:

@@ -55,7 +55,7 @@ class Journal:
 
     def summarize_if_missing(self, run_id: str) -> None:
         """Writes the summary of an ended run that a kill prevented."""
-        directory = Path(self._ledger.run(run_id)["directory"])
+        directory = self._ledger.run_directory(run_id)
         if directory.is_dir() and not (directory / SUMMARY_NAME).exists():
             write_summary(directory, self.summary(run_id))
 
@@ -118,7 +118,7 @@ class Journal:
             "groups": self._ledger.groups_by_state(run_id),
             "learner_sessions": row["session"],
             "chain": row["chain"],
-            "export_path": row["export_path"],
+            "export_path": self._ledger.export_path(run_id),
         }
 
     def _on_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:

@@ -10,16 +10,32 @@ import json
 import sqlite3
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from paceline.errors import NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger_file import LedgerFile
 from services.coordinator.payloads import Payload
+from services.coordinator.places import resolved, stored
 
 OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
 ACTIVE_STATES = ("running", "paused")
+
+
+class KnownCheckpoint(NamedTuple):
+    """A complete checkpoint on record."""
+
+    session: int
+    step: int
+    path: str
+    """Absolute, or a URL."""
+    sha256: str
+    """Of its manifest."""
+    chain: str
+    damaged: str
+    """Why no session could load it; empty: it can."""
 
 
 class Ledger(LedgerFile):
@@ -61,12 +77,27 @@ class Ledger(LedgerFile):
         max_num_steps: int = 0,
         warnings: Sequence[str] = (),
     ) -> None:
-        """A new run at the end of the queue."""
+        """A new run at the end of the queue; `directory` is kept relative to the ledger's folder if it is below."""
         self.db.execute(
             "INSERT INTO runs (run_id, sequence, spec_yaml, state, directory, submitted_s, max_num_steps, warnings_json)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, 'queued', ?, ?, ?, ? FROM runs",
-            (run_id, spec_yaml, directory, time.time(), max_num_steps, json.dumps(list(warnings))),
+            (
+                run_id,
+                spec_yaml,
+                stored(self.path.parent, directory),
+                time.time(),
+                max_num_steps,
+                json.dumps(list(warnings)),
+            ),
         )
+
+    def run_directory(self, run_id: str) -> Path:
+        """The folder of a run. Raises NotFound."""
+        return Path(resolved(self.path.parent, self.run(run_id)["directory"], run_id))
+
+    def export_path(self, run_id: str) -> str:
+        """The folder of a run's final export; empty while there is none. Raises NotFound."""
+        return resolved(self.path.parent, self.run(run_id)["export_path"], run_id)
 
     def run_of_submission(self, submission: str) -> str | None:
         """The run that was queued under this name of a submission; it is in the run's first event."""
@@ -218,23 +249,31 @@ class Ledger(LedgerFile):
     def add_checkpoint(self, report: CheckpointReport) -> bool:
         """Registers a complete checkpoint; False for one that was known."""
         known = self.db.execute(
-            "SELECT 1 FROM checkpoints WHERE run_id = ? AND path = ? AND sha256 = ?",
-            (report.run_id, report.path, report.sha256),
+            "SELECT 1 FROM checkpoints WHERE run_id = ? AND session = ? AND step = ? AND sha256 = ?",
+            (report.run_id, report.session, report.step, report.sha256),
         ).fetchone()
         if known:
             return False
+        path = stored(self.path.parent, report.path)
         self.db.execute(
             "INSERT OR REPLACE INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, ?, ?, ?, ?, ?)",
-            (report.run_id, report.session, report.step, report.path, report.sha256, report.chain),
+            (report.run_id, report.session, report.step, path, report.sha256, report.chain),
         )
         return True
 
-    def newest_checkpoint(self, run_id: str) -> sqlite3.Row | None:
+    def checkpoints(self, run_id: str) -> list[KnownCheckpoint]:
+        """Those of a run that are not removed, by session and step; also the damaged ones."""
+        rows = self.db.execute(
+            "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
+        )
+        return [self.known_checkpoint(row) for row in rows]
+
+    def newest_checkpoint(self, run_id: str) -> KnownCheckpoint | None:
         """The complete checkpoint of the highest trained step whose chain is the ledger's own, of those that can be loaded.
 
         One that is ahead of the receipts is left out for now: the step before it would never get any.
         """
-        row: sqlite3.Row | None = self.db.execute(
+        row = self.db.execute(
             "SELECT c.* FROM checkpoints c JOIN runs r ON r.run_id = c.run_id"
             " LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
             " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.step <= r.next_step"
@@ -242,15 +281,12 @@ class Ledger(LedgerFile):
             " ORDER BY c.step DESC, c.session DESC LIMIT 1",
             (run_id,),
         ).fetchone()
-        return row
+        return None if row is None else self.known_checkpoint(row)
 
-    def damaged_checkpoints(self, run_id: str) -> list[sqlite3.Row]:
-        """Those that no session could load, newest first."""
-        return self.db.execute(
-            "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged != ''"
-            " ORDER BY step DESC, session DESC",
-            (run_id,),
-        ).fetchall()
+    def known_checkpoint(self, row: sqlite3.Row) -> KnownCheckpoint:
+        """A row of the table `checkpoints`, with the path where it is now."""
+        path = resolved(self.path.parent, row["path"], row["run_id"])
+        return KnownCheckpoint(row["session"], row["step"], path, row["sha256"], row["chain"], row["damaged"])
 
     def held(self) -> dict[str, int]:
         """Leases and score tasks by who holds them."""

@@ -10,9 +10,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from paceline.groups import Version
+from paceline.run_folders import EXPORT
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator import retention
+from services.coordinator import checkpoints, retention
 from services.coordinator.members import Member
+from services.coordinator.places import stored
 
 if TYPE_CHECKING:
     from services.coordinator.coordinator import Coordinator
@@ -97,20 +99,29 @@ class Reports:
         if report.finished:
             async with self._lock:
                 with self._ledger.transaction():
-                    self._ledger.update_run(run.run_id, export_path=report.export_path)
+                    path = stored(
+                        self._ledger.path.parent, str(self._ledger.run_directory(run.run_id) / EXPORT)
+                    )
+                    self._ledger.update_run(run.run_id, export_path=path)
             await self._runs.learner_finished(report.session)
         self._assignments.name_epoch()
 
     async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
+        run = self._exchange.active
+        if run is None or report.run_id != run.run_id:
+            return
+        refusal = checkpoints.refusal(self._ledger, run, report)
+        if refusal:
+            message = f"a checkpoint of session {report.session} is not registered: {refusal}"
+            await self._runs.warn([message])
+            return
         async with self._lock:
             with self._ledger.transaction():
                 # One that is known is what a learner says again after a restart: no news.
                 if self._ledger.add_checkpoint(report):
                     content = {"step": report.step, "path": report.path, "seconds": report.seconds}
                     self._ledger.add_event(report.run_id, "checkpoint", content)
-                run = self._exchange.active
-                if run is not None and run.run_id == report.run_id:
-                    retention.forget_surplus(self._ledger, run.run_id, run.spec.checkpointing)
+                retention.forget_surplus(self._ledger, run.run_id, run.spec.checkpointing)
             kept = retention.kept_paths(self._ledger, report.run_id)
         directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
         member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))

@@ -7,7 +7,6 @@ given a checkpoint that is gone.
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import NamedTuple
 
 from paceline.spec import CheckpointingSection
@@ -43,33 +42,26 @@ def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) 
 
     One that could not be loaded counts for nothing, and stays for as long as it is newer than the oldest that is kept.
     """
-    rows = _kept(ledger, run_id)
-    sound = [row for row in rows if not row["damaged"]]
-    candidates = [Candidate(row["path"], *_value(ledger, run_id, row["step"], settings)) for row in sound]
+    known = ledger.checkpoints(run_id)
+    sound = [each for each in known if not each.damaged]
+    candidates = [Candidate(each.path, *_value(ledger, run_id, each.step, settings)) for each in sound]
     keep = set(choose(candidates, settings))
     resumable = ledger.newest_checkpoint(
         run_id
     )  # the newest may be ahead of the receipts, and so no help yet
     if resumable is not None:
-        keep.add(resumable["path"])
-    oldest = min((row["step"] for row in sound if row["path"] in keep), default=0)
-    keep |= {row["path"] for row in rows if row["damaged"] and row["step"] > oldest}
-    for row in rows:
-        if row["path"] not in keep:
-            ledger.db.execute(
-                "UPDATE checkpoints SET removed = 1 WHERE run_id = ? AND path = ?", (run_id, row["path"])
-            )
+        keep.add(resumable.path)
+    oldest = min((each.step for each in sound if each.path in keep), default=0)
+    keep |= {each.path for each in known if each.damaged and each.step > oldest}
+    ledger.db.executemany(
+        "UPDATE checkpoints SET removed = 1 WHERE run_id = ? AND session = ? AND step = ?",
+        [(run_id, each.session, each.step) for each in known if each.path not in keep],
+    )
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
     """The checkpoints that the ledger counts on, oldest first, and those that could not be loaded: a person may."""
-    return [row["path"] for row in _kept(ledger, run_id)]
-
-
-def _kept(ledger: Ledger, run_id: str) -> list[sqlite3.Row]:
-    return ledger.db.execute(
-        "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
-    ).fetchall()
+    return [known.path for known in ledger.checkpoints(run_id)]
 
 
 def _value(

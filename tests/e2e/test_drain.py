@@ -88,8 +88,8 @@ def check_drained(directory: Path, run_id: str) -> int:
         row = ledger.run(run_id)
         checkpoint = ledger.newest_checkpoint(run_id)
         assert checkpoint is not None
-        assert checkpoint["step"] == row["next_step"]
-        assert (Path(checkpoint["path"]) / "manifest.json").is_file()
+        assert checkpoint.step == row["next_step"]
+        assert (Path(checkpoint.path) / "manifest.json").is_file()
         assert ledger.token_books(run_id)["wasted"] == 0
         assert verify(ledger, run_id).problems == []
         return int(row["next_step"])

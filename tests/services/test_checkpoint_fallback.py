@@ -116,7 +116,7 @@ async def test_what_another_rank_or_an_earlier_session_says_marks_nothing(plane:
     other.say(leave=worker_pb2.Leave())
     await plane.watch_until(run_id, "warning", message="heard")
     await other.hear_the_end()
-    assert plane.ledger.damaged_checkpoints(run_id) == []
+    assert [known.damaged for known in plane.ledger.checkpoints(run_id)] == [""] * STEPS
 
 
 async def test_a_run_whose_samples_are_gone_is_paused_and_goes_on_when_the_checkpoint_is_back(
@@ -188,3 +188,37 @@ async def test_one_that_is_damaged_displaces_none_that_is_sound(
             plane.ledger.add_checkpoint(report)
             forget_surplus(plane.ledger, run_id, settings)
     assert [path.rpartition("/")[2] for path in kept_paths(plane.ledger, run_id)] == kept
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"path": "http://elsewhere/1-3"},
+        {"path": "/tmp/1-3"},
+        {"path": "{folder}/../1-3"},
+        {"path": "{folder}/1-2"},
+        {"sha256": "f" * 63},
+        {"sha256": "../" + "f" * 61},
+        {"step": 99},
+    ],
+)
+async def test_a_checkpoint_that_is_not_where_it_has_to_be_is_not_registered(
+    plane: Plane, lie: dict[str, Any]
+) -> None:
+    run_id = (await plane.submit()).run_id
+    plane.run_loops()
+    worker = learner(plane)
+    await worker.hear("run")
+    folder = plane.directory / run_id / "checkpoints"
+    truth = {"run_id": run_id, "session": 1, "step": 3, "sha256": "0" * 64}
+    said = truth | {
+        name: str(value).format(folder=folder) if name == "path" else value for name, value in lie.items()
+    }
+    said.setdefault("path", str(folder / f"1-{said['step']}"))
+    worker.say(checkpoint=worker_pb2.CheckpointReport(**said))
+    worker.say(checkpoint=worker_pb2.CheckpointReport(**truth, path=str(folder / "1-3")))
+    await plane.watch_until(run_id, "checkpoint", step=3)
+    (warning,) = [e["message"] for e in events(plane, run_id, "warning") if "not registered" in e["message"]]
+    assert warning.startswith("a checkpoint of session 1 is not registered: ")
+    (known,) = plane.ledger.checkpoints(run_id)
+    assert (known.path, known.sha256) == (str(folder / "1-3"), "0" * 64)

@@ -325,19 +325,25 @@ def test_the_newest_checkpoint_is_of_a_trained_step_with_the_ledgers_chain(tmp_p
     ledger.update_run("a-1", next_step=2, next_batch=3)
 
     def report(step: int, chain: str) -> None:
-        path = f"c{step}{chain}"
-        ledger.add_checkpoint(CheckpointReport(run_id="a-1", session=1, step=step, path=path, chain=chain))
+        report = CheckpointReport(run_id="a-1", session=1, step=step, path=f"c{step}{chain}", chain=chain)
+        report.sha256 = chain
+        ledger.add_checkpoint(report)
+
+    def newest() -> str:
+        known = ledger.newest_checkpoint("a-1")
+        assert known is not None
+        return Path(known.path).name
 
     assert ledger.newest_checkpoint("a-1") is None
     report(1, "chain0")
     report(2, "foreign")
-    assert ledger.newest_checkpoint("a-1")["path"] == "c1chain0"
+    assert newest() == "c1chain0"
     report(3, "chain2")  # of step 2, whose receipts have not come: the next session has to train it again
-    assert ledger.newest_checkpoint("a-1")["path"] == "c1chain0"
+    assert newest() == "c1chain0"
     report(2, "chain1")
-    assert ledger.newest_checkpoint("a-1")["path"] == "c2chain1"
+    assert newest() == "c2chain1"
     ledger.update_run("a-1", next_step=3)
-    assert ledger.newest_checkpoint("a-1")["path"] == "c3chain2"
+    assert newest() == "c3chain2"
     ledger.close()
 
 

@@ -64,7 +64,7 @@ def register(ledger: Ledger, steps: list[int], checkpointing: CheckpointingSecti
         ledger.add_checkpoint(report)
         with ledger.transaction():
             forget_surplus(ledger, "a-1", checkpointing)
-    return kept_paths(ledger, "a-1")
+    return [Path(path).name for path in kept_paths(ledger, "a-1")]
 
 
 def test_the_ledger_forgets_by_age(ledger: Ledger) -> None:

@@ -1,0 +1,15 @@
+"""Where the parts of a run are: coordinator and learner must agree on it."""
+
+from __future__ import annotations
+
+from paceline.spec import CheckpointingSection
+from paceline.storage import Folder
+
+EXPORT = "export"
+"""The final export, in the run's directory."""
+
+
+def checkpoint_folder(settings: CheckpointingSection, run_directory: str, run_id: str) -> Folder:
+    """The folder of a run's checkpoints. Their names are unique within a run only, so that each run has one."""
+    elsewhere = settings.checkpoint_dir
+    return Folder(f"{elsewhere.rstrip('/')}/{run_id}" if elsewhere else f"{run_directory}/checkpoints")

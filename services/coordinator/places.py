@@ -1,0 +1,38 @@
+"""Where a run's folders are: the ledger says it relative to its own folder, so that the whole folder can be moved.
+
+What lies elsewhere, and every URL, is kept as it is. Ledgers that were written before have absolute paths; one whose place is
+gone is looked for below the ledger's folder, from the run's own folder on.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def stored(base: Path, path: str) -> str:
+    """`path` as the ledger keeps it; `base` is the ledger's folder."""
+    if is_url(path) or not os.path.isabs(path):
+        return path
+    inside = os.path.relpath(path, base)
+    return path if inside == os.pardir or inside.startswith(os.pardir + os.sep) else inside
+
+
+def resolved(base: Path, path: str, run_id: str) -> str:
+    """Where that is now: an absolute path or a URL; empty for none."""
+    if not path or is_url(path):
+        return path
+    if not os.path.isabs(path):
+        return str(base / path)
+    parts = Path(path).parts
+    if not os.path.exists(path) and run_id in parts:
+        last = len(parts) - 1 - parts[::-1].index(run_id)
+        moved = base.joinpath(*parts[last:])
+        if moved.exists():
+            return str(moved)
+    return path
+
+
+def is_url(path: str) -> bool:
+    """Whether this is a place of fsspec's, not of this machine's file system."""
+    return "://" in path

@@ -1,0 +1,57 @@
+"""Places on record: relative to the ledger, found again when the whole folder was moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protos.paceline.v1.worker_pb2 import CheckpointReport
+from services.coordinator.ledger import Ledger
+from services.coordinator.places import resolved, stored
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [
+        ("/runs/a-1", "a-1"),
+        ("/runs/a-1/checkpoints/1-4", "a-1/checkpoints/1-4"),
+        ("/runs-of-others/a-1", "/runs-of-others/a-1"),
+        ("/elsewhere/a-1/1-4", "/elsewhere/a-1/1-4"),
+        ("s3://bucket/a-1/1-4", "s3://bucket/a-1/1-4"),
+        ("/runs/..a", "..a"),
+    ],
+)
+def test_what_lies_below_the_ledger_is_kept_relative(path: str, kept: str) -> None:
+    base = Path("/runs")
+    assert stored(base, path) == kept
+    assert resolved(base, kept, "a-1") == path
+
+
+def test_an_old_absolute_path_is_found_below_the_new_place(tmp_path: Path) -> None:
+    (tmp_path / "new" / "a-1" / "checkpoints" / "1-4").mkdir(parents=True)
+    old = str(tmp_path / "old" / "a-1" / "checkpoints" / "1-4")
+    assert resolved(tmp_path / "new", old, "a-1") == str(tmp_path / "new" / "a-1" / "checkpoints" / "1-4")
+    gone = str(tmp_path / "old" / "a-1" / "checkpoints" / "1-8")
+    assert resolved(tmp_path / "new", gone, "a-1") == gone
+    Path(old).mkdir(parents=True)
+    assert resolved(tmp_path / "new", old, "a-1") == old
+    assert resolved(tmp_path / "new", "", "a-1") == ""
+
+
+def test_a_ledger_whose_folder_was_moved_knows_where_its_runs_are(tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    ledger = Ledger(before / "ledger.sqlite")
+    ledger.add_run("a-1", "{}", str(before / "a-1"))
+    path = str(before / "a-1" / "checkpoints" / "1-0")
+    ledger.add_checkpoint(CheckpointReport(run_id="a-1", session=1, path=path, sha256="0"))
+    ledger.update_run("a-1", export_path=stored(before, str(before / "a-1" / "export")))
+    ledger.close()
+    after = before.rename(tmp_path / "after")
+    ledger = Ledger(after / "ledger.sqlite", read_only=True)
+    assert ledger.run_directory("a-1") == after / "a-1"
+    assert ledger.export_path("a-1") == str(after / "a-1" / "export")
+    newest = ledger.newest_checkpoint("a-1")
+    assert newest is not None
+    assert newest.path == str(after / "a-1" / "checkpoints" / "1-0")
+    ledger.close()
