@@ -51,6 +51,9 @@ ERRORS = {
 }
 """By status name; anything else is a plain PacelineError."""
 
+LASTING = ("NOT_FOUND", "INVALID_ARGUMENT", "UNIMPLEMENTED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
+"""Statuses that asking again does not change."""
+
 T = TypeVar("T")
 
 
@@ -69,12 +72,22 @@ class Event:
 class Client:
     """One coordinator, and through it the workers. Safe to use from several threads."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout_s: float = 30.0, reconnect_s: float = 60.0):
-        """Raises InvalidInput for an address that is none. `timeout_s` limits each call; `reconnect_s` is how long `watch` looks for a coordinator that went away."""
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float = 30.0,
+        wait_s: float = 0.0,
+        reconnect_s: float = 60.0,
+    ):
+        """Raises InvalidInput for an address that is none. `timeout_s` limits each attempt of a call, `wait_s` is how long a
+        call looks for a coordinator that is away, and `reconnect_s` how long `watch` and `wait` look for one that went away.
+        """
         from protos.paceline.v1 import run_pb2_grpc, worker_pb2_grpc
 
         self.address = checked_address(address)
         self._timeout_s = timeout_s
+        self._wait_s = wait_s
         self._reconnect_s = reconnect_s
         self._closed = threading.Event()
         self._channel = _channel(address)
@@ -95,11 +108,12 @@ class Client:
     # Runs
 
     def submit(
-        self, spec: RunSpec | str | Path, overrides: Sequence[str] = (), *, wait_s: float = 0.0
+        self, spec: RunSpec | str | Path, overrides: Sequence[str] = (), *, wait_s: float | None = None
     ) -> Run:
         """Queues a run from a spec or a YAML file with "section.key=value" overrides.
 
-        A coordinator that is away is looked for `wait_s` seconds; however often it is asked, it queues one run.
+        A coordinator that is away is looked for `wait_s` seconds (default: the client's); however often it is asked, it
+        queues one run.
         Raises InvalidInput (SpecError for what can be told here): a misspelt or contradictory spec, bad data.
         """
         from paceline.spec_io import load_spec, spec_to_yaml
@@ -110,14 +124,7 @@ class Client:
         elif overrides:
             raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
         request = SubmitRequest(spec_yaml=spec_to_yaml(spec), submission=uuid.uuid4().hex)
-        deadline_s, backoff_s = time.monotonic() + wait_s, 0.1
-        while True:
-            try:
-                return self._call(lambda: self._runs.Submit(request, timeout=self._timeout_s)).run
-            except Unavailable:
-                if time.monotonic() > deadline_s or self._closed.wait(backoff_s):
-                    raise
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        return self._call(lambda: self._runs.Submit(request, timeout=self._timeout_s), wait_s=wait_s).run
 
     def get(self, run_id: str) -> Run:
         """One run. Raises NotFound."""
@@ -169,9 +176,9 @@ class Client:
                     yield Event(response.sequence, response.kind, json.loads(response.json))
                 return
             except grpc.RpcError as error:
-                lasting = status_name(error) in ("NOT_FOUND", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-                silent = time.monotonic() - heard_s > self._reconnect_s
-                if first or lasting or silent or self._closed.is_set():
+                lasting = status_name(error) in LASTING
+                silent = time.monotonic() - heard_s >= (self._wait_s if first else self._reconnect_s)
+                if lasting or silent or self._closed.is_set():
                     raise self._translated(error) from None
             except ValueError:  # grpc's word for a call on a closed channel
                 raise Unavailable(f"the client of {self.address} is closed") from None
@@ -287,7 +294,21 @@ class Client:
 
     # Errors
 
-    def _call(self, call: Callable[[], T], other: str | None = None) -> T:
+    def _call(self, call: Callable[[], T], other: str | None = None, wait_s: float | None = None) -> T:
+        """What the call returns. Repeated while the coordinator is away, `wait_s` seconds at most (default: the client's);
+        a worker (`other`) is asked once.
+        """
+        wait_s = self._wait_s if wait_s is None else wait_s
+        deadline_s, backoff_s = time.monotonic() + (0.0 if other else wait_s), 0.1
+        while True:
+            try:
+                return self._call_once(call, other)
+            except Unavailable:
+                if time.monotonic() >= deadline_s or self._closed.wait(backoff_s):
+                    raise
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _call_once(self, call: Callable[[], T], other: str | None) -> T:
         import grpc
 
         try:

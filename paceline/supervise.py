@@ -1,8 +1,8 @@
 """Keeps one child process alive: starts it, notices its death, says why, starts it again.
 
-Promises: a service that dies is started again after 0.5 s, 1 s, 2 s … 10 s; one that keeps dying is given up with the
-reason instead of being restarted for ever; nothing that it started in its process group outlives it, and it does not
-outlive this process.
+Promises: a service that dies is started again, at first after half a second and ever more slowly while it keeps dying
+(`backoff.py`); it is given up, with the reason, only where `max_deaths` says so; nothing that it started in its process
+group outlives it, and it does not outlive this process.
 
 One thread (the keeper) owns each child: it alone starts, waits for and reaps it. Callers only send signals, under the
 lock that also covers reaping, so a signal never meets a process id that the system has given to someone else. Nothing
@@ -23,19 +23,16 @@ from pathlib import Path
 
 import psutil
 
+from paceline.backoff import MAX_BACKOFF_S, Backoff, Death
 from paceline.errors import PacelineError
 from paceline.tether import tethered
 
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 10.0
-MAX_DEATHS = 5
-DEATHS_WINDOW_S = 60.0
 KILL_WAIT_S = 10.0
 LOG_TAIL_BYTES = 8192
-FROM_OUTSIDE = frozenset(
-    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}
-)
-"""Signals that a program does not send itself by a fault of its own: who gets one was killed by somebody."""
+CANNOT_START = 127
+"""Status of a life that never began, as shells have it."""
+
+KEPT_DEATHS = 1000
 
 
 class Service:
@@ -49,15 +46,16 @@ class Service:
         log_path: Path,
         say: Callable[[str], None],
         gave_up: Callable[[PacelineError], None],
-        max_deaths: int = MAX_DEATHS,
+        max_deaths: int | None = None,
+        max_backoff_s: float = MAX_BACKOFF_S,
     ):
         self.name = name
         self.command = command
         self.log_path = log_path
         self.max_deaths = max_deaths
-        """Deaths within a minute after which it is given up; those that `kill` caused do not count."""
-        self.deaths: list[str] = []
-        """How each life ended, oldest first."""
+        """Deaths in a row after which it is given up; None is never. Those that `kill` caused do not count."""
+        self.deaths: deque[str] = deque(maxlen=KEPT_DEATHS)
+        """How each of the last lives ended, oldest first."""
         self._environment = environment
         self._say = say
         self._gave_up = gave_up
@@ -65,7 +63,7 @@ class Service:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._meant_to_die = False
-        self._recent_s: deque[float] = deque()
+        self._backoff = Backoff(max_backoff_s)
         self._keeper = threading.Thread(target=self._keep, name=f"keeper of {name}", daemon=True)
 
     def start(self) -> None:
@@ -117,15 +115,20 @@ class Service:
     def _keep(self) -> None:
         while True:
             log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+            started_s = time.monotonic()
             try:
                 status = self._live_once()
             except OSError as error:
-                self._gave_up(PacelineError(f"cannot start {self.name}: {error}"))
-                return
-            if status is None or self._stopping.is_set():
-                return
-            backoff_s = self._on_death(f"{self.name} {ending(status)}", _last_lines(self.log_path, log_start))
-            if backoff_s is None or self._stopping.wait(backoff_s):
+                how, death = f"cannot be started: {error}", Death(CANNOT_START, 0.0, str(error))
+                lines = []
+            else:
+                if status is None or self._stopping.is_set():
+                    return
+                how, lines = ending(status), last_lines(self.log_path, log_start)
+                last_line = lines[-1] if lines else ""
+                death = Death(status, time.monotonic() - started_s, last_line, self._meant_to_die)
+            self._meant_to_die = False
+            if not self._goes_on(how, death, lines) or self._stopping.wait(self._backoff.pause_s):
                 return
 
     def _live_once(self) -> int | None:
@@ -150,28 +153,20 @@ class Service:
             self._process = None
             return process.wait()
 
-    def _on_death(self, how: str, lines: list[str]) -> float | None:
-        """Says what happened; returns the pause before the next life in seconds, or None to give up."""
-        now_s = time.monotonic()
-        self.deaths.append(how)
-        if self._meant_to_die:
-            self._meant_to_die = False
-        else:
-            self._recent_s.append(now_s)
-        while self._recent_s and now_s - self._recent_s[0] > DEATHS_WINDOW_S:
-            self._recent_s.popleft()
-        if len(self._recent_s) >= self.max_deaths:
-            times = f"{self.max_deaths} times within {DEATHS_WINDOW_S:.0f} s; the last time it" * (
-                self.max_deaths > 1
-            )
-            how = f"{self.name} died {times}{how.removeprefix(self.name)}" if times else how
-            ending = "".join(f"\n  {line}" for line in lines) or " nothing"
-            self._gave_up(PacelineError(f"{how}. Its log {self.log_path} ends with:{ending}"))
-            return None
-        backoff_s = min(FIRST_BACKOFF_S * 2.0 ** max(0, len(self._recent_s) - 1), MAX_BACKOFF_S)
-        said = f"; its log ends with: {lines[-1]}" if lines else ""
-        self._say(f"{how}, starts again in {backoff_s:g} s{said}")
-        return backoff_s
+    def _goes_on(self, how: str, death: Death, lines: list[str]) -> bool:
+        """Says what happened, or gives up; whether there is a next life."""
+        self.deaths.append(f"{self.name} {how}")
+        backoff = self._backoff
+        backoff.count(death)
+        what = backoff.in_words(self.name, how)
+        if self.max_deaths is not None and backoff.in_a_row >= self.max_deaths:
+            tail = "".join(f"\n  {line}" for line in lines) or " nothing"
+            self._gave_up(PacelineError(f"{what}. Its log {self.log_path} ends with:{tail}"))
+            return False
+        if backoff.is_said:
+            said = f"; its log ends with: {lines[-1]}" if lines else ""
+            self._say(f"{what}, starts again in {backoff.pause_s:g} s{said}")
+        return True
 
 
 def _outside_group(pid: int) -> list[psutil.Process]:
@@ -198,8 +193,10 @@ def ending(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-def _last_lines(log_path: Path, start: int, count: int = 5) -> list[str]:
-    """The last `count` lines that were written after byte `start`, without empty ones."""
+def last_lines(log_path: Path, start: int = 0, count: int = 5) -> list[str]:
+    """The last `count` lines that were written after byte `start`, without empty ones; none without a log."""
+    if not log_path.exists():
+        return []
     with log_path.open("rb") as log:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(start, end - LOG_TAIL_BYTES))

@@ -4,8 +4,10 @@
         client = Client(cluster.address)
 
 Promises: every service has a log file of its own under `<directory>/logs/`; one that dies is started again and the
-death is said in one line; all of them end with the cluster. The coordinator keeps its port over its deaths, so nobody
-has to be told a new address. Losing any of them loses no sample: that is the services' own doing, not this module's.
+death is said in one line; all of them end with the cluster. A service that keeps dying is tried again ever more slowly while
+the others go on; only a coordinator that cannot even start once ends the cluster. The coordinator keeps its port over its
+deaths, so nobody has to be told a new address. One cluster at a time works in a directory: its lock is taken before anything
+there is touched. Losing any service loses no sample: that is the services' own doing, not this module's.
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from paceline.errors import NotFound, PacelineError, SpecError, Unavailable
+from paceline.backoff import MAX_BACKOFF_S
+from paceline.errors import NotFound, PacelineError, SpecError
+from paceline.folder_lock import FolderLock
 from paceline.spec import ClusterSection
-from paceline.supervise import MAX_DEATHS, Service
+from paceline.supervise import Service, last_lines
 
-READY_S = 60.0
-"""How long the coordinator may take to listen."""
+LOCK_NAME = "up.lock"
+NOT_READY_S = 60.0
+"""After so long without listening, and again each time, it is said that the coordinator still starts."""
+
+COORDINATOR_BACKOFF_S = 10.0
+"""Everything waits for the coordinator, so a new one is tried at least this often."""
 
 GRACE_S = 25.0
 """Seconds that a service has, unless it is said otherwise, to end in good order after SIGTERM."""
@@ -53,11 +61,13 @@ class LocalCluster:
         options: Mapping[str, Sequence[str]] = NOTHING_ELSE,
         launchers: Mapping[str, Sequence[str]] = NOTHING_ELSE,
         say: Callable[[str], None] = log.warning,
+        max_deaths: int | None = None,
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free one; `grace_s` is every service's
         `--grace`; `options` are further ones of a role's command line, and `launchers` what a role's services are started
-        by, such as `ip netns exec NAME`; `say` gets one line for each death. Raises SpecError when the GPUs cannot be
-        shared out.
+        by, such as `ip netns exec NAME`; `say` gets one line for each death. With `max_deaths` a service that dies so often
+        in a row is given up, and `check` raises: for whoever would rather fail than wait. Raises SpecError when the
+        GPUs cannot be shared out.
         """
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -73,6 +83,8 @@ class LocalCluster:
         self._options = options
         self._launchers = launchers
         self._say = say
+        self._max_deaths = max_deaths
+        self._lock = FolderLock(self.directory / LOCK_NAME, "`paceline up`")
         self._failed = threading.Event()
         self._gpus = {
             "rollout": share_gpus(cluster.rollout_gpus, cluster.rollout_workers),
@@ -94,9 +106,11 @@ class LocalCluster:
         self.stop()
 
     def start_coordinator(self) -> str:
-        """Starts the coordinator, waits until it listens and returns its address. Raises PacelineError when it does
-        not, with the end of its log: a coordinator that cannot start once will not start the second time.
+        """Starts the coordinator, waits until it listens and returns its address. Raises Conflict when another cluster works
+        in the directory, and PacelineError, with the end of its log, when the coordinator ends before it listens: one
+        that cannot start once will not start the second time. One that waits, as for room on the disk, is waited for.
         """
+        self._lock.take()
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         ready_file = logs / "coordinator.address"
@@ -105,18 +119,19 @@ class LocalCluster:
         command = ["services.coordinator.main", *options, *self._options.get("coordinator", ())]
         ready = ["--ready-file", str(ready_file)]
         service = self._add("coordinator", [*command, "--port", str(self._port), *ready], max_deaths=1)
-        deadline_s = time.monotonic() + READY_S
+        say_at_s = time.monotonic() + NOT_READY_S
         while not ready_file.exists():
             if self._failed.wait(0.02):
                 self.check()
-            if time.monotonic() > deadline_s:
-                raise Unavailable(
-                    f"the coordinator did not listen within {READY_S:.0f} s; see {service.log_path}"
-                )
+            if time.monotonic() > say_at_s:
+                say_at_s += NOT_READY_S
+                lines = last_lines(service.log_path)
+                said = f"; its log ends with: {lines[-1]}" if lines else f"; see {service.log_path}"
+                self._say(f"the coordinator does not listen yet{said}")
         self.address = ready_file.read_text().strip()
         port = self.address.rpartition(":")[2]
         service.command = self._command("coordinator", [*command, "--port", port, *ready])
-        service.max_deaths = MAX_DEATHS
+        service.max_deaths = self._max_deaths
         return self.address
 
     def start_workers(self) -> None:
@@ -137,7 +152,7 @@ class LocalCluster:
         own = {"learner": ["--ranks", str(self.cluster.learner_ranks)], "rollout": ["--http-port", "0"]}
         options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *own.get(role, [])]
         command = [f"services.{role}", "--coordinator", self.address, *options]
-        self._add(role, [*command, *self._options.get(role, ())])
+        self._add(role, [*command, *self._options.get(role, ())], self._max_deaths)
         return name
 
     def pids(self, role: str) -> dict[int, int]:
@@ -179,8 +194,9 @@ class LocalCluster:
             deadline_s = time.monotonic() + self._grace_s + KILL_AFTER_S
             for service in services:
                 service.wait_ended(max(0.1, deadline_s - time.monotonic()))
+        self._lock.release()
 
-    def _add(self, role: str, command: list[str], max_deaths: int = MAX_DEATHS) -> Service:
+    def _add(self, role: str, command: list[str], max_deaths: int | None) -> Service:
         services = self._services[role]
         name = role if role == "coordinator" else f"{role}-{len(services)}"
         gpus = self._gpus.get(role, [()])
@@ -192,6 +208,7 @@ class LocalCluster:
             self._say,
             self._give_up,
             max_deaths,
+            COORDINATOR_BACKOFF_S if role == "coordinator" else MAX_BACKOFF_S,
         )
         services.append(service)
         service.start()

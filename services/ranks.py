@@ -23,7 +23,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from paceline.supervise import FROM_OUTSIDE, ending
+from paceline.backoff import FROM_OUTSIDE
+from paceline.supervise import ending
 from paceline.tether import tethered
 from services.lifeline import STARTER_VARIABLE, die_with_parent
 

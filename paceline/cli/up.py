@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import signal
 import socket
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from paceline.spec import RunSpec
 from paceline.up import GRACE_S, LocalCluster
 
 USUAL_PORT = 7070
+MIN_FREE_MB = 512
 
 
 @click.command()
@@ -35,6 +37,12 @@ USUAL_PORT = 7070
     "--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C."
 )
 @click.option(
+    "--min-free-mb",
+    default=MIN_FREE_MB,
+    show_default=True,
+    help="No new groups while the directory's disk has less than this free.",
+)
+@click.option(
     "--grace",
     "grace_s",
     default=GRACE_S,
@@ -49,6 +57,7 @@ def up(
     host: str,
     port: int | None,
     keep: bool,
+    min_free_mb: int,
     grace_s: float,
     as_json: bool,
 ) -> None:
@@ -60,7 +69,16 @@ def up(
     from paceline.spec_io import load_spec
 
     wanted = load_spec(spec, overrides) if spec else None
-    run_here(wanted, directory, host=host, port=port, keep=keep, grace_s=grace_s, as_json=as_json)
+    run_here(
+        wanted,
+        directory,
+        host=host,
+        port=port,
+        keep=keep,
+        min_free_mb=min_free_mb,
+        grace_s=grace_s,
+        as_json=as_json,
+    )
 
 
 def run_here(
@@ -71,9 +89,11 @@ def run_here(
     port: int | None,
     keep: bool,
     as_json: bool,
+    min_free_mb: int = MIN_FREE_MB,
     grace_s: float = GRACE_S,
 ) -> None:
-    """Starts services in `directory`, submits `spec` if there is one, and follows what is open to its end.
+    """Starts services in `directory`, submits `spec` if there is one, and follows what is open to its end, however long its
+    own coordinator is away meanwhile.
 
     Runs that train on a data set's examples get no rollout and reward workers. Raises PacelineError.
     """
@@ -87,13 +107,16 @@ def run_here(
             update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
         )
     say = functools.partial(click.echo, err=True)
-    cluster = LocalCluster(directory, sizes, host=host, port=_port(host, port), grace_s=grace_s, say=say)
+    options = {"coordinator": ("--min-free-mb", str(min_free_mb))}
+    cluster = LocalCluster(
+        directory, sizes, host=host, port=_port(host, port), grace_s=grace_s, options=options, say=say
+    )
     with _ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(cluster.stop)
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
-        client = stack.enter_context(Client(cluster.address))
+        client = stack.enter_context(Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf))
         cluster.on_failure = client.close
-        run_ids = [client.submit(spec, wait_s=60.0).run_id] if spec else [run_id for run_id, _ in opened]
+        run_ids = [client.submit(spec).run_id] if spec else [run_id for run_id, _ in opened]
         if spec and opened:
             say(f"{opened[0][0]} is still open and goes first; `paceline cancel` ends it")
         cluster.start_workers()

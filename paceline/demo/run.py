@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import shutil
 import sys
 import time
@@ -60,7 +61,10 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
     files = make_files(directory / FILES, seed)
     seeded = (f"sft.seed={seed}", f"grpo.seed={seed}")
     sft = load_spec(files / "sft.yaml", seeded)
-    with LocalCluster(directory, sft.cluster, say=screen.say) as cluster, Client(cluster.address) as client:
+    with (
+        LocalCluster(directory, sft.cluster, say=screen.say) as cluster,
+        Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf) as client,
+    ):
         pools = f"{sft.cluster.rollout_workers} rollout, {sft.cluster.reward_workers} reward, {sft.cluster.learner_ranks} learner ranks"
         screen.say(
             f"Services are up: coordinator at {cluster.address}, {pools}; logs in {directory / 'logs'}"
@@ -95,7 +99,7 @@ def make_files(directory: Path, seed: int) -> Path:
 
 def _train(client: Client, spec: RunSpec, title: str, screen: Screen) -> dict[str, Any]:
     """Submits, follows to the end, and returns summary.json. Raises PacelineError when the run did not succeed."""
-    run = client.submit(spec, wait_s=60.0)  # also while the coordinator is being restarted
+    run = client.submit(spec)
     screen.begin(title, spec)
     for event in client.watch(run.run_id):
         screen.show(event)

@@ -1,8 +1,8 @@
 """The ledger's SQLite file: opening it, its transactions, and what one of them has read already.
 
 Promises: what a transaction wrote is on the disk before it returns, so an acknowledgement sent after it survives a
-power cut; a second process that opens the same file is refused; every opening is a new term. Nobody but the
-coordinator's one event loop writes, one transaction at a time. Where it would wait long for the disk, a thread does while
+power cut; a second process that opens the same file is refused; every opening is a new term, and a process whose term is
+over writes nothing more. Nobody but the coordinator's one event loop writes, one transaction at a time. Where it would wait long for the disk, a thread does while
 it goes on with the next transaction, and whoever is to be told waits for the thread (`sync_off_loop`).
 """
 
@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import sqlite3
+import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +27,10 @@ from services.coordinator.payloads import PayloadStore, sync_folder
 from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 
 KnownT = TypeVar("KnownT")
+REMEDY = "make room, or repair the disk, then start the coordinator again"
+SQLITE_LOCKS_FROM = 0x40000000
+"""The first byte that SQLite locks (its PENDING_BYTE)."""
+
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +43,9 @@ class LedgerFile:
         self.payloads = PayloadStore(path)
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
         """Told of every transaction that the disk refused: the ledger's owner has to end."""
-        self._lock: IO[str] | None = None
+        self._locks: list[IO[bytes]] = []
+        self.term = 0
+        """Number of this opening; 0 until it has one."""
         self._known: dict[str, Any] | None = None
         """What the transaction under way has read and nobody has changed since; None outside of one."""
         self._uncounted: dict[tuple[str, str], int] = {}
@@ -54,7 +61,7 @@ class LedgerFile:
             self.db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(path)
+            self._locks = _lock(path)
             self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self.db.row_factory = sqlite3.Row
         seals.install(self.db)
@@ -77,8 +84,10 @@ class LedgerFile:
         if self._log_fd is not None:
             os.close(self._log_fd)
         self.payloads.close()
-        if self._lock is not None:
-            self._lock.close()
+        for (
+            lock
+        ) in self._locks:  # after SQLite: a closed file loses the process all locks that SQLite has on it
+            lock.close()
 
     @contextmanager
     def transaction(self, *, synced: bool = True) -> Iterator[None]:
@@ -106,7 +115,7 @@ class LedgerFile:
                 sync_folder(self.path.parent)  # the log's name, which SQLite makes durable only when it syncs
             os.fdatasync(self._log_fd)
         except OSError as error:
-            raise self._fault(error) from error
+            raise self._fault(f"cannot be written: {error}; {REMEDY}") from error
         self._synced_commits = max(self._synced_commits, commits)
 
     async def sync_off_loop(self) -> None:
@@ -148,6 +157,10 @@ class LedgerFile:
 
     def _begin(self) -> None:
         self.db.execute("BEGIN IMMEDIATE")
+        if self.term and (newer := self._meta("term")) != self.term:
+            raise self._fault(
+                f"belongs to another coordinator now, in term {newer}; the term of this one was {self.term}"
+            )
         self._known, self._uncounted = {}, {}
 
     def _write_counters(self) -> None:
@@ -172,13 +185,10 @@ class LedgerFile:
         try:
             yield
         except sqlite3.Error as error:
-            raise self._fault(error) from error
+            raise self._fault(f"cannot be written: {error}; {REMEDY}") from error
 
-    def _fault(self, error: sqlite3.Error | OSError) -> LedgerFault:
-        fault = LedgerFault(
-            f"the ledger {self.path} cannot be written: {error}; make room, or repair the disk, then start the "
-            "coordinator again"
-        )
+    def _fault(self, why: str) -> LedgerFault:
+        fault = LedgerFault(f"the ledger {self.path} {why}")
         self.on_fault(fault)
         return fault
 
@@ -231,14 +241,22 @@ class LedgerFile:
         return int(row["value"]) if row else 0
 
 
-def _lock(path: Path) -> IO[str]:
-    """Holds the ledger at `path` for this process until closed. Raises Conflict when another one does."""
-    lock = path.with_name(path.name + ".lock").open("a")
+def _lock(path: Path) -> list[IO[bytes]]:
+    """Holds the ledger at `path` for this process until both files are closed. Raises Conflict when another one does.
+
+    The lock that counts is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open file:
+    SQLite neither meets it nor loses it. Coordinators of older versions only look at the file beside it.
+    """
+    beside = path.with_name(path.name + ".lock").open("ab")
+    ledger = path.open("ab")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(beside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, SQLITE_LOCKS_FROM - 1, 1, 0)
+        fcntl.fcntl(ledger, fcntl.F_OFD_SETLK, wanted)
     except BlockingIOError:
-        lock.close()
+        ledger.close()
+        beside.close()
         raise Conflict(
             f"another coordinator has the ledger {path} open; stop it, or give this one another --directory"
         ) from None
-    return lock
+    return [beside, ledger]

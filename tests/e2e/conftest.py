@@ -100,7 +100,7 @@ def kept_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         if kept and kept[-1].failure is not None:
             kept.pop().stop()
         if not kept:
-            kept.append(LocalCluster(tmp_path_factory.mktemp("runs"), sizes).__enter__())
+            kept.append(LocalCluster(tmp_path_factory.mktemp("runs"), sizes, max_deaths=5).__enter__())
         return kept[-1]
 
     yield get

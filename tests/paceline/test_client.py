@@ -128,6 +128,17 @@ def test_watch_goes_on_after_the_coordinator_was_killed(
     assert rest == [(3, "cancelled")]
 
 
+def test_a_patient_client_watches_from_before_the_coordinator_is_back(
+    cluster: LocalCluster, client: Client, spec_path: Path
+) -> None:
+    run_id = client.submit(spec_path).run_id
+    client.cancel(run_id)
+    assert cluster.kill("coordinator")
+    with Client(cluster.address, wait_s=DEADLINE_S) as patient:
+        assert [event.content["state"] for event in patient.watch(run_id)][-1] == "cancelled"
+        assert state_name(patient.get(run_id)) == "cancelled"
+
+
 def cancel_once_back(cluster: LocalCluster, run_id: str) -> None:
     """Cancels a run as soon as the coordinator answers again."""
     with Client(cluster.address) as other:

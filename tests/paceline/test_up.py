@@ -10,15 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from paceline.client import Client
-from paceline.errors import NotFound, PacelineError, SpecError
+from paceline.errors import Conflict, NotFound, PacelineError, SpecError
 from paceline.spec import ClusterSection
 from paceline.supervise import Service
 from paceline.up import LocalCluster, share_gpus
+from services.coordinator.ledger import Ledger
 
 DEADLINE_S = 20.0
 
@@ -46,7 +48,7 @@ def start(tmp_path: Path, reports: Reports) -> Iterator[Callable[..., Service]]:
     """Starts a Python one-liner as a supervised service; it is ended with the test."""
     services: list[Service] = []
 
-    def start(code: str, **options: int) -> Service:
+    def start(code: str, **options: Any) -> Service:
         service = Service(
             "child-0",
             [sys.executable, "-c", code],
@@ -95,7 +97,7 @@ def test_a_child_that_dies_is_started_again_and_the_death_is_said(
     assert reports.said == [
         "child-0 ended with exit status 1, starts again in 0.5 s; its log ends with: the disk is full"
     ]
-    assert service.deaths == ["child-0 ended with exit status 1"]
+    assert list(service.deaths) == ["child-0 ended with exit status 1"]
 
 
 def test_a_killed_child_comes_back_under_another_pid(start: Callable[..., Service], reports: Reports) -> None:
@@ -104,21 +106,39 @@ def test_a_killed_child_comes_back_under_another_pid(start: Callable[..., Servic
     first = service.pid
     assert service.kill()
     until(lambda: service.pid not in (None, first))
-    assert service.deaths == ["child-0 was killed by SIGKILL"]
+    assert list(service.deaths) == ["child-0 was killed by SIGKILL"]
     assert reports.said == ["child-0 was killed by SIGKILL, starts again in 0.5 s"]
 
 
-def test_a_child_that_keeps_dying_is_given_up_with_its_last_words(
+def test_a_child_is_given_up_with_its_last_words_where_that_is_asked_for(
     start: Callable[..., Service], reports: Reports, tmp_path: Path
 ) -> None:
     service = start("import os; print('no model at /nowhere', flush=True); os._exit(3)", max_deaths=2)
     assert reports.gave_up.wait(DEADLINE_S)
     assert str(reports.faults[0]) == (
-        "child-0 died 2 times within 60 s; the last time it ended with exit status 3. "
+        "child-0 ended with exit status 3. "
         f"Its log {tmp_path / 'child-0.log'} ends with:\n  no model at /nowhere"
     )
     assert len(service.deaths) == 2
     assert service.pid is None
+
+
+def test_a_child_that_keeps_dying_is_never_given_up_and_soon_said_rarely(
+    start: Callable[..., Service], reports: Reports
+) -> None:
+    service = start("import sys; sys.exit('no model')", max_backoff_s=0.01)
+    until(lambda: len(service.deaths) >= 12)
+    assert not reports.faults
+    said = reports.said
+    assert len(said) == 6
+    assert said[3] == (
+        "child-0 ended with exit status 1, starts again in 0.01 s; its log ends with: no model"
+    )
+    assert said[4:] == [
+        f"child-0 has died {times} times the same way: it ended with exit status 1, starts again in 0.01 s; "
+        "its log ends with: no model"
+        for times in (5, 10)
+    ]
 
 
 def test_a_program_that_does_not_exist_is_given_up(reports: Reports, tmp_path: Path) -> None:
@@ -229,16 +249,52 @@ def test_the_coordinator_keeps_its_address_over_a_death(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_cannot_start_says_why_at_once(tmp_path: Path) -> None:
-    first = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
-    second = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    cluster = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
     try:
-        first.start_coordinator()
         with pytest.raises(PacelineError, match="another coordinator has the ledger"):
-            second.start_coordinator()
-        assert len(second.deaths("coordinator")) == 1
+            cluster.start_coordinator()
+        assert len(cluster.deaths("coordinator")) == 1
     finally:
-        second.stop()
+        cluster.stop()
+        ledger.close()
+
+
+def test_a_second_cluster_in_a_directory_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
+    first = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
+    try:
+        address = first.start_coordinator()
+        for _ in range(2):  # nothing of the first refusal is in the way of the second
+            second = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
+            with pytest.raises(Conflict, match=rf"another `paceline up` \(process {os.getpid()}\) works in"):
+                second.start_coordinator()
+            second.stop()
+        assert (tmp_path / "logs" / "coordinator.address").read_text().strip() == address
+        assert "another coordinator" not in (tmp_path / "logs" / "coordinator.log").read_text()
+    finally:
         first.stop()
+    third = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
+    third.start_coordinator()  # the lock was given back
+    third.stop()
+
+
+def test_a_coordinator_killed_again_and_again_ends_nothing(tmp_path: Path) -> None:
+    """From outside, at once after each start, more often than any number of deaths that used to end the cluster."""
+    cluster = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
+    try:
+        address, killed = cluster.start_coordinator(), set()
+        while len(killed) < 4:
+            pid = cluster.pids("coordinator").get(0)
+            if pid is not None and pid not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            time.sleep(0.01)
+        with Client(address, wait_s=DEADLINE_S) as client:
+            assert client.runs() == []  # the call waits until one lives long enough
+        assert cluster.failure is None
+        assert set(cluster.deaths("coordinator")) == {"coordinator was killed by SIGKILL"}
+    finally:
+        cluster.stop()
 
 
 def answers(address: str) -> bool:
@@ -259,4 +315,4 @@ def test_a_frozen_child_is_killed_like_any_other(start: Callable[..., Service]) 
     service.terminate()
     service.wait_ended(0.2)
     assert gone(pid)
-    assert service.deaths == []
+    assert not service.deaths

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import Conflict, NotFound
+from paceline.errors import Conflict, LedgerFault, NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT
 from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger import Ledger
@@ -179,6 +179,35 @@ def test_a_second_opener_is_refused_until_the_first_closes(tmp_path: Path) -> No
     second = Ledger(path)
     assert second.term == 2
     second.close()
+
+
+def test_the_lock_is_the_ledgers_own_whatever_becomes_of_the_file_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    (tmp_path / "ledger.sqlite.lock").unlink()
+    with pytest.raises(Conflict, match="another coordinator has the ledger"):
+        Ledger(path)
+    with ledger.transaction():  # SQLite's own locks are none of the refused one's business
+        ledger.db.execute("INSERT INTO meta (key, value) VALUES ('x', 1)")
+    ledger.close()
+
+
+def test_a_coordinator_whose_term_is_over_writes_nothing_more(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    told: list[LedgerFault] = []
+    ledger.on_fault = told.append
+    other = sqlite3.connect(ledger.path)
+    other.execute("UPDATE meta SET value = 9 WHERE key = 'term'")  # as a coordinator elsewhere would
+    other.commit()
+    with (
+        pytest.raises(LedgerFault, match=r"belongs to another coordinator now, in term 9; .* was 1"),
+        ledger.transaction(),
+    ):
+        ledger.db.execute("INSERT INTO meta (key, value) VALUES ('x', 1)")
+    assert len(told) == 1
+    assert other.execute("SELECT COUNT(*) FROM meta WHERE key = 'x'").fetchone() == (0,)
+    other.close()
+    ledger.close()
 
 
 @pytest.mark.parametrize("version", [1, 77])

@@ -1,0 +1,48 @@
+"""A lock on a folder: one process at a time works there, and the next is told which one does.
+
+The lock dies with its holder, however that ends. Its file stays, with the holder's process id for people.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from paceline.errors import Conflict
+
+
+class FolderLock:
+    """Held from `take` to `release`, by one object at a time."""
+
+    def __init__(self, path: Path, who: str):
+        """`path` is the lock's file, in the folder that it protects; `who` is what holds it, in words."""
+        self._path = path
+        self._who = who
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        """Takes the lock at once, and makes the folder if need be. Raises Conflict when another one holds it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise Conflict(
+                f"another {self._who} (process {holder}) works in {self._path.parent}; stop it, or use another "
+                "--directory"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Gives it back, if it is held."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
