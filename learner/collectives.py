@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from paceline.errors import PacelineError
 
 
 def world_size() -> int:
@@ -38,6 +40,28 @@ def any_over_ranks(facts: Sequence[bool], device: torch.device) -> list[bool]:
     """Each fact, if it is true on any rank."""
     facts_F = torch.tensor([int(fact) for fact in facts], device=device)
     return [bool(fact) for fact in max_over_ranks(facts_F).tolist()]
+
+
+class FailedElsewhere(PacelineError):
+    """Another rank could not do its part of something that all of them need."""
+
+
+def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
+    """Does this rank's `work`, which has no collective in it, and returns when every rank has done its own.
+
+    Raises what `work` raised, and FailedElsewhere on the ranks whose own work succeeded: no rank stays behind in a
+    collective that another one never comes to.
+    """
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as raised:
+        error = raised
+    failed = any_over_ranks([error is not None], device)[0]
+    if error is not None:
+        raise error
+    if failed:
+        raise FailedElsewhere("another rank cannot do its part; its own report says why")
 
 
 def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:

@@ -34,7 +34,7 @@ from learner.batch import PackedRow
 from learner.collectives import world_size
 from learner.cpu_linear import use_onednn_linear
 from learner.logprobs import chunked_logprobs
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, Unreadable
 from paceline.head import check_head
 from paceline.spec import PolicySection
 
@@ -136,7 +136,7 @@ def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrained
     path = Path(name).expanduser()
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if looks_local and not (path / "config.json").is_file():
-        raise InvalidInput(f"policy.model_name {name!r}: no such folder with a config.json in it")
+        raise Unreadable(f"policy.model_name {name!r}: no such folder with a config.json in it")
     source = str(path) if path.is_dir() else name
     try:
         _check_architecture(AutoConfig.from_pretrained(source), name)
@@ -144,7 +144,8 @@ def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrained
         options = {"num_labels": 1} if scoring else {}
         model: Any = kind.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION, **options)
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"policy.model_name {name!r} cannot be loaded: {error}") from error
+        kind_of_fault = Unreadable if isinstance(error, OSError) else InvalidInput
+        raise kind_of_fault(f"policy.model_name {name!r} cannot be loaded: {error}") from error
     head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise InvalidInput(f"policy.model_name {name!r}: its head is not a plain matrix")

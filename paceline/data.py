@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from paceline.errors import DataError
+from paceline.errors import DataError, Unreadable
 from paceline.prompts import with_system_prompt
 from paceline.spec import DataSection
 
@@ -60,7 +60,7 @@ class PromptSource:
 
 
 def open_prompts(data: DataSection, seed: int, *, validation: bool = False) -> PromptSource:
-    """The training (or validation) prompts. Raises DataError: missing, empty, malformed row, no prompt column."""
+    """The training (or validation) prompts. Raises DataError: empty, malformed row, no prompt column; Unreadable: not there."""
     name = data.validation if validation else data.train
     assert name is not None, "RunSpec refuses evaluation without data.validation"
     split = data.validation_split if validation else data.train_split
@@ -73,16 +73,19 @@ def open_rows(
     name: str, split: str, field: str = "data.train", check: Callable[[dict[str, Any]], None] | None = None
 ) -> Rows:
     """Rows of the data set `name`; `check` sees every row of a JSONL file, the first of others, and raises
-    DataError. Raises DataError, naming `field`, or the line.
+    DataError. Raises DataError, naming `field`, or the line; Unreadable for what cannot be read now.
     """
     path = Path(name)
     rows: Rows
     if path.suffix in (".jsonl", ".json") and path.is_file():
-        rows = JsonLines(path, check)
+        try:
+            rows = JsonLines(path, check)
+        except OSError as error:
+            raise Unreadable(f"{field}: {name!r} cannot be read: {error.strerror}") from None
     elif path.suffix == ".parquet" and path.is_file():
         rows = _table("parquet", name, None)
     elif path.suffix in (".jsonl", ".json", ".parquet") and not path.exists():
-        raise DataError(
+        raise Unreadable(
             f"{field}: no file {name!r}; check the path (relative paths start at the spec's folder)"
         )
     else:
@@ -188,7 +191,7 @@ def _table(builder: str | None, name: str, split: str | None) -> Rows:
             loaded = datasets.load_dataset(name)
     except Exception as error:  # `datasets` raises dozens of kinds; each means that the set cannot be read
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"cannot load the data set {name!r}: {reason}") from None
+        raise Unreadable(f"cannot load the data set {name!r}: {reason}") from None
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"the data set {name!r} has the splits {sorted(loaded)}, not {split!r}")

@@ -3,7 +3,8 @@
 PacelineError
 ├── InvalidInput          the caller's input cannot be accepted; says field, value and remedy
 │   ├── SpecError         a RunSpec
-│   └── DataError         a data set, with the row where there is one
+│   ├── DataError         a data set, with the row where there is one
+│   └── Unreadable        a file, folder or hub that cannot be read now
 ├── WireError             a message that is truncated, foreign, oversized or of another version
 ├── NotFound              no such run, group, checkpoint
 ├── Conflict              the state does not allow it (a stale term, a run that ended, a locked ledger)
@@ -28,6 +29,10 @@ class SpecError(InvalidInput):
 
 class DataError(InvalidInput):
     """A data set or a row of it that cannot be used."""
+
+
+class Unreadable(InvalidInput):
+    """What the input names cannot be read now: a file, a folder, a hub. It may be wrong, or there again later."""
 
 
 class WireError(PacelineError):

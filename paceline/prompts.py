@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, Unreadable
 from paceline.groups import IntArray
 from paceline.spec import DataSection, PolicySection
 
@@ -20,17 +20,18 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
-    """The policy's tokenizer. Raises InvalidInput when there is none."""
+    """The policy's tokenizer. Raises InvalidInput when there is none that works, Unreadable when it is not there now."""
     from transformers import AutoTokenizer
 
     name = policy.tokenizer_name or policy.model_name
     if name.startswith(("/", "./", "../")) and not Path(name).is_dir():
-        raise InvalidInput(f"policy.tokenizer_name (or model_name): no folder {name!r}; check the path")
+        raise Unreadable(f"policy.tokenizer_name (or model_name): no folder {name!r}; check the path")
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InvalidInput(
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        kind = Unreadable if isinstance(error, OSError) else InvalidInput
+        raise kind(
             f"policy.tokenizer_name (or model_name) {name!r} has no usable tokenizer: {reason}"
         ) from None
 

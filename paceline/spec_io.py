@@ -6,6 +6,7 @@ are relative to that file; the resolved spec holds absolute ones, so that every 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from pathlib import Path
@@ -84,6 +85,43 @@ def _tree_of(text: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise SpecError(f"the spec is {type(tree).__name__}, it has to be a mapping of sections")
     return tree
+
+
+def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
+    """The spec of a run that was accepted once, perhaps by another version, and a warning for each key that this one does not
+    know; the record keeps those. Raises SpecError for what cannot be understood without them.
+    """
+    try:
+        return spec_from_yaml(text), []
+    except SpecError:
+        tree = _tree_of(text)
+        unknown = _remove_unknown(tree)
+        if not unknown:
+            raise
+    keys = ", ".join(unknown)
+    return parse_spec(tree, stored=True), [
+        f"this version does not know {keys} of the run's spec and goes on without"
+    ]
+
+
+def _remove_unknown(tree: dict[str, Any]) -> list[str]:
+    """Takes the keys out of `tree` that no field has; returns them, dotted."""
+    try:
+        RunSpec.model_validate(tree, context=STORED)
+    except ValidationError as error:
+        removed = []
+        for item in error.errors():
+            if item["type"] == "extra_forbidden":
+                with contextlib.suppress(
+                    KeyError, IndexError, TypeError
+                ):  # a place that the tree does not have
+                    node: Any = tree
+                    for part in item["loc"][:-1]:
+                        node = node[part]
+                    del node[item["loc"][-1]]
+                    removed.append(".".join(str(part) for part in item["loc"]))
+        return removed
+    return []
 
 
 def spec_to_yaml(spec: RunSpec) -> str:

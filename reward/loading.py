@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, Unreadable
 
 RewardFunction = Callable[..., Any]
 """`f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`, plain or async."""
@@ -27,8 +27,9 @@ RewardFunction = Callable[..., Any]
 def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
     """The function that `function` names, checked to take `kwargs`.
 
-    Raises InvalidInput: unknown built-in (with the nearest name), no such file, a file that fails to import (with
-    its error), no such function in it, something that cannot be called, kwargs that the function does not have.
+    Raises InvalidInput: unknown built-in (with the nearest name), a file that fails to import (with its error), no such
+    function in it, something that cannot be called, kwargs that the function does not have; Unreadable: no such file, or
+    one that it imports.
     Runs the user's module: call it only in a process that may run their code.
     """
     path, colon, name = function.rpartition(":")
@@ -51,7 +52,7 @@ def _builtin(name: str) -> RewardFunction:
 def _from_file(path: Path, name: str) -> RewardFunction:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise InvalidInput(
+        raise Unreadable(
             f"reward function {name!r}: there is no file {str(path)!r}; check the path in the spec"
         )
     module = _module(path)
@@ -84,7 +85,9 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise InvalidInput(f"{path} fails to import: {describe_error(error, path)}") from error
+        # A package or a file that this machine lacks may come; what the file itself does wrong stays.
+        kind = Unreadable if isinstance(error, OSError | ImportError) else InvalidInput
+        raise kind(f"{path} fails to import: {describe_error(error, path)}") from error
     return module
 
 

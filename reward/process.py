@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidInput, PacelineError, WireError
+from paceline.errors import InvalidInput, PacelineError, Unreadable, WireError
 from paceline.spec import RewardFunctionSection
 from reward.protocol import encode, receive_async
 
@@ -68,7 +68,8 @@ class RewardProcess:
     async def start(self) -> None:
         """Starts a new process (ending the one before) and loads the functions.
 
-        Raises InvalidInput when a function cannot be loaded, ProcessTimeout, ProcessDied (also while importing).
+        Raises InvalidInput when a function cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while
+        importing).
         """
         await self.close()
         ours, theirs = socket.socketpair()
@@ -93,7 +94,8 @@ class RewardProcess:
         reply = await self.ask(self._load_frame, timeout_s=self._start_timeout_s)
         if "refused" in reply:
             await self.close()
-            raise InvalidInput(str(reply["refused"]))
+            kind = Unreadable if reply.get("passing") else InvalidInput
+            raise kind(str(reply["refused"]))
 
     async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
         """Sends `frames` and gives the one reply. Raises ProcessTimeout, ProcessDied; the process is gone then.

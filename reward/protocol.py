@@ -5,7 +5,7 @@ JSON and not pickle: a reply is made in a process that runs user code, and readi
 runner → process    {"load": [{function, kwargs, memory_bytes}]}   once, first
                     {"group": {prompts, completions, completion_ids, columns}}   no reply
                     {"call": i}   function i on the last group
-process → runner    {"loaded": F} | {"refused": text}
+process → runner    {"loaded": F} | {"refused": text, "passing": bool}
                     {"rewards": [C]} | {"raised": text, "worn": bool} | {"invalid": text}
 
 `worn` says that the process ran out of memory and should not be used again.

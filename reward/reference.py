@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, Unreadable
 from paceline.groups import FloatArray, IntArray
 from paceline.head import check_head
 from paceline.prompts import check_same_tokenizer
@@ -124,7 +124,11 @@ class ReferenceScorer:
 
     async def __aenter__(self) -> ReferenceScorer:
         if self._spec.pool_serves_reference:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+            except BaseException:
+                self._thread.shutdown(wait=False, cancel_futures=True)
+                raise
         return self
 
     async def __aexit__(
@@ -154,12 +158,13 @@ def _load(name: str, dtype: torch.dtype) -> Any:
 
     source = Path(name).expanduser()
     if source.is_absolute() and not (source / "config.json").is_file():
-        raise InvalidInput(f"the reference {name!r}: no such folder with a config.json in it on this machine")
+        raise Unreadable(f"the reference {name!r}: no such folder with a config.json in it on this machine")
     try:
         check_head(AutoConfig.from_pretrained(name), name)
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"the reference {name!r} cannot be loaded: {error}") from None
+        kind = Unreadable if isinstance(error, OSError) else InvalidInput
+        raise kind(f"the reference {name!r} cannot be loaded: {error}") from None
     if model.get_output_embeddings() is None:
         raise InvalidInput(f"the reference {name!r} has no LM head")
     return model.requires_grad_(False).eval()

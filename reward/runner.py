@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import Conflict, InvalidInput
+from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.groups import FloatArray
 from paceline.spec import RewardFunctionSection
 from reward.process import ProcessDied, ProcessTimeout, RewardProcess
@@ -62,7 +62,8 @@ class RewardRunner:
         return len(self._processes)
 
     async def start(self) -> None:
-        """Starts the processes. Raises InvalidInput when a function cannot be loaded; nothing runs then."""
+        """Starts the processes. Raises InvalidInput when a function cannot be loaded, Unavailable when a process ended or
+        took too long meanwhile; nothing runs then."""
         if self._state != "new":
             raise Conflict(f"the reward runner is {self._state}; make a new one")
         self._state = "running"
@@ -74,7 +75,7 @@ class RewardRunner:
                 await self.close()
         for outcome in outcomes:
             if isinstance(outcome, ProcessDied | ProcessTimeout):
-                raise InvalidInput(f"the process of the reward functions {outcome} while it loaded them")
+                raise Unavailable(f"the process of the reward functions {outcome} while it loaded them")
             if outcome is not None:
                 raise outcome
         for process in self._processes:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, Unreadable
 from reward.calling import InvalidRewards, call_function
 from reward.loading import RewardFunction, describe_error, load_function
 from reward.protocol import encode, receive
@@ -58,7 +58,7 @@ def _serve(connection: socket.socket, loop: asyncio.Runner) -> None:
     try:
         functions = [_load(item) for item in receive(connection)["load"]]
     except InvalidInput as error:
-        connection.sendall(encode({"refused": str(error)}))
+        connection.sendall(encode({"refused": str(error), "passing": isinstance(error, Unreadable)}))
         return
     connection.sendall(encode({"loaded": len(functions)}))
     group: dict[str, Any] = {}

@@ -101,6 +101,11 @@ class GrpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
 
+    async def set_serving(self, name: str, serving: bool) -> None:
+        """What health says of one service: whether it can do its work. The process as a whole goes on serving."""
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
     async def __aenter__(self) -> GrpcServer:
         await self.start()
         return self

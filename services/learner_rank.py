@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from learner.collectives import broadcast_bytes, end_process
 from paceline.address import checked_address
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, Unavailable
 from paceline.onednn import bound_caches
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
@@ -35,6 +35,7 @@ from services.lifeline import die_with_parent
 from services.member import LEAVE_WAIT_S, Membership
 from services.rank_group import form_rank_group
 from services.ready import announce
+from services.set_up import failed_set_up
 
 ASSIGNMENT_POLL_S = 2.0
 
@@ -79,19 +80,35 @@ class LearnerRank:
                 self.background.check()
                 continue
             assignment = worker_pb2.RunAssignment.FromString(data)
-            run = LearnerRun(assignment, self)
-            self._run = run
-            try:
-                run.train()
-            finally:
-                self._run = None
-                run.close()
-            if self._assigned is not None and self._assigned.session == run.session:
+            self._set_ready(True)
+            self._work_on(assignment)
+            if self._assigned is not None and self._assigned.session == assignment.session:
                 self._assigned = (
                     None  # a session that is over is not to be gone on with after a broken stream
                 )
-            if run.out_of_step:
-                raise PacelineError("the ranks may be at different points of the run now, so all of them end")
+
+    def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
+        """One session. Raises PacelineError when the ranks cannot be brought to one point again."""
+        try:
+            run = LearnerRun(assignment, self)
+        except Unavailable as error:  # on all ranks, which are of one version
+            self.report(failed_set_up(assignment.run_id, error, assignment.session))
+            self._set_ready(False)
+            return
+        self._run = run
+        try:
+            run.train()
+        finally:
+            self._run = None
+            run.close()
+        self._set_ready(run.ready)
+        if run.out_of_step:
+            raise PacelineError("the ranks may be at different points of the run now, so all of them end")
+
+    def _set_ready(self, ready: bool) -> None:
+        """What the health of this learner says: whether it could set up the last run that it was given."""
+        if self.server is not None:
+            self.background.post(self.server.set_serving("paceline.v1.LearnerService", ready))
 
     def stop(self) -> None:
         """Ends after the current step, with a checkpoint. Called by signal handlers: takes no lock."""

@@ -22,7 +22,7 @@ import torch
 from learner.batch import TrainSequence, sequences_from_groups
 from learner.channel import WeightChannel
 from learner.checkpoint import Misfit
-from learner.collectives import any_over_ranks, broadcast_bytes
+from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
 from learner.examples import ExampleSource
 from learner.export import export_policy
 from learner.gather import gather_merged, gather_weights
@@ -33,12 +33,12 @@ from paceline.groups import Version
 from paceline.prompts import load_tokenizer
 from paceline.run_folders import EXPORT
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_yaml
 from paceline.tracing import span, step_traceparent
 from protos.paceline.v1 import worker_pb2
 from services.learner_checkpoints import SessionCheckpoints
 from services.learner_parts import Part, Parts
 from services.learner_weights import make_channel
+from services.set_up import failed_set_up, spec_of
 
 if TYPE_CHECKING:
     from services.learner_rank import LearnerRank
@@ -47,17 +47,19 @@ log = logging.getLogger(__name__)
 
 
 class LearnerRun:
-    """One session on one run, on one rank."""
+    """One session on one run, on one rank. Raises Unavailable for a spec that this version does not understand."""
 
     def __init__(self, assignment: worker_pb2.RunAssignment, rank: LearnerRank):
         self.run_id = assignment.run_id
         self.session = assignment.session
         self.step = assignment.start_step
+        self.ready = False
+        """Whether the set-up has succeeded."""
         self.out_of_step = False
         """Whether this rank failed where others may not have, so that their collectives would never meet again."""
         self._assignment = assignment
         self._rank = rank
-        self._spec: RunSpec = spec_from_yaml(assignment.spec_yaml)
+        self._spec: RunSpec = spec_of(assignment)
         self._phase = "loading"
         self._chain = assignment.chain
         self._parts = Parts(assignment.run_id, assignment.session, rank)
@@ -82,6 +84,9 @@ class LearnerRun:
         """From the assignment to the end of the run (or of this session). Faults of the run are reported, not raised."""
         try:
             self._set_up()
+        except FailedElsewhere as error:
+            log.error("run %s: %s", self.run_id, error)  # the rank that failed reports why
+            return
         except CheckpointFault as error:
             path = self._assignment.checkpoint_path
             self._fail(str(error), fault=worker_pb2.FAULT_CHECKPOINT, checkpoint_path=path)
@@ -89,9 +94,10 @@ class LearnerRun:
         except Misfit as error:
             self._fail(f"{error}. Put the model back that it was trained from", resumable=True)
             return
-        except PacelineError as error:
-            self._fail(str(error))
+        except Exception as error:  # raised on every rank, so they are at one point and may try again
+            self._rank.report(failed_set_up(self.run_id, error, self.session))
             return
+        self.ready = True
         self._report(self._run_report())
         self._publish(last=False)
         try:
@@ -156,15 +162,12 @@ class LearnerRun:
     # Set-up
 
     def _set_up(self) -> None:
+        """Collective: a rank that cannot read something would leave the others in their next collective, so all agree first.
+        What raises later does so on every rank."""
         spec, start = self._spec, self._assignment.start_step
-        torch.manual_seed(spec.seed)
-        self._trainer = Trainer(spec, self._rank.device)
-        self._tokenizer = load_tokenizer(spec.policy)
+        succeed_on_all_ranks(self._read, self._rank.device)
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:
-            self._examples = ExampleSource(spec, self._tokenizer)
-            if spec.examples.validates:
-                self._held_out = ExampleSource(spec, self._tokenizer, validation=True)
             for source in (self._examples, self._held_out):
                 if source is not None and start == 0:  # later sessions train what an earlier one has checked
                     check_rows(source, self._rank.device, self._rank.rank)
@@ -172,6 +175,17 @@ class LearnerRun:
                     self._trainer.reference.prepare(source, self._rank.rank)
         else:
             self._set_up_channel()
+
+    def _read(self) -> None:
+        """Everything that the spec names, without a word to the other ranks."""
+        spec = self._spec
+        torch.manual_seed(spec.seed)
+        self._trainer = Trainer(spec, self._rank.device)
+        self._tokenizer = load_tokenizer(spec.policy)
+        if spec.examples is not None:
+            self._examples = ExampleSource(spec, self._tokenizer)
+            if spec.examples.validates:
+                self._held_out = ExampleSource(spec, self._tokenizer, validation=True)
 
     def _set_up_channel(self) -> None:
         channel = make_channel(self._assignment, self._spec, self._rank, self._warn)

@@ -13,16 +13,16 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray
 from paceline.spec import RewardFunctionSection, RunSpec
-from paceline.spec_io import spec_from_yaml
 from paceline.tracing import set_up_tracing, span
 from paceline.wire import PROTOCOL, decode_result, encode_reference
 from protos.paceline.v1 import common_pb2, reward_pb2_grpc, worker_pb2
@@ -31,11 +31,13 @@ from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.advertise import advertised_host
+from services.growing_pause import GrowingPause
 from services.grpc_server import GrpcServer, run_service
 from services.lifeline import die_with_parent
 from services.member import Membership
 from services.ready import announce
 from services.reward_service import RewardServicer
+from services.set_up import failed_set_up, spec_of
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
@@ -47,10 +49,20 @@ log = logging.getLogger(__name__)
 
 
 class RewardWorker:
-    """One member of the reward pool: at most one run at a time."""
+    """One member of the reward pool: at most one run at a time.
 
-    def __init__(self, coordinator: str, member_id: str, num_processes: int):
+    A set-up that fails is tried again after a growing pause for as long as the run is assigned; `pause` says how long.
+    """
+
+    def __init__(
+        self, coordinator: str, member_id: str, num_processes: int, pause: GrowingPause | None = None
+    ):
         self.member_id = member_id
+        self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
+        """Told whether this worker can work on its run, whenever that changes."""
+        self._set_up_pause = pause or GrowingPause()
+        self._failure: worker_pb2.ConnectRequest | None = None
+        """What the last set-up ended with, while it is to be tried again."""
         self.address = ""
         self._num_processes = num_processes
         self._turns = asyncio.Semaphore(num_processes)
@@ -74,23 +86,33 @@ class RewardWorker:
             if assignment is None:
                 await self._changed.wait()
                 continue
-            try:
-                spec = spec_from_yaml(assignment.spec_yaml)
-                async with (
-                    RewardRunner(spec.rewards, self._num_processes) as runner,
-                    ReferenceScorer(spec) as reference,
-                ):
-                    self._spec, self._runner, self._reference = spec, runner, reference
-                    self._turns = asyncio.Semaphore(self._num_processes)
-                    await self._report_ready()
-                    await self._score_forever(assignment.run_id, spec, runner)
-            except PacelineError as error:
-                log.error("cannot work on run %s: %s", assignment.run_id, error)
-                report = worker_pb2.RunReport(run_id=assignment.run_id, error=str(error))
-                await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
-                await self._changed.wait()
-            finally:
-                self._spec = self._runner = self._reference = None
+            async with contextlib.AsyncExitStack() as opened:
+                try:
+                    spec = spec_of(assignment)
+                    runner = await opened.enter_async_context(RewardRunner(spec.rewards, self._num_processes))
+                    reference = await opened.enter_async_context(ReferenceScorer(spec))
+                except Exception as error:  # whatever cannot be loaded now may be there later
+                    await self._put_off(assignment, error)
+                    continue
+                self._spec, self._runner, self._reference = spec, runner, reference
+                opened.callback(self._forget_run)
+                self._turns = asyncio.Semaphore(self._num_processes)
+                self._failure = None
+                self._set_up_pause.reset()
+                await self.on_readiness(True)
+                await self._report_ready()
+                await self._score_forever(assignment.run_id, spec, runner)
+
+    async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
+        """Says why the run cannot be set up, and waits until it is to be tried again or another one is assigned."""
+        self._failure = failed_set_up(assignment.run_id, error)
+        await self.membership.report(self._failure)
+        await self.on_readiness(False)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), self._set_up_pause.next_s())
+
+    def _forget_run(self) -> None:
+        self._spec = self._runner = self._reference = None
 
     @property
     def functions(self) -> tuple[RewardFunctionSection, ...]:
@@ -234,12 +256,17 @@ class RewardWorker:
             case "welcome":
                 await self._report_ready()
             case "run":
-                if self._assignment is None or self._assignment.run_id != directive.run.run_id:
+                known = self._assignment is not None and self._assignment.run_id == directive.run.run_id
+                if not known or self._failure is not None:  # one that is assigned again is tried at once
+                    if not known:
+                        self._set_up_pause.reset()
+                    self._failure = None
                     self._assignment = directive.run
                     self._changed.set()
             case "idle":
-                self._assignment = None
+                self._assignment = self._failure = None
                 self._changed.set()
+                await self.on_readiness(True)
             case "drain":
                 self.stop()
 
@@ -247,6 +274,8 @@ class RewardWorker:
         if self._runner is not None and self._assignment is not None:
             report = worker_pb2.RunReport(run_id=self._assignment.run_id)
             await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
+        elif self._failure is not None:
+            await self.membership.report(self._failure)
 
     def _hello(self) -> worker_pb2.Hello:
         return worker_pb2.Hello(
@@ -256,6 +285,10 @@ class RewardWorker:
     def _gauges(self) -> dict[str, float]:
         scored, self._scored = self._scored, 0
         return {"groups_since_report": float(scored)}
+
+
+async def _nobody_asks(ready: bool) -> None:
+    pass
 
 
 @click.command()
@@ -295,6 +328,7 @@ def main(
         servicer = RewardServicer(worker)
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"
+        worker.on_readiness = partial(server.set_serving, "paceline.v1.RewardService")
         async with server, asyncio.TaskGroup() as tasks:
             announce(ready_file, worker.address)
             belonging = tasks.create_task(worker.membership.run())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +18,46 @@ import click
 import grpc
 import numpy as np
 
-from paceline.errors import Conflict, EngineDied, InvalidInput, PacelineError
+from paceline.errors import Conflict, EngineDied, InvalidInput
 from paceline.onednn import bound_caches
 from paceline.prompts import encode_prompt
-from paceline.spec_io import spec_from_yaml
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 from rollout.engine import GenerationRequest, SamplingParams, sample_seed
 from services.advertise import advertised_host
 from services.endpoint.server import Endpoint
+from services.growing_pause import GrowingPause
 from services.grpc_server import GrpcServer, run_service, with_status
 from services.lifeline import die_with_parent
 from services.member import Membership
 from services.ready import announce
 from services.rollout_run import RolloutRun
+from services.set_up import failed_set_up, spec_of
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
-    """One member of the rollout pool: at most one run at a time."""
+    """One member of the rollout pool: at most one run at a time.
 
-    def __init__(self, coordinator: str, member_id: str, device: str, grace_s: float, host: str):
+    A set-up that fails is tried again after a growing pause for as long as the run is assigned; `pause` says how long.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        member_id: str,
+        device: str,
+        grace_s: float,
+        host: str,
+        pause: GrowingPause | None = None,
+    ):
         self.member_id = member_id
+        self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
+        """Told whether this worker can work on its run, whenever that changes."""
+        self._set_up_pause = pause or GrowingPause()
         self.address = ""
         self.http_address = ""
         self.endpoint = Endpoint(lambda: self._run)
@@ -88,18 +105,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         return returned
 
     async def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
-        try:
-            spec = spec_from_yaml(assignment.spec_yaml)
-            run = await RolloutRun.start(
-                spec, assignment, self.member_id, self.membership, self._device, self._host
-            )
-        except EngineDied:
-            raise
-        except PacelineError as error:
-            log.error("cannot work on run %s: %s", assignment.run_id, error)
-            report = worker_pb2.RunReport(run_id=assignment.run_id, error=str(error))
-            await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
-            return
+        run = await self._set_up(assignment)
         self._run = run
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -111,17 +117,42 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             self._run = None
             await run.close()
 
+    async def _set_up(self, assignment: worker_pb2.RunAssignment) -> RolloutRun:
+        """Engine, tokenizer and weights of a run, as soon as they can be had; each failure is reported."""
+        self._set_up_pause.reset()
+        while True:
+            try:
+                run = await RolloutRun.start(
+                    spec_of(assignment), assignment, self.member_id, self.membership, self._device, self._host
+                )
+            except EngineDied:
+                raise
+            except (
+                Exception
+            ) as error:  # whatever cannot be loaded now may be there later, and no exit would help
+                self._failure = failed_set_up(assignment.run_id, error)
+                await self.membership.report(self._failure)
+                await self.on_readiness(False)
+                await asyncio.sleep(self._set_up_pause.next_s())
+            else:
+                self._failure = None
+                await self.on_readiness(True)
+                return run
+
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         match directive.WhichOneof("directive"):
             case "welcome":
                 await self._report_ready()
             case "run":
-                if self._assignment is None or self._assignment.run_id != directive.run.run_id:
+                known = self._assignment is not None and self._assignment.run_id == directive.run.run_id
+                if not known or self._failure is not None:  # one that is assigned again is tried at once
+                    self._failure = None
                     self._assignment = directive.run
                     self._changed.set()
             case "idle":
-                self._assignment = None
+                self._assignment = self._failure = None
                 self._changed.set()
+                await self.on_readiness(True)
             case "weight_offer":
                 if self._run is not None:
                     self._run.weights.offer(directive.weight_offer)
@@ -137,6 +168,11 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         if self._run is not None:
             report = worker_pb2.RunReport(run_id=self._run.run_id)
             await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
+        elif self._failure is not None:
+            await self.membership.report(self._failure)
+
+    _failure: worker_pb2.ConnectRequest | None = None
+    """What the last set-up ended with, while it is to be tried again."""
 
     def _hello(self) -> worker_pb2.Hello:
         hello = worker_pb2.Hello(
@@ -219,6 +255,10 @@ async def _ended(cancelled: asyncio.Task[None]) -> None:
             raise
 
 
+async def _nobody_asks(ready: bool) -> None:
+    pass
+
+
 def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
     """The first error in a group of groups."""
     error: BaseException = group
@@ -289,6 +329,7 @@ def main(
             worker, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
         )
         worker.address = f"{reachable}:{server.port}"
+        worker.on_readiness = partial(server.set_serving, "paceline.v1.RolloutService")
         if http_port is not None:
             worker.http_address = f"{reachable}:{await worker.endpoint.start(host, http_port)}"
             log.info("OpenAI-compatible endpoint at http://%s/v1", worker.http_address)

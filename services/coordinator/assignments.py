@@ -49,18 +49,6 @@ class Assignments:
                 self.assign(member)
         await self.assign_learner()
 
-    async def resume_learner(self) -> None:
-        """A run that was paused goes on; a fault of the learner may have paused it. Damaged checkpoints are tried again: a
-        person may have put them back."""
-        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
-            learner.failed_run = ""
-        run = self._exchange.active
-        if run is not None:
-            async with self._lock:
-                with self._ledger.transaction():
-                    checkpoints.clear_marks(self._ledger, run.run_id)
-        await self.assign_learner()
-
     async def fall_back(self, member: Member, report: worker_pb2.RunReport) -> None:
         """The checkpoint of the newest session cannot be loaded: the next session begins from an older one."""
         if not report.session or member.session != report.session:
@@ -82,15 +70,10 @@ class Assignments:
             return
         await self.assign_learner()
 
-    def end_learner_session(self) -> None:
-        """The learner's session has ended with a fault; resuming begins another."""
-        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
-            learner.session = 0
-
     def dismiss(self, reason: str) -> None:
         """The run is over: everybody is idle."""
         for member in self._members.all():
-            member.session, member.ready_run, member.version = 0, "", None
+            member.session, member.ready_run, member.version, member.fault = 0, "", None, None
             member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
         self._exchange.versions.clear()
         self.forget_epoch()
@@ -100,7 +83,7 @@ class Assignments:
         run = self._exchange.active
         assert run is not None
         if run.prompts is not None:
-            member.direct(self._assignment(self._ledger.run(run.run_id)))
+            member.direct(self._assignment(self._ledger.run(run.run_id), run.spec_yaml))
 
     async def assign_learner(self) -> None:
         """Gives the active run to a learner with a new session, unless a live one has it."""
@@ -112,7 +95,7 @@ class Assignments:
             learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
             if any(m.connected and m.session and m.session == row["session"] for m in learners):
                 return
-            waiting = [m for m in learners if m.connected and m.failed_run != run.run_id]
+            waiting = [m for m in learners if m.connected and m.fault is None]
             if not waiting:
                 return
             try:
@@ -120,11 +103,13 @@ class Assignments:
             except NotFound as error:
                 no_start = str(error)
             else:
-                self._begin_session(waiting[-1], row, start)
+                self._begin_session(waiting[-1], row, run.spec_yaml, start)
         if no_start and (row["state"], row["message"]) != ("paused", no_start):
             await self._pause(run.run_id, no_start)
 
-    def _begin_session(self, member: Member, row: sqlite3.Row, start: checkpoints.Start) -> None:
+    def _begin_session(
+        self, member: Member, row: sqlite3.Row, spec_yaml: str, start: checkpoints.Start
+    ) -> None:
         session = row["session"] + 1
         with self._ledger.transaction():
             self._ledger.update_run(row["run_id"], session=session)
@@ -133,6 +118,7 @@ class Assignments:
         member.direct(
             self._assignment(
                 row,
+                spec_yaml,
                 session=session,
                 start_step=start.step,
                 checkpoint_path=start.path,
@@ -175,12 +161,12 @@ class Assignments:
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             learner.direct(worker_pb2.ConnectResponse(epoch=directive))
 
-    def _assignment(self, row: sqlite3.Row, **session: Any) -> worker_pb2.ConnectResponse:
+    def _assignment(self, row: sqlite3.Row, spec_yaml: str, **session: Any) -> worker_pb2.ConnectResponse:
         """The run of a row of the ledger, with what a learner's session adds."""
         run_id = row["run_id"]
         assignment = worker_pb2.RunAssignment(
             run_id=run_id,
-            spec_yaml=row["spec_yaml"],
+            spec_yaml=spec_yaml,
             directory=str(self._ledger.run_directory(run_id)),
             traceparent=step_traceparent(run_id, 0),
             **session,

@@ -74,12 +74,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def Pause(self, request: run_pb2.PauseRequest, context: Context) -> run_pb2.PauseResponse:
-        await self._coordinator.hold(request.run_id, paused=True)
+        await self._coordinator.pause(request.run_id)
         return run_pb2.PauseResponse(run=self._run(request.run_id))
 
     @with_status
     async def Resume(self, request: run_pb2.ResumeRequest, context: Context) -> run_pb2.ResumeResponse:
-        await self._coordinator.hold(request.run_id, paused=False)
+        await self._coordinator.resume(request.run_id)
         return run_pb2.ResumeResponse(run=self._run(request.run_id))
 
     async def DropGroups(

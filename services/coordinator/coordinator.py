@@ -3,7 +3,10 @@
 One owner for each thing: the ledger holds runs and groups, `Pool` who is there and works on what, this class the run.
 Everything runs on one event loop; `lock` serialises transactions with the exchange's. What it decides:
 
-  a run starts    when none is active; its data sets are opened first, and a fault there fails the run alone
+  a run starts    when none is active; its data sets are opened first
+  a run pauses    when a person says so, or when it cannot go on for now: with the reason, and tried again by itself where
+                  waiting may help (`services/coordinator/faults.py`). A person's pause is ended by a person alone
+  a run fails     by the fault of its spec, before its first step. It keeps what is open, and `resume` queues it again
   a run ends      when all steps are trained, the learner has exported, and no evaluation is pending
 """
 
@@ -11,23 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from pathlib import Path
 
 from paceline.data import PromptSource, open_prompts, open_rows
-from paceline.errors import Conflict, DataError, LedgerFault, SpecError
+from paceline.errors import Conflict, DataError, LedgerFault, PacelineError
 from paceline.example_rows import check_example
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_yaml, spec_to_yaml, submitted_spec
+from paceline.spec_io import spec_from_ledger, spec_to_yaml, submitted_spec
 from paceline.storage import Folder
-from services.coordinator import evaluation
+from services.coordinator import checkpoints, evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.exchange_server import ExchangeServer
+from services.coordinator.faults import AGAIN, Faults
 from services.coordinator.journal import Journal
 from services.coordinator.ledger import ACTIVE_STATES, Ledger
 from services.coordinator.members import Members
 from services.coordinator.pool import Pool
 from services.coordinator.watchdog import Watchdog
+from services.growing_pause import GrowingPause
 
 TICK_S = 0.5
 HEAR_S = 5.0
@@ -63,7 +69,13 @@ class Coordinator:
         self.changed = asyncio.Condition()
         """Notified when events were added or `stopping` was set, for Watch."""
         self.stopping = False
+        self.faults = Faults(self)
         self.pool = Pool(self, members)
+        self._retried = ""
+        """The run that is paused and tried again by itself."""
+        self._open_again_s = 0.0
+        """When the data of the run that is due may be opened again, by the monotonic clock."""
+        self._pause = GrowingPause()
         self._finished_session = 0
         self._fault: LedgerFault | None = None
         ledger.on_fault = self._on_fault
@@ -75,6 +87,9 @@ class Coordinator:
         for row in self.ledger.runs():
             if row["state"] not in ("queued", *ACTIVE_STATES):
                 self.journal.summarize_if_missing(row["run_id"])
+        active = self.ledger.active_run()
+        if active is not None and active["state"] == "paused" and self.ledger.is_retried(active["run_id"]):
+            self._retried = active["run_id"]
         self.pool.expect_holders()
         await self._start_next()
 
@@ -87,6 +102,7 @@ class Coordinator:
                 raise self._fault
             await self._start_next()
             await self.pool.look_after()
+            await self.faults.look(time.monotonic())
             await self.warn(self.watchdog.look(time.monotonic()))
             self.ledger.remove_unused_segments()
             await asyncio.sleep(TICK_S)
@@ -132,80 +148,145 @@ class Coordinator:
                 link.symlink_to(Path("..") / shared.name)
 
     async def cancel(self, run_id: str) -> None:
-        """Ends a run. Raises NotFound; Conflict when it has ended."""
+        """Ends a run, also one that has failed and may be resumed. Raises NotFound; Conflict when it has ended."""
         row = self.ledger.run(run_id)
-        if row["state"] not in ("queued", *ACTIVE_STATES):
+        if row["state"] not in ("queued", "failed", *ACTIVE_STATES):
             raise Conflict(f"run {run_id} has {row['state']} already")
         await self.end(run_id, "cancelled", "cancelled by request")
 
-    async def hold(self, run_id: str, paused: bool) -> None:
-        """Pauses a running run, or resumes a paused one. Raises NotFound, Conflict."""
-        before, after = ("running", "paused") if paused else ("paused", "running")
+    async def pause(self, run_id: str) -> None:
+        """A person pauses a run; nobody but a person ends that. Raises NotFound, Conflict."""
         async with self.lock:
             row = self.ledger.run(run_id)
-            if row["state"] != before:
-                raise Conflict(f"run {run_id} is {row['state']}, not {before}")
+            if row["state"] != "running" and self._retried != run_id:
+                raise Conflict(f"run {run_id} is {row['state']}, not running")
             with self.ledger.transaction():
-                self.ledger.update_run(run_id, state=after, message="")
-                self.ledger.add_event(run_id, "state", {"state": after})
+                self._set_state(run_id, "paused")
+            self._retried = ""
         self.server.wake("lease", "batch")
-        if not paused:
-            await self.pool.assignments.resume_learner()
         await self.tell_watchers()
 
-    async def pause_on_fault(self, run_id: str, message: str) -> None:
-        """The learner cannot train the step that is due, and nothing is lost: whoever looks into it decides."""
+    async def resume(self, run_id: str) -> None:
+        """Goes on with a run that is paused, and queues one that has failed. Raises NotFound, Conflict."""
         async with self.lock:
-            if self.ledger.run(run_id)["state"] not in ACTIVE_STATES:
+            row = self.ledger.run(run_id)
+            if row["state"] not in ("paused", "failed"):
+                raise Conflict(f"run {run_id} is {row['state']}, neither paused nor failed")
+            with self.ledger.transaction():
+                self._set_state(run_id, "running" if row["state"] == "paused" else "queued")
+                self.ledger.update_run(run_id, dropped_in_a_row=0)
+                checkpoints.clear_marks(self.ledger, run_id)  # a person may have put them back
+            self._retried, self._open_again_s = "", 0.0
+        self.faults.forget()
+        self.server.wake("lease", "batch")
+        if self.exchange.active is not None:
+            await self.pool.assignments.put_to_work()
+        await self.tell_watchers()
+
+    async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
+        """The run cannot go on, and nothing is lost: whoever looks into it decides, unless it is tried again by itself.
+
+        A person's pause stays a person's. Does nothing where the same was said already.
+        """
+        async with self.lock:
+            row = self.ledger.run(run_id)
+            retrying = self._retried == run_id
+            if row["state"] not in ("queued", "running") and not (row["state"] == "paused" and retrying):
+                return
+            if retrying and retried and row["message"] == message:
                 return
             with self.ledger.transaction():
-                self.ledger.update_run(run_id, state="paused", message=message)
-                self.ledger.add_event(run_id, "state", {"state": "paused", "message": message})
-        self.pool.assignments.end_learner_session()
+                self._set_state(run_id, "paused", message, retried=retried)
+            self._retried = run_id if retried else ""
         log.warning("run %s is paused: %s", run_id, message)
+        self.server.wake("lease", "batch")
         await self.tell_watchers()
 
+    async def take_up(self, run_id: str) -> None:
+        """What a run was paused for is over; it goes on unless a person has paused it."""
+        async with self.lock:
+            if self._retried != run_id or self.ledger.run(run_id)["state"] != "paused":
+                return
+            with self.ledger.transaction():
+                self._set_state(run_id, "running")
+            self._retried = ""
+        log.info("run %s goes on", run_id)
+        self.server.wake("lease", "batch")
+        await self.tell_watchers()
+
+    def _set_state(self, run_id: str, state: str, message: str = "", **facts: bool) -> None:
+        """State and message of a run, with the event that says so; in a transaction."""
+        self.ledger.update_run(run_id, state=state, message=message)
+        content = {"state": state} | ({"message": message} if message else {})
+        self.ledger.add_event(run_id, "state", content | {name: fact for name, fact in facts.items() if fact})
+
     async def _start_next(self) -> None:
-        """Makes the active run, or the next queued one, the exchange's run."""
-        if self.exchange.active is not None:
+        """Makes the active run, or the next queued one, the exchange's run; later, where it cannot be read just now."""
+        if self.exchange.active is not None or time.monotonic() < self._open_again_s:
             return
         row = self.ledger.active_run() or self.ledger.next_queued()
         if row is None:
             return
-        spec, run_id = spec_from_yaml(row["spec_yaml"]), row["run_id"]
+        run_id = row["run_id"]
         try:
+            spec, warnings = spec_from_ledger(row["spec_yaml"])
             prompts, validation = await asyncio.to_thread(_open_data, spec)
-        except (SpecError, DataError) as error:
-            await self.end(run_id, "failed", str(error))
+        except (PacelineError, OSError) as error:
+            await self._put_off(row, error)
             return
-        run = ActiveRun(run_id, spec, prompts, validation)
+        self._pause.reset()
+        told = spec_to_yaml(spec) if warnings else row["spec_yaml"]
+        run = ActiveRun(run_id, spec, prompts, validation, told)
         async with self.lock:
             row = self.ledger.run(run_id)
             if row["state"] not in ("queued", *ACTIVE_STATES):
                 return  # cancelled while its data were opened
             with self.ledger.transaction():
-                if row["state"] == "queued":
-                    self.ledger.update_run(run_id, state="running")
-                    self.ledger.add_event(run_id, "state", {"state": "running"})
+                if row["state"] == "queued" or self._retried == run_id:
+                    self._set_state(run_id, "running")
+                self._retried = ""
+                for warning in warnings:
+                    self.ledger.add_event(run_id, "warning", {"message": warning})
                 self.exchange.active = run
+                self.exchange.places_changed()
                 if validation is not None and spec.grpo.val_at_start:
                     evaluation.begin(self.exchange, run, 0)
         self.journal.open(run_id, self.ledger.run_directory(run_id), tensorboard=spec.logger.tensorboard)
         self._finished_session = 0
+        self.faults.forget()
         log.info("run %s starts at step %d of %d", run_id, row["next_step"], spec.max_num_steps)
         await self.pool.assignments.put_to_work()
         await self.tell_watchers()
 
+    async def _put_off(self, row: sqlite3.Row, error: Exception) -> None:
+        """The run that is due cannot be started: it fails where only another spec would help, else it is tried again."""
+        run_id = row["run_id"]
+        if isinstance(error, DataError) and row["next_step"] == 0 and row["session"] == 0:
+            await self.fail(run_id, str(error))
+            return
+        self._open_again_s = time.monotonic() + self._pause.next_s()
+        await self.pause_on_fault(run_id, f"{error}. {AGAIN}", retried=True)
+
+    async def fail(self, run_id: str, message: str) -> None:
+        """The run cannot go on as its spec is. What is open stays open, for `resume`; the next run may start."""
+        await self._leave(run_id, "failed", message)
+
     async def end(self, run_id: str, state: str, message: str) -> None:
-        """Ends a run in `state`; the workers become idle and the next run may start."""
+        """Ends a run in `state`, for good; the workers become idle and the next run may start."""
+        await self._leave(run_id, state, message)
+
+    async def _leave(self, run_id: str, state: str, message: str) -> None:
         async with self.lock:
-            if self.ledger.run(run_id)["state"] not in ("queued", *ACTIVE_STATES):
+            before = self.ledger.run(run_id)["state"]
+            if before not in ("queued", *ACTIVE_STATES) and (before, state) != ("failed", "cancelled"):
                 return
             run = self.exchange.active
             active = run is not None and run.run_id == run_id
             with self.ledger.transaction():
-                if active and run is not None:
-                    self.exchange.end_run(run)
+                if state == "failed":
+                    self.exchange.set_aside(run_id)
+                else:
+                    self.exchange.end_run(run_id)
                 self.ledger.update_run(run_id, state=state, message=message)
                 self.ledger.add_event(run_id, "state", {"state": state, "message": message})
         log.log(
@@ -215,6 +296,8 @@ class Coordinator:
             self.journal.close(self.journal.summary(run_id))
             self.pool.assignments.dismiss(f"run {run_id} {state}")
             self.server.wake("lease", "task", "batch")
+        if self._retried == run_id:
+            self._retried, self._open_again_s = "", 0.0
         await self.tell_watchers()
 
     async def see_off(self, grace_s: float) -> None:
@@ -244,8 +327,8 @@ class Coordinator:
         self.committed.close()
 
     def spec(self, run_id: str) -> RunSpec:
-        """The spec of a run. Raises NotFound."""
-        return spec_from_yaml(self.committed.run(run_id)["spec_yaml"])
+        """The spec of a run. Raises NotFound; SpecError for one that cannot be read any more."""
+        return spec_from_ledger(self.committed.run(run_id)["spec_yaml"])[0]
 
     async def learner_finished(self, session: int) -> None:
         """The learner has exported what the run was for."""
@@ -262,14 +345,14 @@ class Coordinator:
             await self.end(run.run_id, "succeeded", "")
 
     async def act_on(self, notices: list[Notice]) -> None:
-        """What follows from a commit: a run that failed or finished, another epoch, news for watchers."""
+        """What follows from a commit: a run that cannot go on or finished, another epoch, news for watchers."""
         run = self.exchange.active
         if run is None:
             return
         for notice in notices:
-            if notice.kind == "failed":
-                await self.end(run.run_id, "failed", notice.content["message"])
-                return
+            if notice.kind == "failed" and notice.run_id == run.run_id:
+                await self.pause_on_fault(run.run_id, notice.content["message"])
+                break
         self.pool.assignments.name_epoch()
         await self.tell_watchers()
         await self._finish_if_done()

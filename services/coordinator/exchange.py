@@ -51,8 +51,10 @@ class Notice:
     """Something that happened in a transaction and that others act on after its commit."""
 
     kind: str
-    """`step` (a step was trained), `failed` (the run cannot go on), `evaluated`, `warning`."""
+    """`step` (a step was trained), `failed` (the run cannot go on as it is), `evaluated`, `warning`."""
     content: dict[str, Any]
+    run_id: str = ""
+    """Of which run; another one may be active when it is acted on."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class ActiveRun:
     prompts: PromptSource | None
     """None for supervised runs: their learner reads the data set itself."""
     validation: PromptSource | None
+    spec_yaml: str = ""
+    """As workers are told it: without what this version does not know."""
 
     @property
     def batch(self) -> int:
@@ -112,7 +116,7 @@ class Exchange:
 
     def notice(self, kind: str, **content: Any) -> None:
         """Leaves a notice for after the commit."""
-        self.notices.append(Notice(kind, content))
+        self.notices.append(Notice(kind, content, self.active.run_id if self.active else ""))
 
     def take_notices(self) -> list[Notice]:
         """The notices since the last call."""
@@ -169,48 +173,70 @@ class Exchange:
 
     def drop(self, run: ActiveRun, row: sqlite3.Row, reason: str, tokens: int | None = None) -> None:
         """Ends a group as dropped(reason) and frees its place; its tokens move in the books."""
-        tokens = row["tokens"] if tokens is None else tokens
-        self.set_group(run, row["group_id"], state="dropped", reason=reason, member_id=None, scorer_id=None)
-        self.ledger.remove_payloads(run.run_id, row["group_id"])
-        self.reserved.pop(row["group_id"], None)
-        self.places_changed()
-        self._freed = True
-        self.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"]))
-        self.ledger.forget("deaths")
+        self._drop(run.run_id, row, reason, row["tokens"] if tokens is None else tokens)
         if row["class"] != "train":
-            return
-        self.ledger.count(run.run_id, f"groups:dropped:{reason}")
-        self.ledger.count(run.run_id, f"tokens:dropped:{reason}", tokens)
-        self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run.run_id, row["slot"]))
-        if reason == "run_ended":
             return
         in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"] + 1
         self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
-        if in_a_row >= run.spec.grpo.max_generation_batches * run.batch:
+        # Not once more with each drop beyond the limit, but again: what follows from it may have been lost in a crash.
+        if in_a_row % (run.spec.grpo.max_generation_batches * run.batch) == 0:
             self.notice(
                 "failed",
                 message=f"{in_a_row} groups in a row were dropped, the last as {reason!r}, without one that could "
                 "train (grpo.max_generation_batches); look at the rewards and the data",
             )
 
-    def end_run(self, run: ActiveRun) -> None:
+    def _drop(self, run_id: str, row: sqlite3.Row, reason: str, tokens: int) -> None:
+        group_id = row["group_id"]
+        self.db.execute(
+            "UPDATE groups SET state = 'dropped', reason = ?, member_id = NULL, scorer_id = NULL"
+            " WHERE run_id = ? AND group_id = ?",
+            (reason, run_id, group_id),
+        )
+        self.ledger.remove_payloads(run_id, group_id)
+        self.reserved.pop(group_id, None)
+        self.places_changed()
+        self._freed = True
+        self.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id))
+        self.ledger.forget("deaths")
+        if row["class"] == "train":
+            self.ledger.count(run_id, f"groups:dropped:{reason}")
+            self.ledger.count(run_id, f"tokens:dropped:{reason}", tokens)
+            self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run_id, row["slot"]))
+
+    def end_run(self, run_id: str) -> None:
         """Drops what is still open as run_ended, and forgets evaluations that were not finished."""
         rows = self.db.execute(
-            "SELECT * FROM groups WHERE run_id = ? AND state NOT IN ('trained', 'dropped')", (run.run_id,)
+            "SELECT * FROM groups WHERE run_id = ? AND state NOT IN ('trained', 'dropped')", (run_id,)
         ).fetchall()
         for row in rows:
-            self.drop(run, row, "run_ended")
+            self._drop(run_id, row, "run_ended", row["tokens"])
         self.db.execute(
             "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
             " (SELECT group_id FROM groups WHERE run_id = ? AND class != 'train')",
-            (run.run_id, run.run_id),
+            (run_id, run_id),
         )
-        self.db.execute("DELETE FROM groups WHERE run_id = ? AND class != 'train'", (run.run_id,))
-        self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run.run_id,))
+        self.db.execute("DELETE FROM groups WHERE run_id = ? AND class != 'train'", (run_id,))
+        self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run_id,))
         self.ledger.forget("deaths")
-        self.active = None
-        self.first_asked_s.clear()
-        self.reserved.clear()
+        self._deactivate(run_id)
+
+    def set_aside(self, run_id: str) -> None:
+        """The run is not worked on any more, but may be again: what is open stays so, and nobody holds any of it."""
+        self.db.execute(
+            "UPDATE groups SET state = 'admitted' WHERE run_id = ? AND state = 'leased'", (run_id,)
+        )
+        self.db.execute(
+            "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND state = 'generated'", (run_id,)
+        )
+        self.db.execute("UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND done = 0", (run_id,))
+        self._deactivate(run_id)
+
+    def _deactivate(self, run_id: str) -> None:
+        if self.active is not None and self.active.run_id == run_id:
+            self.active = None
+            self.first_asked_s.clear()
+            self.reserved.clear()
 
     # Replies
 

@@ -149,6 +149,13 @@ class Ledger(LedgerFile):
             (run_id, after, limit),
         ).fetchall()
 
+    def is_retried(self, run_id: str) -> bool:
+        """Whether a paused run goes on by itself when what it was paused for is over."""
+        row = self._first(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'state' ORDER BY sequence DESC", run_id
+        )
+        return row is not None and bool(json.loads(row["json"]).get("retried"))
+
     # Payloads
 
     def payload(
@@ -308,6 +315,6 @@ class Ledger(LedgerFile):
         ).fetchall()
         return [(row["id"], ROLE_ROLLOUT) for row in leases] + [(row["id"], ROLE_REWARD) for row in tasks]
 
-    def _first(self, query: str) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1").fetchone()
+    def _first(self, query: str, *values: object) -> sqlite3.Row | None:
+        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", values).fetchone()
         return row

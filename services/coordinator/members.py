@@ -18,6 +18,16 @@ OUTBOX_SIZE = 256
 """Directives that wait for a member; one that does not read that many is cut off."""
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What keeps a member from working on a run, as it said itself."""
+
+    run_id: str
+    message: str
+    kind: worker_pb2.Fault.ValueType = worker_pb2.FAULT_UNSPECIFIED
+    resumable: bool = False
+
+
 @dataclass
 class Member:
     """One worker, as the coordinator sees it."""
@@ -33,8 +43,8 @@ class Member:
     version: Version | None = None
     ready_run: str = ""
     """Run that the worker has set up and can work on."""
-    failed_run: str = ""
-    """Run whose set-up failed on the worker."""
+    fault: Fault | None = None
+    """Why it cannot work on its run, until it can."""
     suspected: bool = False
     """Not heard of for half the time-out: out of the epoch until it speaks."""
     expelled: bool = False

@@ -84,18 +84,10 @@ class Reports:
             await self._assignments.fall_back(member, report)
             return
         if report.error:
-            member.failed_run = run.run_id
-            # One whose stream broke is about to be gone: it neither works on the run nor will it say that it cannot.
-            peers = [peer for peer in self._members.of_role(member.role) if peer.connected]
-            log.warning(
-                "%s %s cannot work on %s: %s", member.role_name, member.member_id, run.run_id, report.error
-            )
-            if all(peer.failed_run == run.run_id for peer in peers) and report.resumable:
-                await self._runs.pause_on_fault(run.run_id, f"{member.role_name}: {report.error}")
-            elif all(peer.failed_run == run.run_id for peer in peers):
-                await self._runs.end(run.run_id, "failed", f"{member.role_name}: {report.error}")
+            await self._runs.faults.on_error(member, report)
             return
         member.ready_run, member.expelled = run.run_id, False
+        await self._runs.faults.on_ready(member)
         if report.finished:
             async with self._lock:
                 with self._ledger.transaction():

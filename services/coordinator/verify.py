@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_yaml
+from paceline.spec_io import spec_from_ledger
 from services.coordinator import evidence
 from services.coordinator.batch_chain import batch_digest, extend_chain
 from services.coordinator.ledger import OPEN_STATES, Ledger
@@ -103,7 +103,7 @@ def _read(ledger: Ledger, run_id: str) -> Record:
     for group in sorted(groups, key=lambda g: -1 if g["rank_order"] is None else int(g["rank_order"])):
         if group["step"] is not None:
             of_step.setdefault(group["step"], []).append(group)
-    spec = spec_from_yaml(run["spec_yaml"])
+    spec, _ = spec_from_ledger(run["spec_yaml"])
     return Record(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step)
 
 

@@ -127,7 +127,7 @@ REWARDS = {
 @pytest.mark.parametrize(("fault", "words"), [
     ("raises", "no such thing"), ("hangs", "0.5 s"), ("wrong_length", "1"), ("nan", "nan"),
 ])  # fmt: skip
-def test_a_bad_reward_fails_its_run_with_the_reason_and_nothing_else(
+def test_a_bad_reward_pauses_its_run_with_the_reason_and_nothing_else(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, tmp_path: Path, fault: str, words: str
 ) -> None:
     file = tmp_path / "bad.py"
@@ -136,10 +136,15 @@ def test_a_bad_reward_fails_its_run_with_the_reason_and_nothing_else(
     run = client.submit(
         make_spec(rewards=[reward], grpo={"num_prompts_per_step": 2, "max_generation_batches": 1})
     )
-    ended = client.wait(run.run_id, timeout_s=120)
-    warnings = [event.content["message"] for event in client.watch(run.run_id) if event.kind == "warning"]
-
-    assert "reward_failed" in ended.message
+    warnings = []
+    for event in client.watch(run.run_id):
+        if event.kind == "warning":
+            warnings.append(event.content["message"])
+        if event.content.get("state") == "paused":
+            break
+    paused = client.get(run.run_id)
+    assert "reward_failed" in paused.message
+    ended = client.cancel(run.run_id)
     assert any(words in warning.lower() for warning in warnings), warnings
     assert ended.groups["dropped:reward_failed"] >= 2
     assert ended.tokens["trained"] == 0

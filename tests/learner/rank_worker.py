@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, run_case
 from torch.distributed.tensor import DTensor
 
-from learner.collectives import end_process
+from learner.collectives import FailedElsewhere, end_process, succeed_on_all_ranks
 from learner.examples import ExampleSource
 from learner.row_check import check_rows
 from learner.trainer import Trainer
 from paceline.demo.model import make_tokenizer
-from paceline.errors import InvalidInput, NonFiniteLoss
+from paceline.errors import InvalidInput, NonFiniteLoss, Unreadable
 
 
 def main(model: Path, out: Path) -> None:
@@ -34,7 +34,21 @@ def main(model: Path, out: Path) -> None:
     for name, case in (("dapo", CASES["dapo"]), ("ppo", CASES["ppo"] | {"num_updates_per_step": 1})):
         (out / f"non_finite_{name}.{rank}.json").write_text(json.dumps(non_finite(model, rank, case)))
     (out / f"too_long.{rank}.txt").write_text(too_long(out))
+    (out / f"elsewhere.{rank}.json").write_text(json.dumps(lacks_its_model(model, out, rank)))
     end_process()
+
+
+def lacks_its_model(model: Path, out: Path, rank: int) -> list[str]:
+    """Rank 1 has no model at first: neither rank may wait for the other in a collective, and both can try again."""
+    said = []
+    for folder in (model if rank == 0 else out / "not_mounted", model):
+        try:
+            succeed_on_all_ranks(lambda folder=folder: Trainer(make_spec(folder), CPU), CPU)  # type: ignore[misc]
+        except (Unreadable, FailedElsewhere) as error:
+            said.append(type(error).__name__)
+        else:
+            said.append("set up")
+    return said
 
 
 def too_long(out: Path) -> str:

@@ -67,6 +67,11 @@ def test_two_ranks_equal_one(name: str, model: Path, two_ranks: Path) -> None:
                 torch.testing.assert_close(sharded[key], tensor, rtol=1e-4, atol=1e-5)
 
 
+def test_a_rank_that_cannot_read_its_model_leaves_nobody_in_a_collective(two_ranks: Path) -> None:
+    said = [json.loads((two_ranks / f"elsewhere.{rank}.json").read_text()) for rank in range(2)]
+    assert said == [["FailedElsewhere", "set up"], ["Unreadable", "set up"]]
+
+
 @pytest.mark.parametrize("name", ["dapo", "ppo"])
 def test_every_rank_stops_before_its_optimizer_names_the_broken_group_and_goes_on(
     name: str, two_ranks: Path

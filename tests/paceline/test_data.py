@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from paceline.data import PromptSource, check_columns, open_prompts, open_rows
-from paceline.errors import DataError
+from paceline.errors import DataError, InvalidInput
 from paceline.spec import DataSection
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
@@ -33,7 +33,7 @@ def source(path: Path, *, seed: int = 1, validation: bool = False, **fields: Any
 
 
 def refusal(path: Path, **fields: Any) -> str:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(InvalidInput) as caught:
         source(path, **fields)
     return str(caught.value)
 

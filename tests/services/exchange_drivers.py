@@ -163,7 +163,7 @@ class World:
     def end(self) -> None:
         """Ends the run."""
         with self.ledger.transaction():
-            self.exchange.end_run(self.run)
+            self.exchange.end_run(self.run_id)
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
         """Contents of the notices of a kind."""

@@ -128,7 +128,7 @@ def test_groups_without_variance_are_dropped_and_replaced(make_world: MakeWorld)
     assert world.row["dropped_in_a_row"] == 0
 
 
-def test_a_run_without_any_variance_fails_and_says_so(make_world: MakeWorld) -> None:
+def test_a_run_without_any_variance_stops_and_says_so(make_world: MakeWorld) -> None:
     world = make_world(grpo={"use_dynamic_sampling": True, "max_generation_batches": 2})
     rollout, reward = Rollout(world), Reward(world)
     dropped = 0
@@ -142,6 +142,11 @@ def test_a_run_without_any_variance_fails_and_says_so(make_world: MakeWorld) -> 
     assert dropped == 4
     assert "grpo.max_generation_batches" in world.kinds("failed")[0]["message"]
     assert "'no_variance'" in world.kinds("failed")[0]["message"]
+    for _ in range(3):
+        (lease,) = rollout.lease(2)
+        rollout.finish(lease)
+        reward.score(reward.tasks()[0], [1.0, 1.0])
+    assert len(world.kinds("failed")) == 1, "once, and not with each further drop"
 
 
 def test_one_group_that_can_train_starts_the_count_anew(make_world: MakeWorld) -> None:

@@ -196,7 +196,7 @@ def test_a_run_that_ended_with_a_batch_fixed_drops_its_groups(trained: World) ->
     run = trained.exchange.active
     assert run is not None
     with trained.ledger.transaction():
-        trained.exchange.end_run(run)
+        trained.exchange.end_run(run.run_id)
     report = inspect(trained)
     assert report.problems == []
     assert report.facts["open"] == 0

@@ -1,0 +1,41 @@
+"""A worker's set-up of a run: the spec that it was told, and what it says when it cannot work on it."""
+
+from __future__ import annotations
+
+import logging
+
+from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
+from paceline.spec import RunSpec
+from paceline.spec_io import spec_from_yaml
+from protos.paceline.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+
+def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
+    """The spec of an assignment. Raises Unavailable: the coordinator, which understands it, is of another version."""
+    try:
+        return spec_from_yaml(assignment.spec_yaml)
+    except SpecError as error:
+        raise Unavailable(
+            f"this worker does not understand the run's spec: {error}. Bring worker and coordinator to one version"
+        ) from None
+
+
+def fault_of(error: BaseException) -> worker_pb2.Fault.ValueType:
+    """FAULT_SPEC for what only another spec (or its data, or its code) can change; all else may pass."""
+    is_spec = isinstance(error, InvalidInput) and not isinstance(error, Unreadable)
+    return worker_pb2.FAULT_SPEC if is_spec else worker_pb2.FAULT_PASSING
+
+
+def failed_set_up(run_id: str, error: Exception, session: int = 0) -> worker_pb2.ConnectRequest:
+    """The report of a worker that cannot work on a run, and the log's lines about it."""
+    if isinstance(error, InvalidInput | Unavailable):
+        text = str(error)
+        log.error("cannot work on run %s: %s", run_id, text)
+    else:
+        text = f"{type(error).__name__}: {error}"
+        log.error("cannot work on run %s: %s", run_id, text, exc_info=error)
+    return worker_pb2.ConnectRequest(
+        run_report=worker_pb2.RunReport(run_id=run_id, session=session, error=text, fault=fault_of(error))
+    )
