@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from paceline.errors import InvalidInput, PacelineError, Unreadable, WireError
 from paceline.spec import RewardFunctionSection
 from reward.protocol import encode, receive_async
@@ -28,12 +30,23 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from reward.worker import main; main()"
 
 
+STARVED_SHARE = 0.1
+"""Of its time limit: a process that wants to work and gets less of a processor is starved."""
+NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED)
+
+
 class ProcessTimeout(PacelineError):
     """No answer within the time limit. The process is killed."""
+
+    starved = False
+    """Whether it wanted to work all the time and hardly got a processor (or its disk): no fault of what it ran."""
 
 
 class ProcessDied(PacelineError):
     """The process ended instead of answering. The message says how, `died with signal SIGKILL`."""
+
+    by_signal = False
+    """Whether a signal that this side did not send ended it: the kernel out of memory, a crash, a person."""
 
 
 class RewardProcess:
@@ -105,21 +118,29 @@ class RewardProcess:
         if self._reader is None or self._writer is None or self._process is None or self._watch is None:
             raise ProcessDied("was not running")
         process, watch = self._process, self._watch
+        used_s = processor_seconds(process.pid)
         try:
             async with asyncio.timeout(timeout_s):
                 self._writer.writelines(frames)
                 await self._writer.drain()
                 return await receive_async(self._reader)
         except TimeoutError:
+            timeout = ProcessTimeout(f"timed out after {timeout_s:g} s")
+            used_s = processor_seconds(process.pid) - used_s
+            if used_s < STARVED_SHARE * timeout_s and wants_to_work(process.pid):
+                timeout = ProcessTimeout(f"got {used_s:.2f} s of a processor in {timeout_s:g} s")
+                timeout.starved = True
             self.kill()
-            raise ProcessTimeout(f"timed out after {timeout_s:g} s") from None
+            raise timeout from None
         except (EOFError, OSError):
             if process.returncode is None:  # it closed the socket, or is just ending
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(watch), timeout=1.0)
-            description = describe_end(process.returncode)
+            died = ProcessDied(describe_end(process.returncode))
+            # Somebody who has called `kill` meanwhile has made it forget the process.
+            died.by_signal = (process.returncode or 0) < 0 and process is self._process
             self.kill()
-            raise ProcessDied(description) from None
+            raise died from None
         except WireError as error:
             self.kill()
             raise ProcessDied(f"broke the protocol: {error}") from None
@@ -146,6 +167,32 @@ class RewardProcess:
     async def _wait_for_end(self, process: Process) -> None:
         await process.wait()
         _kill_group(process.pid)
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process and its children have had so far, those that ended included; 0 for one that is gone."""
+    used_s = 0.0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                used_s += sum(one.cpu_times()[:4])  # user and system, its own and its ended children's
+    return used_s
+
+
+def wants_to_work(pid: int) -> bool:
+    """Whether a process or one of its children would go on if it were let: it waits for a processor or the disk, or it was
+    stopped. One that sleeps waits for something by its own will."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return any(_status(one) in NOT_SLEEPING for one in [process, *process.children(recursive=True)])
+    return False
+
+
+def _status(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(process.status())
+    return ""
 
 
 def describe_end(returncode: int | None) -> str:

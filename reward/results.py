@@ -7,7 +7,7 @@ from typing import Literal
 
 from paceline.groups import FloatArray
 
-FailureKind = Literal["raised", "timeout", "died", "invalid", "unavailable"]
+FailureKind = Literal["raised", "timeout", "died", "invalid", "unavailable", "killed"]
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,10 @@ class RewardFailure:
     function: str
     """The function's label."""
     kind: FailureKind
-    """`raised` an exception; `timeout`: passed its time limit; `died`: its process ended; `invalid`: cannot take the data
-    set's columns, or returned something else than a finite number or None for each completion; `unavailable`: what it
-    calls could not be reached (ConnectionError, TimeoutError, an unknown host), which says nothing about the group."""
+    """`raised` an exception; `timeout`: passed its time limit; `died`: it ended its process; `invalid`: cannot take the
+    data set's columns, or returned something else than a finite number or None for each completion. Two say nothing about
+    the group: `unavailable`, what it calls could not be reached (ConnectionError, TimeoutError, an unknown host), its file
+    is away, or it got no processor; and `killed`, a signal from outside or a crash ended its process."""
     message: str
     """One line for people: what happened and where, the function's name included."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import Conflict, InvalidInput, Unavailable
+from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
 from paceline.groups import FloatArray
 from paceline.spec import RewardFunctionSection
 from reward.process import ProcessDied, ProcessTimeout, RewardProcess
@@ -62,8 +62,8 @@ class RewardRunner:
         return len(self._processes)
 
     async def start(self) -> None:
-        """Starts the processes. Raises InvalidInput when a function cannot be loaded, Unavailable when a process ended or
-        took too long meanwhile; nothing runs then."""
+        """Starts the processes. Raises InvalidInput when a function cannot be loaded, Unavailable when a process was killed
+        or took too long meanwhile; nothing runs then."""
         if self._state != "new":
             raise Conflict(f"the reward runner is {self._state}; make a new one")
         self._state = "running"
@@ -75,7 +75,10 @@ class RewardRunner:
                 await self.close()
         for outcome in outcomes:
             if isinstance(outcome, ProcessDied | ProcessTimeout):
-                raise Unavailable(f"the process of the reward functions {outcome} while it loaded them")
+                left_by_itself = isinstance(outcome, ProcessDied) and not outcome.by_signal
+                raise (InvalidInput if left_by_itself else Unavailable)(
+                    f"the process of the reward functions {outcome} while it loaded them"
+                )
             if outcome is not None:
                 raise outcome
         for process in self._processes:
@@ -134,9 +137,10 @@ class RewardRunner:
                     *([group] if index == 0 else []), *frames, timeout_s=function.timeout_s
                 )
             except ProcessTimeout as error:
-                failure = _failure(function, "timeout", f"{error}, its timeout_s")
+                kind: FailureKind = "unavailable" if error.starved else "timeout"
+                failure = _failure(function, kind, f"{error}, its timeout_s")
             except ProcessDied as error:
-                failure = _failure(function, "died", str(error))
+                failure = _failure(function, "killed" if error.by_signal else "died", str(error))
             else:
                 failure = _failure_in(function, reply)
                 if reply.get("worn"):
@@ -147,15 +151,18 @@ class RewardRunner:
         return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s))
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
-        """Starts a process that an earlier failure ended; a file may have become unloadable since."""
+        """Starts a process that an earlier failure ended; a file may have become unloadable, or be away, since."""
         if process.usable:
             return None
         try:
             await process.start()
         except (InvalidInput, ProcessDied, ProcessTimeout) as error:
             labels = ", ".join(function.label for function in self._functions)
+            lasting = isinstance(error, InvalidInput) and not isinstance(error, Unreadable)
             return RewardFailure(
-                labels, "died", f"the process of {labels} could not be started again: {error}"
+                labels,
+                "died" if lasting else "unavailable",
+                f"the process of {labels} could not be started again: {error}",
             )
         return None
 

@@ -75,7 +75,7 @@ class RewardWorker:
         self._stopping = asyncio.Event()
         self._scored = 0
         self._unavailable = 0
-        """Tasks in a row whose functions could not reach what they call."""
+        """Tasks in a row that went back for what is no fault of theirs."""
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
@@ -186,8 +186,8 @@ class RewardWorker:
             else:
                 if result.failure is not None:
                     score.error = result.failure.message
-                    if result.failure.kind == "unavailable":
-                        score.handed_back = True
+                    if result.failure.kind in ("unavailable", "killed"):
+                        score.handed_back, score.crashed = True, result.failure.kind == "killed"
                         await self._pause(self._unavailable)
                     self._unavailable = self._unavailable + 1 if score.handed_back else 0
                 elif result.rewards_CF is not None:

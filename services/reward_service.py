@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from paceline.errors import Conflict, InvalidInput
+from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.spec import RewardFunctionSection
 from protos.paceline.v1 import reward_pb2, reward_pb2_grpc
 from reward.builtin import BUILTIN_FUNCTIONS
@@ -42,7 +42,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 prompts, list(request.completions), [[] for _ in range(count)], columns
             )
         if result.failure is not None:
-            raise InvalidInput(result.failure.message)
+            passing = result.failure.kind in ("unavailable", "killed")
+            raise (Unavailable if passing else InvalidInput)(result.failure.message)
         assert result.rewards_CF is not None
         response = reward_pb2.ScoreResponse()
         for function, values in zip(functions, result.rewards_CF.T.tolist(), strict=True):

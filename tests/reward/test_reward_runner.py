@@ -88,7 +88,7 @@ async def test_the_process_is_light_and_arguments_are_each_functions_own(
         ("exits", "raised", "raised SystemExit: 3 (my_rewards.py:"),
         ("leaves", "died", "ended its process with exit code 7"),
         ("leaves_a_fork", "died", "ended its process with exit code 7"),
-        ("kills_itself", "died", "died with signal SIGKILL"),
+        ("kills_itself", "killed", "died with signal SIGKILL"),
         ("too_short", "invalid", "returned 1 values for 2 completions"),
         ("nan_at_one", "invalid", "returned NaN at index 1"),
         ("infinite", "invalid", "returned float inf at index 0"),
@@ -125,6 +125,41 @@ async def test_a_hanging_function_is_killed_and_replaced(
     )
     assert await gone(pid)
     assert failure_of(await score_two(runner)).kind == "timeout"
+
+
+async def test_a_process_that_somebody_else_kills_says_nothing_about_the_group(
+    score_two: ScoreTwo, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pid")
+    source = "import os, time\ndef f(completions, **_):\n    open(FIFO, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+    (tmp_path / "slow.py").write_text(source.replace("FIFO", repr(str(tmp_path / "pid"))))
+    async with RewardRunner([RewardFunctionSection(function=f"{tmp_path}/slow.py:f")]) as runner:
+        scoring = asyncio.create_task(score_two(runner))
+        pid = int(await asyncio.to_thread((tmp_path / "pid").read_text))
+        os.kill(pid, signal.SIGKILL)
+        assert failure_of(await scoring).kind == "killed"
+
+
+async def test_a_process_that_gets_no_processor_says_nothing_about_the_group(
+    make_runner: MakeRunner, score_two: ScoreTwo, functions_file: Path
+) -> None:
+    runner = await make_runner({"function": f"{functions_file}:hangs", "timeout_s": 0.5})
+    pid = runner._processes[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    failure = failure_of(await score_two(runner))
+    assert failure.kind == "unavailable"
+    assert "of a processor in 0.5 s" in failure.message
+    assert failure_of(await score_two(runner)).kind == "timeout", "it sleeps by its own will"
+
+
+async def test_a_function_that_computes_for_too_long_has_failed(
+    make_runner: MakeRunner, score_two: ScoreTwo, tmp_path: Path
+) -> None:
+    (tmp_path / "busy.py").write_text("def f(completions, **_):\n    while True:\n        pass\n")
+    runner = RewardRunner([RewardFunctionSection(function=f"{tmp_path}/busy.py:f", timeout_s=3.0)])
+    async with runner:
+        assert failure_of(await score_two(runner)).kind == "timeout"
 
 
 async def test_memory_beyond_the_limit_fails_the_call_only(
@@ -248,7 +283,7 @@ async def test_a_file_that_goes_missing_fails_groups_and_heals(
     for process in runner._processes:
         process.kill()
     failure = failure_of(await score_two(runner))
-    assert failure.kind == "died"
+    assert failure.kind == "unavailable"
     assert "could not be started again" in failure.message
     assert f"there is no file '{functions_file}'" in failure.message
     os.rename(kept, functions_file)

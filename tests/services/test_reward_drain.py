@@ -96,3 +96,23 @@ async def drained(directory: Path) -> None:
 
 def test_what_waits_for_a_process_goes_back_and_what_runs_is_finished(tmp_path: Path) -> None:
     asyncio.run(drained(tmp_path))
+
+
+async def test_a_task_whose_process_is_killed_goes_back_as_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os\ndef f(completions, **_):\n    os.kill(os.getpid(), 9)\n")
+    spec = make_spec(tmp_path, rewards=[{"function": f"{tmp_path}/dies.py:f"}])
+    ids = np.array([1, 2], np.int32)
+    completion = Completion(ids, np.zeros(2, np.float32), (VersionSpan(1, 0, 0, 2),), "stop", "a")
+    exchange = Exchange(encode_result(ids, [completion]))
+    worker = RewardWorker("nowhere:1", "reward", 1)
+    worker.membership._context.term()
+    worker.membership = exchange  # type: ignore[assignment]
+    assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
+    await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
+    working = asyncio.create_task(worker.work())
+    first = (await exchange.has(1))[0]
+    worker.stop()
+    async with asyncio.timeout(120):
+        await working
+    assert (first.handed_back, first.crashed, list(first.rewards)) == (True, True, [])
+    assert "died with signal SIGKILL" in first.error
