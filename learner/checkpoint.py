@@ -5,13 +5,15 @@ of every other file; a folder without it is torn and nobody takes it for a check
 is, byte for byte, what `save` wrote, and training goes on from it as if it had never stopped (bit for bit on CPUs at the
 same world size and thread count, both of which are recorded).
 
-Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. Unpickling runs
-code, so `load` compares every file with the manifest, and the manifest with a hash from elsewhere, before it opens
-one. Pass only a hash that the ledger gave you; a hash computed from the folder itself proves nothing.
+Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares every
+file with the manifest, and the manifest with a hash from elsewhere, before it opens one; pass only a hash that the ledger
+gave you, as a hash computed from the folder itself proves nothing. And what is decoded then may name classes of
+checkpoint metadata alone (`learner/checkpoint_metadata.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import warnings
@@ -22,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -44,6 +47,7 @@ from learner.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
+from learner.checkpoint_metadata import METADATA, StatePlanner, decode_metadata, state_reader
 from learner.collectives import max_over_ranks, world_size
 from learner.critic import Critic
 from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
@@ -73,6 +77,14 @@ class Checkpoint(NamedTuple):
     manifest_sha256: str
     """What the ledger registers and what `load` asks for."""
     manifest: CheckpointManifest
+
+
+class Verified(NamedTuple):
+    """A checkpoint whose files are those that the expected manifest lists."""
+
+    folder: Folder
+    manifest: CheckpointManifest
+    metadata: Metadata
 
 
 def save(
@@ -170,11 +182,12 @@ def load(
     now, on all ranks the same; nothing was unpickled then. Raises Misfit when it is whole and of another model.
     """
     rank, ranks = _rank(), world_size()
-    manifest = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
+    verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
+    manifest = verified.manifest
     state = _state(model, optimizer) | _value_state(critic)
     if ranks == manifest.world_size:
         state["rng"] = {str(rank): _generators(model)}
-    read_state(path, state)
+    read_state(verified, state)
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not has_adapter(model)))
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -192,22 +205,15 @@ def verify(
     rank: int = 0,
     ranks: int = 1,
     device: torch.device | None = None,
-) -> CheckpointManifest:
+) -> Verified:
     """Compares the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
 
     Raises NotFound, Conflict or Unavailable as `load` does: of several findings the gravest, on every rank.
     """
     problem: PacelineError | None = None
-    manifest = None
-    folder = Folder(path)
+    verified = None
     try:
-        manifest, manifest_sha256 = read_manifest(folder)
-        if manifest_sha256 != expected_sha256:
-            raise Conflict(
-                f"checkpoint {path} refused: its manifest has SHA-256 {manifest_sha256}, "
-                f"expected was {expected_sha256}"
-            )
-        check_files(folder, manifest, part=rank, parts=ranks)
+        verified = _verify_part(Folder(path), expected_sha256, rank, ranks)
     except (NotFound, Conflict) as error:
         problem = error
     except Exception as error:  # the clients of object stores have errors of their own, without a common base
@@ -216,8 +222,26 @@ def verify(
     problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
     if problem is not None:
         raise problem
-    assert manifest is not None
-    return manifest
+    assert verified is not None
+    return verified
+
+
+def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) -> Verified:
+    manifest, manifest_sha256 = read_manifest(folder)
+    if manifest_sha256 != expected_sha256:
+        raise Conflict(
+            f"checkpoint {folder} refused: its manifest has SHA-256 {manifest_sha256}, "
+            f"expected was {expected_sha256}"
+        )
+    check_files(folder, manifest, part=rank, parts=ranks)
+    data = folder.read(METADATA)  # by every rank, so that each decodes the bytes that it has checked
+    listed = {file.path: file.sha256 for file in manifest.files}
+    if hashlib.sha256(data).hexdigest() != listed.get(METADATA):
+        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} is not the manifest's")
+    try:
+        return Verified(folder, manifest, decode_metadata(data, listed))
+    except Conflict as error:
+        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r}: {error}") from error
 
 
 def _gravest_of_ranks(
@@ -290,15 +314,18 @@ def _value_state(critic: Critic | None) -> dict[str, Any]:
     return {f"value_{name}": part for name, part in _state(critic.model, critic.optimizer).items()}
 
 
-def read_state(path: Location, state: dict[str, Any]) -> None:
-    """Fills the tensors of `state` from a checkpoint. Unpickles: only after `verify` (see the module's docstring).
+def read_state(verified: Verified, state: dict[str, Any]) -> None:
+    """Fills the tensors of `state` from a checkpoint that `verify` has looked at. A collective call of all ranks.
 
     Raises Misfit when the checkpoint has not what `state` asks for, Unavailable when its files cannot be read now.
     """
-    with _as_error(Misfit, f"checkpoint {path} refused: it does not fit"):
-        folder = Folder(path)
-        reader = FileSystemReader(folder.local) if folder.local is not None else FsspecReader(folder.url)
-        load_collectively(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    with _as_error(Misfit, f"checkpoint {verified.folder} refused: it does not fit"):
+        load_collectively(
+            state,
+            storage_reader=state_reader(verified.folder, verified.metadata),
+            planner=StatePlanner(),
+            no_dist=not dist.is_initialized(),
+        )
 
 
 def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup | None) -> None:

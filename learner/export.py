@@ -137,23 +137,23 @@ def checkpoint_weights(
     """
     if policy.lora_cfg.enabled:
         return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))
-    verify(checkpoint, expected_sha256)
+    verified = verify(checkpoint, expected_sha256)
     wanted = {
         name: torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in _skeleton(policy.model_name, scoring).state_dict().items()
     }
-    read_state(checkpoint, {"model": wanted})
+    read_state(verified, {"model": wanted})
     return wanted
 
 
 def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySection) -> PreTrainedModel:
     """The base with the checkpoint's adapter."""
-    verify(checkpoint, expected_sha256)
+    verified = verify(checkpoint, expected_sha256)
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_pretrained(policy.model_name, dtype=torch.float32)
     add_adapter(model, policy.lora_cfg, seed=0)
     state = {name: tensor for name, tensor in model.state_dict().items() if is_part_of_adapter(name)}
-    read_state(checkpoint, {"model": state})
+    read_state(verified, {"model": state})
     return model
 
 

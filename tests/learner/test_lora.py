@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from learner import checkpoint
 from learner.adapter import adapter_off, export_adapter, is_part_of_adapter
 from learner.batch import pack_row
-from learner.checkpoint import read_state
+from learner.checkpoint import read_state, verify
 from learner.export import check_has_adapter, export_checkpoint, export_pretrained
 from learner.gather import gather_merged, gather_weights
 from learner.model import load_policy, load_reference, row_logprobs
@@ -158,7 +158,10 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(
     saved = checkpoint.save(tmp_path, session=1, step=2, model=trainer.model, optimizer=trainer.optimizer)
     assert saved is not None
     with pytest.raises(Exception, match="does not fit"):
-        read_state(saved.path, {"model": {"model.embed_tokens.weight": torch.empty(VOCABULARY, 32)}})
+        read_state(
+            verify(saved.path, saved.manifest_sha256),
+            {"model": {"model.embed_tokens.weight": torch.empty(VOCABULARY, 32)}},
+        )
 
     resumed = Trainer(make_spec(policy, lora_cfg=LORA), CPU)
     checkpoint.load(
