@@ -57,9 +57,10 @@ def test_a_rank_does_not_train_what_arrived_changed(world: World) -> None:
     assert [group.group_id for group in Part.of(batch, [first, second]).groups] == [0, 1]
     with pytest.raises(WireError, match="group 0 of step 0 arrived changed"):
         Part.of(batch, [second, first])
-    batch.groups[1].rewards[0] += 0.5
+    changed = pb.BatchReply.FromString(batch.SerializeToString())
+    changed.groups[1].rewards[0] += 0.5
     with pytest.raises(WireError, match="the scores of group 1 of step 0 arrived changed"):
-        Part.of(batch, [first, second])
+        Part.of(changed, [first, second])
     arrivals = [[second, first], [first[:-4], second], [first, second]]
     line = SimpleNamespace(wait=lambda *_: (pb.ExchangeReply(status=OK, batch=batch), arrivals.pop(0)))
     rank = SimpleNamespace(
