@@ -17,7 +17,7 @@ from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_yaml
 from paceline.storage import Folder
 from paceline.wire import decode_group
-from services.coordinator.batches import split_batch
+from services.coordinator.batch_split import split_batch
 from services.coordinator.ledger import KnownCheckpoint, Ledger
 from services.coordinator.payloads import read_frame
 

@@ -28,7 +28,9 @@ def may_lease(version_step: int, step: int, max_age: int) -> bool:
 
 
 def must_wait(live_oldest: list[int], step: int, max_age: int) -> bool:
-    """Whether the batch of `step` should wait for a live group: one that is left out now and would then be older
-    than η at the next step. `live_oldest` holds the oldest version that tokens of each live group can have.
+    """Whether the batch of `step` should wait for a live group: one whose age is η at this step, so that it grows older
+    than η if it is left out. `live_oldest` holds the oldest version that tokens of each live group can have.
+
+    A group meets that at one step only, so none holds up more than one; what is older already is past help.
     """
-    return any(step + 1 - oldest > max_age for oldest in live_oldest)
+    return any(step - oldest == max_age for oldest in live_oldest)

@@ -24,7 +24,7 @@ from paceline.example_rows import check_example
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_ledger, spec_to_yaml, submitted_spec
 from paceline.storage import Folder
-from services.coordinator import checkpoints, evaluation
+from services.coordinator import checkpoints, evaluation, pruning
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.exchange_server import ExchangeServer
 from services.coordinator.faults import AGAIN, Faults
@@ -104,8 +104,19 @@ class Coordinator:
             await self.pool.look_after()
             await self.faults.look(time.monotonic())
             await self.warn(self.watchdog.look(time.monotonic()))
+            await self._prune()
             self.ledger.remove_unused_segments()
             await asyncio.sleep(TICK_S)
+
+    async def _prune(self) -> None:
+        """Forgets some of what the active run does not need any more."""
+        run = self.exchange.active
+        if run is None or run.prompts is None or run.spec.logger.keep_samples:
+            return
+        async with self.lock:
+            if pruning.is_due(self.ledger, run.run_id, run.batch):
+                with self.ledger.transaction(synced=False):
+                    pruning.prune(self.ledger, run.run_id, run.batch)
 
     def _on_fault(self, fault: LedgerFault) -> None:
         self._fault = fault

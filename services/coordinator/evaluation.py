@@ -87,11 +87,17 @@ def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
 def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     """Writes the result when every group of the evaluation is scored or dropped."""
     step = int(kind.split(":")[1])
-    rows = exchange.db.execute(
-        "SELECT * FROM groups WHERE run_id = ? AND class = ?", (run.run_id, kind)
-    ).fetchall()
-    if any(row["state"] not in ("scored", "dropped") for row in rows):
+    unfinished = exchange.db.execute(
+        "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+        " AND state IN ('admitted', 'leased', 'generated') LIMIT 1",
+        (run.run_id, kind),
+    ).fetchone()
+    if unfinished:
         return
+    rows = exchange.db.execute(
+        "SELECT group_id, state, rewards, tokens FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
+        (run.run_id, kind),
+    ).fetchall()
     scored = [row for row in rows if row["state"] == "scored"]
     rewards_GF = np.array([np.frombuffer(row["rewards"], "<f4") for row in scored], np.float32)
     totals_G = scores.totals(rewards_GF.reshape(len(scored), len(run.spec.rewards)), run.weights_F)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,21 @@ from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.batch_split import Splits
 from services.coordinator.ledger import Ledger
 from services.coordinator.payloads import Frame, StoredFrame, read_frame
 from services.coordinator.senders import Senders
+
+BATCH_DUE = "whether the next batch can be fixed"
+"""What a transaction has found out about it, until a group is scored."""
+
+
+class Training(NamedTuple):
+    """The part that was served last, until it is trained."""
+
+    session: int
+    step: int
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,8 @@ class Notice:
     """Something that happened in a transaction and that others act on after its commit."""
 
     kind: str
-    """`step` (a step was trained), `failed` (the run cannot go on as it is), `evaluated`, `warning`."""
+    """`step` (a step was trained), `failed` (the run cannot go on as it is), `paused` (until a person resumes it), `evaluated`,
+    `warning`."""
     content: dict[str, Any]
     run_id: str = ""
     """Of which run; another one may be active when it is acted on."""
@@ -104,6 +117,9 @@ class Exchange:
         """Why no group is admitted for now; empty when the admission rule alone decides."""
         self.reserved: dict[int, str] = {}
         """Worker that empties its hands for a group that must be held alone, by group id."""
+        self.splits = Splits()
+        self.training: Training | None = None
+        """What the newest session that asked for a part may end with (session_faults.py)."""
 
         self._freed = False
         self._counted = (0, 0)
@@ -129,6 +145,23 @@ class Exchange:
         """Whether the run is held, or all its steps are trained."""
         row = self.ledger.run(run.run_id)
         return bool(row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps)
+
+    def withheld(self, run: ActiveRun) -> bool:
+        """Whether the run is held for a reason that the learner would meet again, so that it is given nothing at all."""
+        row = self.ledger.run(run.run_id)
+        return bool(row["state"] == "paused" and row["message"])
+
+    def pause(self, run: ActiveRun, message: str) -> None:
+        """Holds the run for a reason that a person has to see to; a part of the transaction that found it."""
+        if self.withheld(run):
+            return
+        self.ledger.update_run(run.run_id, state="paused", message=message)
+        self.ledger.add_event(run.run_id, "state", {"state": "paused", "message": message})
+        self.notice("paused", message=message)
+
+    def sessions(self, run: ActiveRun) -> range:
+        """Every session of the run so far."""
+        return range(1, self.ledger.run(run.run_id)["session"] + 1)
 
     def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
         """The row of a group."""
@@ -175,6 +208,8 @@ class Exchange:
         """Ends a group as dropped(reason) and frees its place; its tokens move in the books."""
         self._drop(run.run_id, row, reason, row["tokens"] if tokens is None else tokens)
         if row["class"] != "train":
+            return
+        if reason == "by_request":
             return
         in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"] + 1
         self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)

@@ -32,10 +32,12 @@ from dataclasses import dataclass, field
 from paceline.errors import LedgerFault, WireError
 from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import batches, damage
 from services.coordinator.exchange import Exchange, Notice, Outcome
 from services.coordinator.exchange_socket import ExchangeSocket, Message, Waiting, parse
 from services.coordinator.handlers import handle, handle_leases, turn_away
 from services.coordinator.intake import look_at, store
+from services.coordinator.payloads import DamagedRecord, read_frame
 from services.coordinator.stage import Stage
 
 MAX_TRANSACTION_S = 0.006
@@ -53,7 +55,7 @@ waits for the disk wait longer."""
 
 MAX_PENDING_BYTES = 128 << 20
 """Groups in memory that are not committed; beyond it they stay in ZeroMQ's and the senders' hands. Less than a segment
-(`PayloadStore.old_segments`), save for one message."""
+(`PayloadStore.segments_to_look_at`), save for one message."""
 
 MAX_TRANSACTIONS = 1024
 """For one sync: as many as there are."""
@@ -89,6 +91,8 @@ class ToRead:
     waiting: Waiting
     outcome: Outcome
     frames: list[Buffer] = field(default_factory=list)
+    damaged: list[DamagedRecord] = field(default_factory=list)
+    """What of it cannot be read: then it is not sent."""
 
 
 class ExchangeServer:
@@ -123,6 +127,8 @@ class ExchangeServer:
         """What else can be answered: group results that are on the disk, and every other kind."""
         self._leases_were_alone = False
         """In the last transaction; the others come next."""
+        self._damaged: deque[ToRead] = deque()
+        """Answers that cannot be sent, because something in them cannot be read."""
         self._bell = asyncio.Event()
         self._synced: deque[Done] = deque()
         """On the disk, not answered yet."""
@@ -246,27 +252,31 @@ class ExchangeServer:
         """One transaction after another, for as long as there is something to answer."""
         tick_s = time.monotonic()
         while True:
-            if not (self._leases or self._others or self._wake):
+            if not (self._leases or self._others or self._damaged or self._wake):
                 self._bell.clear()
                 try:
                     async with asyncio.timeout(TICK_S):
                         await self._bell.wait()
                 except TimeoutError:
                     pass
-            kinds, self._wake = self._wake, set()
+            kinds, woken, self._wake = set(self._wake), self._wake, set()
             if time.monotonic() - tick_s > TICK_S:
                 kinds |= {"lease", "task", "batch"}
                 tick_s = time.monotonic()
-            if self._leases or self._others or (kinds and self._parked):
-                await self._transact(kinds)
+            if self._leases or self._others or self._damaged or (kinds and self._parked):
+                await self._transact(kinds, woken)
                 await asyncio.sleep(0)  # everybody else has a turn
 
-    async def _transact(self, kinds: set[str]) -> None:
-        """One transaction for what is there; its answers wait for their sync."""
+    async def _transact(self, kinds: set[str], woken: set[str]) -> None:
+        """One transaction for what is there; its answers wait for their sync. `kinds` of parked requests are looked at again;
+        `woken` are those of them for which something outside the exchange changed."""
         now_s, done = time.monotonic(), Done()
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock:
             with self._exchange.ledger.transaction(synced=False):
+                while self._damaged:
+                    self._put_back(self._damaged.popleft())
+                    kinds |= {"lease", "batch"}
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._leases and time.monotonic() < end_s:
                     self._give_leases(now_s, done.answers)
@@ -284,6 +294,8 @@ class ExchangeServer:
                     self._send_synced()
                 if self._exchange.take_freed():
                     kinds.add("lease")
+                if "batch" in kinds - woken and not self._batch_may_be_served(now_s):
+                    kinds.discard("batch")
                 for key, waiting in list(self._parked.items()):
                     if waiting.kind in kinds or waiting.deadline_s <= now_s:
                         del self._parked[key]
@@ -294,6 +306,11 @@ class ExchangeServer:
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
+
+    def _batch_may_be_served(self, now_s: float) -> bool:
+        """Asked once for all ranks that wait."""
+        run = self._exchange.active
+        return run is None or batches.may_be_served(self._exchange, run, now_s)
 
     def _sync(self, portion: list[Done]) -> None:
         self._exchange.ledger.sync()
@@ -386,10 +403,27 @@ class ExchangeServer:
 
     def _on_read(self, portion: list[ToRead]) -> None:
         for each in portion:
-            self._socket.send(each.waiting.identity, each.outcome.reply, each.frames)
+            if each.damaged:
+                self._damaged.append(each)
+                self._bell.set()
+            else:
+                self._socket.send(each.waiting.identity, each.outcome.reply, each.frames)
         self._readable.set()
+
+    def _put_back(self, unread: ToRead) -> None:
+        """What cannot be read is put back, and the request for it is answered anew."""
+        run, waiting = self._exchange.active, unread.waiting
+        if run is not None:
+            damage.take_back(self._exchange, run, unread.outcome.reply, waiting.request.member_id)
+            for damaged in unread.damaged:
+                damage.put_back(self._exchange, run, damaged)
+        (self._leases if waiting.kind == "lease" else self._others).append(waiting)
 
 
 def _read(portion: list[ToRead]) -> None:
     for each in portion:
-        each.frames = each.outcome.read()
+        for frame in each.outcome.payloads:
+            try:
+                each.frames.append(read_frame(frame))
+            except DamagedRecord as damaged:
+                each.damaged.append(damaged)

@@ -13,10 +13,10 @@ from paceline.tracing import group_traceparent, span
 from paceline.wire import parse_message
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import evaluation, poison
+from services.coordinator import damage, evaluation, poison
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
-from services.coordinator.payloads import Frame, read_frame
+from services.coordinator.payloads import DamagedRecord, Frame, Payload, read_frame
 
 ADMITTED_AT_ONCE = 64
 """Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
@@ -130,7 +130,7 @@ class _Lending:
             lease.pinned_version.session, lease.pinned_version.step = pinned
         with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
             pass  # a moment, not a while: it marks when and to whom the group was given
-        prefix = self._exchange.ledger.payload(run.run_id, group_id, "prefix") if row["attempt"] else None
+        prefix = self._prefix(group_id) if row["attempt"] else None
         if prefix is not None:
             payloads.append(prefix.arrays)
             lease.prefix_frame = len(payloads)
@@ -139,6 +139,15 @@ class _Lending:
             oldest = min(oldest, row["oldest_step"])
         holders = with_holder(row["holders"], lease.attempt, member_id)
         self._lent.append((run.run_id, group_id, member_id, lease.attempt, oldest, holders))
+
+    def _prefix(self, group_id: int) -> Payload | None:
+        """What an earlier worker handed back of the group; None also where it cannot be read any more."""
+        try:
+            prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
+            return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
+        except DamagedRecord as damaged:
+            damage.put_back(self._exchange, self._run, damaged)
+            return None
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:

@@ -10,6 +10,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,23 +171,33 @@ class Ledger(LedgerFile):
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
         """Forgets all of a group's."""
-        removed = self.db.execute(
-            "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
-            (run_id, group_id),
+        self.forget_records(
+            self.db.execute(
+                "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
+                (run_id, group_id),
+            )
         )
-        for segment, start in removed.fetchall():
-            self.payloads.forget(segment, start)
 
-    def remove_unused_segments(self) -> None:
-        """Gives back the space of the segments that nothing refers to any more, after the commit that made it so."""
+    def forget_records(self, removed: sqlite3.Cursor) -> None:
+        """Takes note of (segment, start) of rows that are gone from the table `payloads`."""
+        for segment, start in removed.fetchall():
+            if segment is not None:
+                self.payloads.forget(segment, start)
+                self.payloads.look_at(segment)
+
+    def remove_unused_segments(self) -> Future[None] | None:
+        """Gives back the space of segments that nothing refers to any more, after the commit that made it so: a thread waits for
+        the disk and removes them. A bounded number is looked at, at each call.
+        """
         unused = [
             number
-            for number in self.payloads.old_segments()
-            if self._first(f"SELECT 1 FROM payloads WHERE segment = {number}") is None
+            for number in self.payloads.segments_to_look_at()
+            if self.db.execute(
+                "SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ? LIMIT 1", (number,)
+            ).fetchone()
+            is None
         ]
-        if unused:
-            self.sync()
-            self.payloads.remove(unused)
+        return self.payloads.remove(unused, after=self.sync) if unused else None
 
     # Books
 
@@ -229,13 +240,13 @@ class Ledger(LedgerFile):
         return counters.get("groups:ever_admitted", 0) - counters.get("groups:trained", 0) - dropped
 
     def trained_samples(self, run_id: str) -> int:
-        """Completions in trained groups (for a supervised run: 0)."""
+        """Completions in trained groups (for a supervised run: 0); every group of a run has equally many."""
         row = self.db.execute(
-            "SELECT COALESCE(SUM(LENGTH(rewards) / 4 / json_array_length(functions)), 0) AS n FROM groups"
-            " WHERE run_id = ? AND state = 'trained'",
+            "SELECT LENGTH(rewards) / 4 / json_array_length(functions) AS n FROM groups INDEXED BY step_groups"
+            " WHERE run_id = ? AND step IS NOT NULL LIMIT 1",
             (run_id,),
         ).fetchone()
-        return int(row["n"])
+        return self.counters(run_id).get("groups:trained", 0) * int(row["n"]) if row else 0
 
     def evaluations(self, run_id: str) -> list[dict[str, Any]]:
         """Results of the finished evaluations, in the order of their steps."""
@@ -274,6 +285,14 @@ class Ledger(LedgerFile):
             "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
         )
         return [self.known_checkpoint(row) for row in rows]
+
+    def oldest_kept_step(self, run_id: str) -> int:
+        """Steps that the oldest checkpoint which can be loaded has behind it; 0 without one."""
+        row = self.db.execute(
+            "SELECT COALESCE(MIN(step), 0) AS step FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged = ''",
+            (run_id,),
+        ).fetchone()
+        return int(row["step"])
 
     def newest_checkpoint(self, run_id: str) -> KnownCheckpoint | None:
         """The complete checkpoint of the highest trained step whose chain is the ledger's own, of those that can be loaded.

@@ -11,11 +11,14 @@ whoever has a frame of it.
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +31,18 @@ try:
 except ImportError:  # no build of it for this kind of machine
     from zlib import crc32
 
+log = logging.getLogger(__name__)
+
 MAX_SEGMENT_BYTES = 256 << 20
 """A segment that has reached this size is followed by another one; whole segments are what pruning gives back."""
 
 MAX_OPEN_SEGMENTS = 64
+
+MAX_LOOKED_AT = 64
+"""Segments that may be unused and are looked at together."""
+
+IN_TURN = 8
+"""Segments that are looked at with them though nothing is known of them."""
 
 MAX_RECENT_BYTES = 256 << 20
 """Of the records that stay in memory: the newest of those that no batch has been served with."""
@@ -89,17 +100,32 @@ class StoredFrame:
     crc: int
 
     def read(self) -> bytes:
-        """The bytes. Raises LedgerFault when they are not what was written."""
-        content = os.pread(self.file.fd, self.size, self.start)
+        """The bytes. Raises DamagedRecord when they are not what was written, or the disk cannot read them."""
+        try:
+            content = os.pread(self.file.fd, self.size, self.start)
+        except OSError as error:
+            raise self._damaged(f"cannot be read: {error.strerror or error}") from None
         if len(content) != self.size or crc32(content) != self.crc:
-            raise LedgerFault(
-                f"{self.file.path} is damaged: the {self.size} bytes at {self.start} are not those that were written; "
-                "restore a backup"
-            )
+            raise self._damaged("are not those that were written")
         return content
+
+    def _damaged(self, what: str) -> DamagedRecord:
+        text = f"{self.file.path} is damaged: the {self.size} bytes at {self.start} {what}; restore a backup"
+        return DamagedRecord(text, int(self.file.path.stem), self.start)
 
 
 Frame = Buffer | StoredFrame
+
+
+class DamagedRecord(LedgerFault):
+    """A record whose bytes are not those that were written, or are gone. What nobody has trained can be generated again."""
+
+    def __init__(self, message: str, segment: int, start: int):
+        super().__init__(message)
+        self.segment = segment
+        """Number of its file."""
+        self.start = start
+        """Where its header or its arrays begin."""
 
 
 class Payload(NamedTuple):
@@ -133,7 +159,14 @@ class PayloadStore:
         """The newest records by segment and start, oldest first."""
         self._recent_bytes = 0
         self._recent_lock = threading.Lock()
-        self._number = max((number for number, _ in self._on_disk()), default=0)
+        self._numbers = set(self._on_disk())
+        """Of all segments."""
+        self._number = max(self._numbers, default=0)
+        self._to_look_at = set(self._numbers)
+        """Segments of which records were forgotten, or may never have been wanted."""
+        self._rounds: Iterator[int] = iter(())
+        """All segments, one after the other: what `look_at` was not told of is found after a while."""
+        self._remover: ThreadPoolExecutor | None = None
 
     def append(self, records: Sequence[Record]) -> list[Place]:
         """Writes records one after another and waits for the disk once. Raises LedgerFault."""
@@ -147,7 +180,7 @@ class PayloadStore:
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
         """What a row of the table refers to; after the `last` time it need not stay in memory. Raises LedgerFault when its
-        segment is gone."""
+        segment is gone (DamagedRecord)."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
         recent = self._recent.get((row["segment"], row["start"]))
@@ -155,7 +188,8 @@ class PayloadStore:
             if last:
                 self.forget(row["segment"], row["start"])
             return Payload(recent.header, recent.arrays)
-        file, start, header_size = self._open(row["segment"]), row["start"], row["header_size"]
+        start, header_size = row["start"], row["header_size"]
+        file = self._open(row["segment"], start)
         return Payload(
             StoredFrame(file, start, header_size, row["header_crc"]),
             StoredFrame(file, start + header_size, row["arrays_size"], row["arrays_crc"]),
@@ -171,25 +205,47 @@ class PayloadStore:
         if record is not None:
             self._recent_bytes -= record.size
 
-    def old_segments(self) -> list[int]:
-        """Segments that everything has been referred to which ever will be: all but the two newest.
+    def look_at(self, segment: int) -> None:
+        """Fewer records of the segment are referred to than before."""
+        self._to_look_at.add(segment)
 
-        Between `append` and the transaction that refers to the record there are at most MAX_SEGMENT_BYTES.
+    def segments_to_look_at(self) -> list[int]:
+        """Segments that may be unused by now, up to MAX_LOOKED_AT. Not the two newest: between `append` and the transaction that
+        refers to the record there are at most MAX_SEGMENT_BYTES.
         """
-        return sorted(number for number, _ in self._on_disk() if number < self._number - 1)
+        known = list(self._to_look_at)  # in one piece: the thread that appends adds to it
+        chosen = sorted(number for number in known if number < self._number - 1)[:MAX_LOOKED_AT]
+        self._to_look_at.difference_update(chosen)
+        round_of_all = list(islice(self._rounds, IN_TURN))
+        if len(round_of_all) < IN_TURN:
+            self._rounds = iter(sorted(self._numbers))
+        return sorted({*chosen, *(number for number in round_of_all if number < self._number - 1)})
 
-    def remove(self, numbers: Iterable[int]) -> None:
-        """Gives the space of segments back. Nothing may refer to them any more."""
+    def remove(self, numbers: Iterable[int], after: Callable[[], None] = lambda: None) -> Future[None]:
+        """Gives the space of segments back, on a thread, once it has called `after`. Nothing may refer to them any more."""
         numbers = set(numbers)
         with self._recent_lock:
             for place in [place for place in self._recent if place[0] in numbers]:
                 self._forget(place)  # of a group that no transaction wanted
         for number in numbers:
             self._files.pop(number, None)
-            self._path(number).unlink(missing_ok=True)
+        self._numbers -= numbers
+        if self._remover is None:
+            self._remover = ThreadPoolExecutor(1, "remove-segments")
+        return self._remover.submit(self._unlink, sorted(numbers), after)
+
+    def _unlink(self, numbers: Sequence[int], after: Callable[[], None]) -> None:
+        after()
+        for number in numbers:
+            try:
+                self._path(number).unlink(missing_ok=True)
+            except OSError as error:  # its space is lost until the next start, when it is found unused again
+                log.warning("%s cannot be removed: %s", self._path(number), error)
 
     def close(self) -> None:
         """Closes the files, but those whose frames are still in somebody's hands."""
+        if self._remover is not None:
+            self._remover.shutdown()
         self._files.clear()
         self._recent.clear()
         self._close_end()
@@ -220,6 +276,8 @@ class PayloadStore:
             sync_folder(self.folder.parent)
         self._number += 1
         segment = SegmentWriter(self._path(self._number))
+        self._numbers.add(self._number)
+        self._to_look_at.add(self._number)
         sync_folder(self.folder)
         return segment
 
@@ -228,7 +286,7 @@ class PayloadStore:
             self._end.close()
             self._end = None
 
-    def _open(self, number: int) -> SegmentFile:
+    def _open(self, number: int, start: int) -> SegmentFile:
         file = self._files.get(number)
         if file is None:
             while len(self._files) >= MAX_OPEN_SEGMENTS:
@@ -236,13 +294,20 @@ class PayloadStore:
             try:
                 file = self._files[number] = SegmentFile(self._path(number))
             except FileNotFoundError:
+                raise DamagedRecord(
+                    f"{self._path(number)} is missing, and the ledger refers to it; restore a backup",
+                    number,
+                    start,
+                ) from None
+            except OSError as error:
                 raise LedgerFault(
-                    f"{self._path(number)} is missing, and the ledger refers to it; restore a backup"
+                    f"{self._path(number)} cannot be opened: {error.strerror or error}; start the coordinator again once "
+                    "it can"
                 ) from None
         return file
 
-    def _on_disk(self) -> list[tuple[int, Path]]:
-        return [(int(path.stem), path) for path in self.folder.glob("*.seg") if path.stem.isdigit()]
+    def _on_disk(self) -> list[int]:
+        return [int(path.stem) for path in self.folder.glob("*.seg") if path.stem.isdigit()]
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}.seg"

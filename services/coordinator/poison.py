@@ -1,4 +1,4 @@
-"""Groups that kill whoever works on them: found by lending them alone, then dropped, so that one prompt cannot end a pool.
+"""Groups that kill whoever works on them: found by leasing them alone, then dropped, so that one prompt cannot end a pool.
 
 A worker's crash proves nothing about one of the many groups that it held. So every group that it held is counted as
 present; one that was present at SHARED_DEATHS crashes is a suspect and is from then on held alone, by a worker that first
@@ -66,28 +66,41 @@ def num_reserved(exchange: Exchange) -> int:
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
     """Counts the crash of a worker for what it held, before that is taken back; drops what is proven."""
     for row in _held(exchange, run, member_id):
-        exchange.db.execute(
-            "INSERT OR IGNORE INTO deaths VALUES (?, ?, ?)", (run.run_id, row["group_id"], member_id)
+        _count(exchange, run, row, member_id, member_id)
+
+
+def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_id: str) -> None:
+    """Counts the crash of a process that scored the group. Its worker lives on, so each of its crashes counts by itself, and
+    none is forgiven when the worker comes back.
+    """
+    _count(exchange, run, row, f"{member_id} scoring attempt {row['score_attempt']}", member_id)
+
+
+def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
+    """Counts a death, by its name, for a group; drops the group when it is proven."""
+    exchange.db.execute(
+        "INSERT OR IGNORE INTO deaths (run_id, group_id, member_id) VALUES (?, ?, ?)",
+        (run.run_id, row["group_id"], death),
+    )
+    exchange.ledger.forget("deaths")
+    deaths = exchange.db.execute(
+        "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?",
+        (run.run_id, row["group_id"]),
+    ).fetchone()["n"]
+    if deaths == SHARED_DEATHS:
+        exchange.notice(
+            "warning",
+            message=f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone",
         )
-        exchange.ledger.forget("deaths")
-        deaths = exchange.db.execute(
-            "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?",
-            (run.run_id, row["group_id"]),
-        ).fetchone()["n"]
-        if deaths == SHARED_DEATHS:
-            exchange.notice(
-                "warning",
-                message=f"group {row['group_id']} was present when {deaths} workers died; from now on it is lent alone",
-            )
-        elif deaths >= SHARED_DEATHS + ALONE_DEATHS:
-            exchange.notice(
-                "warning",
-                message=f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
-                f"{ALONE_DEATHS} with it alone; look at its prompt and at the log of {member_id}",
-            )
-            exchange.drop(run, row, "poison")
-            if row["class"] != "train":
-                evaluation.finish_if_done(exchange, run, row["class"])
+    elif deaths >= SHARED_DEATHS + ALONE_DEATHS:
+        exchange.notice(
+            "warning",
+            message=f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
+            f"{ALONE_DEATHS} with it alone; look at its prompt and at the log of {member_id}",
+        )
+        exchange.drop(run, row, "poison")
+        if row["class"] != "train":
+            evaluation.finish_if_done(exchange, run, row["class"])
 
 
 def forgive(exchange: Exchange, member_id: str) -> None:

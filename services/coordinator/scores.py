@@ -11,10 +11,10 @@ from paceline.groups import FloatArray, scores_digest, with_holder
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import evaluation, poison
-from services.coordinator.exchange import ActiveRun, Exchange, Outcome
+from services.coordinator import damage, evaluation, poison
+from services.coordinator.exchange import BATCH_DUE, ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
-from services.coordinator.payloads import Frame
+from services.coordinator.payloads import DamagedRecord, Frame
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -34,7 +34,11 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     ).fetchall()
     chosen = poison.choose(exchange, run, request.member_id, rows, request.task.room)
     for row in chosen:
-        payload = exchange.ledger.payload(run.run_id, row["group_id"])
+        try:
+            payload = exchange.ledger.payload(run.run_id, row["group_id"])
+        except DamagedRecord as damaged:
+            damage.put_back(exchange, run, damaged)
+            continue
         assert payload is not None
         reply.task.tasks.add(
             group_id=row["group_id"],
@@ -54,7 +58,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
             score_attempt=attempt,
             scorers=with_holder(row["scorers"], attempt, request.member_id),
         )
-    return Outcome(reply, payloads, empty=not chosen)
+    return Outcome(reply, payloads, empty=not reply.task.tasks)
 
 
 def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
@@ -74,6 +78,8 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
     if score.handed_back:
         exchange.set_group(run, score.group_id, scorer_id=None)
+        if score.crashed:
+            poison.on_score_crash(exchange, run, row, request.member_id)
         if score.error:
             _not_counted(exchange, run, request)
         return exchange.committed(request)
@@ -105,6 +111,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
             (run.run_id, score.group_id, *arrived.place),
         )
     poison.clear(exchange, run, score.group_id)
+    exchange.ledger.forget(BATCH_DUE)
     exchange.set_group(
         run,
         score.group_id,

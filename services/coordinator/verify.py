@@ -195,6 +195,11 @@ def _batches(record: Record, report: VerifyReport) -> None:
         report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
         digest = batch_digest(groups, with_scores=bool(batch["with_scores"]))
         report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
+        for (replaced,) in record.db.execute(
+            "SELECT digest FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision",
+            (record.run_id, step),
+        ):
+            chain = extend_chain(chain, step, replaced)
         chain = extend_chain(chain, step, digest)
         report.compare(
             subject, "the batches so far give the chain {}, on record is {}", chain, batch["chain"]

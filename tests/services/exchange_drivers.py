@@ -19,7 +19,7 @@ from paceline.spec_io import spec_to_yaml
 from paceline.wire import PROTOCOL, decode_result, encode_completions, encode_result
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import evaluation
+from services.coordinator import evaluation, pruning
 from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
 from services.coordinator.handlers import handle
 from services.coordinator.intake import Arrived, look_at, store
@@ -390,6 +390,16 @@ class Learner:
             assert part is not None
             assert self.receipt(step, rank, part).reply.status == COMMITTED
         return [[group.group_id for group in part or []] for part in parts]
+
+
+def prune(world: World) -> int:
+    """Prunes until nothing is due; returns how often it had to."""
+    number = 0
+    while pruning.is_due(world.ledger, world.run_id, world.run.batch):
+        with world.ledger.transaction():
+            pruning.prune(world.ledger, world.run_id, world.run.batch)
+        number += 1
+    return number
 
 
 def fill(rollout: Rollout, reward: Reward, number: int) -> list[int]:

@@ -8,7 +8,18 @@ import json
 import numpy as np
 import pytest
 import xxhash
-from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Reward, Rollout, World, fill
+from exchange_drivers import (
+    COMMITTED,
+    INVALID,
+    STALE,
+    Learner,
+    MakeWorld,
+    Reward,
+    Rollout,
+    World,
+    fill,
+    prune,
+)
 
 from paceline.wire import decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -118,6 +129,24 @@ def test_no_batch_waits_for_a_group_whose_worker_may_be_gone(make_world: MakeWor
     rollout.hold(2)
     fill(rollout, reward, 2)
     assert learner.train(2) == [[0, 5]]
+
+
+def test_a_group_that_never_comes_holds_up_one_step_only(make_world: MakeWorld) -> None:
+    world = make_world(async_grpo={"late_wait_s": 30, "hard_max_age": 2}, grpo={"max_num_steps": 9})
+    slow, rollout, reward, learner = Rollout(world, "slow"), Rollout(world), Reward(world), Learner(world)
+    (never,) = slow.lease(2)  # its worker is heard of, and never done
+    waits = {}
+    for step in range(6):
+        rollout.hold(step)
+        fill(rollout, reward, 4)
+        asked_s = world.now_s
+        while learner.part(step) is None:
+            world.now_s += 1.0
+            assert world.now_s < asked_s + 31.0
+        waits[step] = world.now_s - asked_s
+        assert learner.train(step) is not None
+    assert waits == {0: 0.0, 1: 30.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: 0.0}
+    assert world.group(never.group_id)["state"] == "leased"
 
 
 def test_beyond_the_hard_limit_a_late_group_is_dropped_as_stale(make_world: MakeWorld) -> None:
@@ -338,6 +367,7 @@ def test_pruning_keeps_what_a_checkpoint_may_ask_for(make_world: MakeWorld) -> N
                     "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, 1, 2, '/no/such/folder', '', ?)",
                     (world.run_id, world.row["chain"]),
                 )
+    assert prune(world) == 2
     assert Learner(world).train(2) == [[4, 5]]
     outcome = Learner(world).ask(1)
     assert outcome.reply.status == INVALID

@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
+from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill, prune
 
 from paceline.errors import LedgerFault
 from paceline.wire import Buffer
@@ -113,19 +113,20 @@ def test_segments_go_when_nothing_refers_to_them(
         rollout.hold(step)
         fill(rollout, reward, 2)
         learner.train(step)
-        world.ledger.remove_unused_segments()
+        remove_unused(world)
     held = frames_of(world, 0)
     with world.ledger.transaction():
         world.ledger.db.execute(
             "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, 1, 3, 'elsewhere', '', ?)",
             (world.run_id, world.row["chain"]),
         )
-    world.ledger.remove_unused_segments()
+    remove_unused(world)
     assert segments(world) == [1, 2, 3, 4, 5, 6]
     rollout.hold(3)
     fill(rollout, reward, 2)
     learner.train(3)
-    world.ledger.remove_unused_segments()
+    prune(world)
+    remove_unused(world)
     assert segments(world) == [7, 8]
     assert len(read_frame(held.arrays)) > 0  # who has it in hand can still read it
     world.restart()
@@ -148,3 +149,10 @@ def test_a_reader_leaves_the_folder_alone(tmp_path: Path) -> None:
     assert not reader.payloads.folder.exists()
     reader.close()
     ledger.close()
+
+
+def remove_unused(world: World) -> None:
+    """One look at the segments, with what its thread does."""
+    removed = world.ledger.remove_unused_segments()
+    if removed is not None:
+        removed.result()

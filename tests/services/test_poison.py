@@ -1,9 +1,9 @@
-"""Groups that kill their workers: lent alone, then dropped. Infrastructure drops nothing."""
+"""Groups that kill their workers: leased alone, then dropped. Infrastructure drops nothing."""
 
 from __future__ import annotations
 
 import pytest
-from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World
+from exchange_drivers import COMMITTED, STALE, Learner, MakeWorld, Reward, Rollout, World
 
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import poison
@@ -29,7 +29,7 @@ def make_suspects(world: World) -> None:
         crash(world, worker.member_id)
 
 
-def test_suspects_are_lent_alone_and_the_innocent_one_is_trained(world: World) -> None:
+def test_suspects_are_leased_alone_and_the_innocent_one_is_trained(world: World) -> None:
     make_suspects(world)
     assert [w.split(" was")[0] for w in warnings(world)] == ["group 0", "group 1"]
 
@@ -193,3 +193,38 @@ def test_a_suspect_is_alone_although_there_are_groups_to_train_and_to_measure(
     else:  # what is measured comes first, so the suspect waits for free hands
         assert len(given) > 1
         assert suspect.group_id not in given
+
+
+def test_a_group_whose_scoring_crashes_is_scored_alone_then_dropped(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    for lease in rollout.lease(4):
+        assert rollout.finish(lease) == COMMITTED
+    for _ in range(2):  # one worker, whose process dies each time
+        tasks = {task.group_id: task for task in reward.tasks()}
+        assert tasks.keys() == {0, 1}
+        crashed = reward.send(tasks[0], handed_back=True, crashed=True, error="died with SIGKILL").reply
+        assert crashed.status == COMMITTED
+        assert reward.send(tasks[1], handed_back=True).reply.status == COMMITTED
+    assert "group 0 was present when 2 workers died; from now on it is leased alone" in warnings(world)
+    world.release("reward")
+    with world.ledger.transaction():
+        poison.forgive(world.exchange, "reward")  # the worker comes back; its processes did die
+    for _ in range(2):
+        reward = Reward(world)
+        (task,) = reward.tasks()
+        assert task.group_id == 0
+        assert reward.send(task, handed_back=True, crashed=True).reply.status == COMMITTED
+    assert world.group(0)["reason"] == "poison"
+    assert world.group(1)["state"] == "generated"
+    assert reward.score(reward.tasks()[0]) == COMMITTED
+
+
+def test_a_crash_that_is_sent_again_counts_once(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    (task,) = reward.tasks()
+    reward.send(task, handed_back=True, crashed=True)
+    assert reward.send(task, handed_back=True, crashed=True).reply.status == STALE
+    (deaths,) = world.ledger.db.execute("SELECT member_id FROM deaths").fetchall()
+    assert deaths["member_id"] == "reward scoring attempt 1"
