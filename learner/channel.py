@@ -33,6 +33,9 @@ class WeightChannel(Protocol):
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """A member's answer to an offer."""
 
+    def progress(self, member_id: str, version: Version) -> None:
+        """A member's word that it still works on what it was offered."""
+
     def interrupt(self, reason: str) -> None:
         """The control plane was away: what was offered, or answered, may have been lost."""
 

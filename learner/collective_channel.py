@@ -60,6 +60,13 @@ class CollectiveChannel:
         if self._publisher is not None:
             self._publisher.acknowledge(member_id, version, ok, message)
 
+    def progress(self, member_id: str, version: Version) -> None:
+        """See `WeightChannel.progress`."""
+        if self._catch_up is not None:
+            self._catch_up.progress(member_id)
+        if self._publisher is not None:
+            self._publisher.progress(member_id, version)
+
     def interrupt(self, reason: str) -> None:
         """See `WeightChannel.interrupt`."""
         if self._catch_up is not None:

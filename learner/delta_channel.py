@@ -62,6 +62,11 @@ class DeltaChannel:
         if self._offers is not None:
             self._offers.answer(member_id, version, ok, message, damaged)
 
+    def progress(self, member_id: str, version: Version) -> None:
+        """See `WeightChannel.progress`."""
+        if self._offers is not None:
+            self._offers.progress(member_id)
+
     def interrupt(self, reason: str) -> None:
         """See `WeightChannel.interrupt`."""
         if self._offers is not None:

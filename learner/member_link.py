@@ -1,7 +1,9 @@
 """The sending side of one rollout member: a thread that keeps that member at the newest staged version.
 
 Who waits for whom: the link's thread waits for a newer version, then for its transfer with a deadline, then backs off
-after a failure. The transfer runs in a second thread, because forming and sending block outside Python and may outlast
+after a failure. A deadline is the longest silence: each bucket moves it, and after the last one each report of the member
+that it is still working, up to a bound that grows with the bytes. A member that works on a version is offered no other
+one until it has answered or fallen silent. The transfer runs in a second thread, because forming and sending block outside Python and may outlast
 every time-out; the link's thread never enters them. A transfer that fails or passes its deadline is left behind with
 its group, and the next attempt starts with a fresh prefix. Nobody else waits for either thread.
 
@@ -15,44 +17,21 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
+from learner.publish_result import Failure, PublishResult
 from learner.staged import StagedWeights
 from paceline.groups import Version
 from paceline.shared_link import SharedLink
 from paceline.tracing import span, version_traceparent
 from paceline.weight_link import SENDER, WeightLink, first_line, form_link
-from paceline.weights import WeightOffer
+from paceline.weights import WeightOffer, longest_s
 
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
-
-Failure = Literal["", "link", "silent", "refused", "interrupted"]
-"""Why a version did not reach a member: the link was not formed, broke or was too slow; no answer came; the answer was
-no; or the control plane was away."""
-
-
-@dataclass(frozen=True)
-class PublishResult:
-    """How one attempt to bring one version to one member ended."""
-
-    member_id: str
-    epoch: int
-    attempt: int
-    version: Version
-    ok: bool
-    """The member acknowledged the version; the only proof there is."""
-    form_s: float = 0.0
-    """Forming the link; 0 when it was there."""
-    transfer_s: float = 0.0
-    """Sending the buckets."""
-    ack_s: float = 0.0
-    """From the last bucket to the member's answer: checksums and the engine's swap."""
-    size_bytes: int = 0
-    failure: Failure = ""
-    error: str = ""
+MAX_BUSY = 4
+"""Versions that a member is believed to work on at one time."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +52,18 @@ class LinkSettings:
     on_result: Callable[[PublishResult], None]
 
 
+@dataclass(frozen=True)
+class LinkHistory:
+    """What a member's earlier links leave to its next one: prefixes must not repeat, a member that was expelled and named
+    again must not be tried in a hurry, and a way that did not lead to it is not tried again."""
+
+    attempts: int = 0
+    failures: int = 0
+    """Attempts in a row that failed."""
+    backend: str = ""
+    """Empty: that of the settings."""
+
+
 @dataclass
 class _Transfer:
     """One attempt under way. Written by its thread, read by the link's, both under the link's condition."""
@@ -82,6 +73,10 @@ class _Transfer:
     link: WeightLink | SharedLink | None
     phase: str = "pack"
     deadline: float = math.inf
+    last_deadline: float = math.inf
+    """However often the member reports, not later."""
+    heard: bool = False
+    """The member said that it works on this version: it has the offer, and will answer."""
     phase_started: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     size_bytes: int = 0
@@ -89,32 +84,29 @@ class _Transfer:
     error: str = ""
 
 
+@dataclass
+class _Busy:
+    last_s: float
+    """However often the member reports, not later."""
+    until_s: float = 0.0
+
+
 class MemberLink:
-    """Keeps one member at the newest version, until `leave`.
+    """Keeps one member at the newest version, until `leave`. `before` is what the same member's earlier links left."""
 
-    `attempts_before` and `failures_before` are those of the same member's earlier links: prefixes must not repeat, and a
-    member that was expelled and named again must not be tried in a hurry.
-    """
-
-    def __init__(
-        self,
-        settings: LinkSettings,
-        member_id: str,
-        epoch: int,
-        attempts_before: int = 0,
-        failures_before: int = 0,
-    ) -> None:
+    def __init__(self, settings: LinkSettings, member_id: str, epoch: int, before: LinkHistory) -> None:
         self._settings = settings
         self.member_id = member_id
         self.epoch = epoch
-        self.attempt = attempts_before
-        self.failures = failures_before
-        """Attempts in a row that failed."""
-        self._backend = settings.backend
+        self.attempt = before.attempts
+        self._failures = before.failures
+        self._backend = before.backend or settings.backend
         self.held: Version | None = None
         self._changed = threading.Condition()
         self._newest: StagedWeights | None = None
         self._transfer: _Transfer | None = None
+        self._busy: dict[Version, _Busy] = {}
+        """Versions that the member works on without a transfer from here: what an attempt that was given up left."""
         self._answer: tuple[bool, str] | None = None
         self._link: WeightLink | SharedLink | None = None
         self._left = False
@@ -135,6 +127,8 @@ class MemberLink:
         """The member's word on `version`. A late yes counts too: the member does hold it."""
         late = None
         with self._changed:
+            if self._busy.pop(version, None) is not None:
+                self._changed.notify_all()
             transfer = self._transfer
             if transfer is not None and transfer.staged.version == version and self._answer is None:
                 self._answer = (ok, message)
@@ -145,13 +139,40 @@ class MemberLink:
         if late is not None:
             self._report(late)
 
-    def interrupt(self, reason: str) -> None:
-        """Gives up the transfer under way, if there is one, and tries again with a fresh link: the offer or the answer
-        may have been lost on its way."""
+    def progress(self, version: Version) -> None:
+        """The member says that it still works on `version`."""
         with self._changed:
-            if self._transfer is not None and self._answer is None and not self._transfer.error:
-                self._transfer.error, self._transfer.failure = reason, "interrupted"
+            now, transfer = time.monotonic(), self._transfer
+            if transfer is not None and transfer.staged.version == version:
+                transfer.heard = True
+                if transfer.phase == "answer":
+                    transfer.deadline = now + self._settings.max_wait_s
+            elif self.held is None or version > self.held:
+                size_bytes = self._newest.size_bytes if self._newest is not None else 0
+                last_s = now + longest_s(self._settings.max_wait_s, size_bytes)
+                busy = self._busy.setdefault(version, _Busy(last_s))
+                if len(self._busy) > MAX_BUSY:
+                    del self._busy[next(iter(self._busy))]
+                busy.until_s = min(now + self._settings.max_wait_s, busy.last_s)
+
+    def interrupt(self, reason: str) -> None:
+        """The control plane was away. A transfer whose offer may be lost is given up and tried again with a fresh link; a
+        member that was heard of with this version says its answer again by itself."""
+        with self._changed:
+            transfer = self._transfer
+            if transfer is None or self._answer is not None or transfer.error:
+                return
+            transfer.failure = "interrupted"
+            if not transfer.heard:
+                transfer.error = reason
                 self._changed.notify_all()
+            elif transfer.phase == "answer":
+                transfer.deadline = time.monotonic() + self._settings.max_wait_s
+
+    @property
+    def history(self) -> LinkHistory:
+        """For this member's next link."""
+        return LinkHistory(self.attempt, self._failures, self._backend)
 
     def leave(self) -> None:
         """Ends the link without waiting for anything."""
@@ -172,27 +193,38 @@ class MemberLink:
             result = self._deliver(staged)
             if result is None:
                 break
-            self.failures = 0 if result.ok else self.failures + 1
-            if not result.ok and self._backend == "shared":
+            self._failures = 0 if result.ok else self._failures + 1
+            if result.failure in ("link", "refused") and self._backend == "shared":
                 self._backend, self._link = "gloo", None  # it may be on another host, which TCP reaches
+                result = replace(result, fallback="gloo")
             self._report(result)
             self._back_off()
         self._link = None
 
     def _next_version(self) -> StagedWeights | None:
         with self._changed:
-            # No deadline: a member may be up to date for as long as a step takes. `leave` ends it.
-            self._changed.wait_for(lambda: self._left or self._is_behind())
-            return None if self._left else self._newest
+            while not self._left:
+                if not self._is_behind():
+                    # No deadline: a member may be up to date for as long as a step takes. `leave` ends it.
+                    self._changed.wait()
+                elif (busy_s := self._busy_s()) > 0:
+                    self._changed.wait(busy_s)
+                else:
+                    return self._newest
+            return None
+
+    def _busy_s(self) -> float:
+        """For how long the member is still given time with what it works on."""
+        return max((busy.until_s - time.monotonic() for busy in self._busy.values()), default=0.0)
 
     def _is_behind(self) -> bool:
         return self._newest is not None and (self.held is None or self._newest.version > self.held)
 
     def _back_off(self) -> None:
         """After failures in a row waits for 0.2 s, 0.4 s, … max_wait_s, or until it is told to leave."""
-        if not self.failures:
+        if not self._failures:
             return
-        seconds = min(FIRST_BACKOFF_S * 2.0 ** min(self.failures - 1, 20), self._settings.max_wait_s)
+        seconds = min(FIRST_BACKOFF_S * 2.0 ** min(self._failures - 1, 20), self._settings.max_wait_s)
         with self._changed:
             self._changed.wait_for(lambda: self._left, seconds)
 
@@ -225,7 +257,7 @@ class MemberLink:
 
     def _wait_while(self, transfer: _Transfer, pending: Callable[[], bool]) -> None:
         while pending() and not self._left:
-            remaining = transfer.deadline - time.monotonic()
+            remaining = min(transfer.deadline, transfer.last_deadline) - time.monotonic()
             if remaining <= 0:
                 return
             self._changed.wait(None if remaining == math.inf else remaining)
@@ -236,6 +268,8 @@ class MemberLink:
         silent: Failure = "silent" if transfer.phase == "answer" else "link"
         failure = transfer.failure or ("link" if transfer.error else silent)
         error = transfer.error or f"{transfer.phase}: nothing within {self._settings.max_wait_s} s"
+        if not transfer.error and transfer.last_deadline < transfer.deadline:
+            error = f"answer: not loaded {seconds[transfer.phase]:.0f} s after the last byte, though still working"
         if answer is not None:
             failure = "" if answer[0] else "refused"
             error = "" if answer[0] else f"the member refused: {answer[1]}"
@@ -276,7 +310,7 @@ class MemberLink:
             if link is None:
                 self._enter(transfer, "form")
                 with span("weights.form", trace, epoch=offer.epoch, **about):
-                    link = self._form(offer)
+                    link = self._form(offer, transfer)
             self._enter(transfer, "transfer")
             with span("weights.transfer", trace, epoch=offer.epoch, bytes=manifest.total_bytes, **about):
                 link.send(flat, manifest, lambda _: self._enter(transfer, "transfer"))
@@ -294,6 +328,8 @@ class MemberLink:
             transfer.seconds[transfer.phase] = spent
             transfer.phase, transfer.phase_started = phase, now
             transfer.deadline = now + self._settings.max_wait_s
+            if phase == "answer":
+                transfer.last_deadline = now + longest_s(self._settings.max_wait_s, transfer.size_bytes)
             self._changed.notify_all()
 
     def _offer(self, transfer: _Transfer, manifest_bytes: bytes) -> WeightOffer:
@@ -312,7 +348,7 @@ class MemberLink:
             manifest=manifest_bytes,
         )
 
-    def _form(self, offer: WeightOffer) -> WeightLink | SharedLink:
+    def _form(self, offer: WeightOffer, transfer: _Transfer) -> WeightLink | SharedLink:
         return form_link(
             backend=offer.backend,
             store_host=self._settings.store_host,
@@ -321,4 +357,5 @@ class MemberLink:
             rank=SENDER,
             max_wait_s=self._settings.max_wait_s,
             host=self._settings.host,
+            given_up=lambda: self._transfer is not transfer,
         )

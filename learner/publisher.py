@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from learner.member_link import LinkSettings, MemberLink, PublishResult
+from learner.member_link import LinkHistory, LinkSettings, MemberLink
+from learner.publish_result import PublishResult
 from learner.staged import StagedWeights
 from paceline.errors import Conflict
 from paceline.groups import Version
@@ -28,6 +29,8 @@ from paceline.weights import Algorithm, WeightManifest, WeightOffer
 __all__ = ["PublishResult", "Publisher"]
 
 CLOSE_WAIT_S = 2.0
+MAX_HISTORIES = 4096
+"""Members that left and may come back; those that left first are forgotten first."""
 
 
 class Publisher:
@@ -71,8 +74,8 @@ class Publisher:
         )
         self._lock = threading.Lock()
         self._links: dict[str, MemberLink] = {}
-        self._before: dict[str, tuple[int, int]] = {}
-        """Attempts and failures of links that ended, by member."""
+        self._before: dict[str, LinkHistory] = {}
+        """What links that ended leave to the next one, by member."""
         self._left: list[MemberLink] = []
         self._staged: StagedWeights | None = None
         self._closed = False
@@ -90,7 +93,9 @@ class Publisher:
             for member_id in self._links.keys() - wanted:
                 self._drop(member_id)
             for member_id in wanted - self._links.keys():
-                link = MemberLink(self._settings, member_id, epoch, *self._before.get(member_id, (0, 0)))
+                link = MemberLink(
+                    self._settings, member_id, epoch, self._before.get(member_id, LinkHistory())
+                )
                 link.held = held.get(member_id) if held else None
                 self._links[member_id] = link
                 if self._staged is not None:
@@ -131,8 +136,15 @@ class Publisher:
         if link is not None:
             link.answer(version, ok, message)
 
+    def progress(self, member_id: str, version: Version) -> None:
+        """The member's word that it still works on `version`."""
+        with self._lock:
+            link = self._links.get(member_id)
+        if link is not None:
+            link.progress(version)
+
     def interrupt(self, reason: str) -> None:
-        """Begins every transfer under way anew: the control plane was away, and an offer or an answer with it."""
+        """Begins every transfer anew whose offer may be lost: the control plane was away."""
         with self._lock:
             links = list(self._links.values())
         for link in links:
@@ -159,7 +171,10 @@ class Publisher:
     def _drop(self, member_id: str) -> None:
         link = self._links.pop(member_id)
         link.leave()
-        self._before[member_id] = (link.attempt, link.failures)
+        self._before.pop(member_id, None)
+        self._before[member_id] = link.history
+        if len(self._before) > MAX_HISTORIES:
+            del self._before[next(iter(self._before))]
         self._left = [old for old in self._left if not old.join(0.0)] + [link]
 
     def _check_open(self) -> None:

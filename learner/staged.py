@@ -30,6 +30,8 @@ class StagedWeights:
         manifest: WeightManifest | None = None,
     ) -> None:
         self.version = version
+        self.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        """About what is sent."""
         self._tensors: Mapping[str, torch.Tensor] | None = tensors
         self._bucket_bytes = bucket_bytes
         self._algorithm = algorithm

@@ -1,7 +1,7 @@
 """Telling members which version is in the store, until they have it. Lives on rank 0 of the learner.
 
 A member costs nothing here but an offer and its answer: it reads by itself, at its own pace, and may skip versions. An
-offer without an answer is made again after `max_wait_s`, which is harmless: a member that is reading goes on, one that
+offer without an answer is made again after `max_wait_s` of silence, which is harmless: a member that is reading goes on, one that
 holds the version says so. An offer that was refused is made again after a growing pause.
 
 Who waits for whom: one thread waits for a new version, an answer, a change of members, or the next offer's time. Nobody
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from learner.member_link import PublishResult
+from learner.publish_result import PublishResult
 from learner.store_chain import Stored
 from paceline.groups import Version
 from paceline.stored_weights import StoreOffer
@@ -127,6 +127,13 @@ class StoreOffers:
             )
             member.offered = None
             self._changed.notify_all()
+
+    def progress(self, member_id: str) -> None:
+        """A member's word that it still works on what it was offered."""
+        with self._changed:
+            member = self._members.get(member_id)
+            if member is not None and member.offered is not None:
+                member.next_s = time.monotonic() + self._max_wait_s
 
     def interrupt(self) -> None:
         """Offers everything again that is unanswered."""

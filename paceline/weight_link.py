@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -95,6 +96,10 @@ class WeightLink:
             on_bucket(end)
 
 
+POLL_S = 0.05
+"""Longest pause between two looks for the other side."""
+
+
 def serve_store(bind_host: str, port: int, max_wait_s: float) -> tuple[Any, int]:
     """Starts the store where links are formed, on one address only, and returns it with its port (0: a free one)."""
     import torch.distributed as dist
@@ -130,11 +135,12 @@ def form_link(
     rank: int,
     max_wait_s: float,
     host: str = "127.0.0.1",
+    given_up: Callable[[], bool] = lambda: False,
 ) -> WeightLink | SharedLink:
     """Meets the other rank under `prefix` and forms the group of two. Blocks up to about max_wait_s.
 
-    `host` is this side's address as the peer reaches it (gloo). A prefix serves once. Raises Unavailable when the
-    peer did not come. Forming with a peer that stopped in the middle may outlast
+    `host` is this side's address as the peer reaches it (gloo). A prefix serves once. `given_up`
+    is asked while the peer is waited for. Raises Unavailable when it did not come, or nobody waits any more. Forming with a peer that stopped in the middle may outlast
     max_wait_s, so call it from a thread that can be left behind.
     """
     import torch.distributed as dist
@@ -148,7 +154,7 @@ def form_link(
         # Both say they are here before either starts: a peer that is away then costs a wait with a deadline and
         # not a half-formed group.
         store.set(f"here/{rank}", "1")
-        store.wait([f"here/{1 - rank}"], timeout)
+        _await_peer(store, f"here/{1 - rank}", max_wait_s, given_up)
         if backend == "gloo":
             return WeightLink(_gloo(store, rank, timeout, host), rank, max_wait_s)
         if backend == "shared":
@@ -156,6 +162,18 @@ def form_link(
     except RuntimeError as error:
         raise Unavailable(f"no link {prefix!r}: {first_line(error)}") from error
     raise ValueError(f"weight backend {backend!r} is neither 'gloo' nor 'shared'")
+
+
+def _await_peer(store: Any, key: str, max_wait_s: float, given_up: Callable[[], bool]) -> None:
+    deadline_s, pause_s = time.monotonic() + max_wait_s, 0.001
+    # Asked for again and again: a wait inside the store could not be given up, and would hold a thread and a connection.
+    while not store.check([key]):
+        if given_up():
+            raise Unavailable("given up while the other side was waited for")
+        if time.monotonic() > deadline_s:
+            raise Unavailable(f"the other side did not come within {max_wait_s} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
 
 
 def _gloo(store: Any, rank: int, timeout: timedelta, host: str) -> Any:

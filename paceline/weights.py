@@ -41,6 +41,29 @@ DTYPE_BYTES = {
 
 FORMAT = 1
 Algorithm = Literal["xxh3_64", "sha256"]
+Phase = Literal["receiving", "received", "loading"]
+
+FLOOR_BYTES_PER_S = 20e6
+"""The slowest rate at which a member may check and load a version; slower is taken for a fault, however often it reports."""
+
+
+class WeightProgress(NamedTuple):
+    """How far a member is with a version that it was offered."""
+
+    version: Version
+    phase: Phase
+    received_bytes: int
+
+
+def slowest_s(size_bytes: int) -> float:
+    """What `size_bytes` need at `FLOOR_BYTES_PER_S`."""
+    return size_bytes / FLOOR_BYTES_PER_S
+
+
+def longest_s(max_wait_s: float, size_bytes: int) -> float:
+    """The longest time that a member may work on `size_bytes` after they arrived, even if it reports all the while: ten
+    times the silence that is allowed, and what the bytes need at the slowest."""
+    return 10 * max_wait_s + slowest_s(size_bytes)
 
 
 class TensorPlan(NamedTuple):

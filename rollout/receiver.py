@@ -23,7 +23,7 @@ from paceline.groups import Version
 from paceline.shared_link import SharedLink
 from paceline.tracing import span, version_traceparent
 from paceline.weight_link import MEMBER, WeightLink, first_line, form_link
-from paceline.weights import WeightManifest, WeightOffer
+from paceline.weights import Phase, WeightManifest, WeightOffer, WeightProgress, longest_s
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,19 @@ class WeightReceiver:
         self._held_manifest: WeightManifest | None = None
         self._current: _Link | None = None
         self._spare: torch.Tensor | None = None
+        self._at_work: dict[_Link, WeightProgress] = {}
         self._closed = False
 
     @property
     def held(self) -> Version | None:
         """The version that the engine got last; None before the first."""
         return self._held
+
+    @property
+    def at_work(self) -> list[WeightProgress]:
+        """What is being received or loaded now, by links that were left behind too."""
+        with self._lock:
+            return list(self._at_work.values())
 
     def offer(self, offer: WeightOffer) -> None:
         """Takes up an offer; the newest wins. Returns at once, every outcome goes to `on_ack`.
@@ -131,28 +138,43 @@ class WeightReceiver:
 
     def _take(self, link: _Link, offer: WeightOffer, manifest: WeightManifest) -> None:
         """Receives one offer over `link` and swaps it in. Runs in the link's thread."""
+        try:
+            self._receive(link, offer, manifest)
+        finally:
+            with self._lock:
+                self._at_work.pop(link, None)
+
+    def _receive(self, link: _Link, offer: WeightOffer, manifest: WeightManifest) -> None:
+        self._note(link, offer.version, "receiving", 0)
         link.connect(self._max_wait_s, self._host)
         flat = self._memory(manifest)
         check = Check(flat, manifest)
 
         def on_bucket(num_bytes: int) -> None:
-            self._progress(offer.version, num_bytes)
+            self._note(link, offer.version, "receiving", num_bytes)
+            if self._on_progress is not None:
+                self._on_progress(offer.version, num_bytes)
             check.arrived(num_bytes)
 
         trace = version_traceparent(offer.run_id, offer.version.step)
         with span("weights.receive", trace, member=offer.member_id, bytes=manifest.total_bytes):
             link.receive(flat, manifest, on_bucket)
+            self._note(link, offer.version, "received", manifest.total_bytes)
             tensors = check.tensors()
         # One swap at a time: a thread that was left behind may still be inside the engine.
-        if not self._swap.acquire(timeout=self._max_wait_s):
-            raise Unavailable(f"the engine was busy with an earlier swap for {self._max_wait_s} s")
+        limit_s = longest_s(self._max_wait_s, manifest.total_bytes)
+        if not self._swap.acquire(timeout=limit_s):
+            raise Unavailable(f"the engine was busy with an earlier swap for {limit_s:.0f} s")
         try:
+            if self._holds(offer, manifest):
+                return  # what the earlier swap was about
             with self._lock:
                 overtaken = self._current is not link or (
                     self._held is not None and offer.version <= self._held
                 )
             if overtaken:
                 raise Unavailable("overtaken by a newer offer")
+            self._note(link, offer.version, "loading", manifest.total_bytes)
             with span("weights.swap", trace, member=offer.member_id):
                 self._on_weights(offer.version, tensors)
             with self._lock:
@@ -171,9 +193,15 @@ class WeightReceiver:
             return spare
         return empty_flat(manifest)
 
-    def _progress(self, version: Version, received_bytes: int) -> None:
-        if self._on_progress is not None:
-            self._on_progress(version, received_bytes)
+    def _holds(self, offer: WeightOffer, manifest: WeightManifest) -> bool:
+        with self._lock:
+            held = self._held_manifest
+            same = offer.run_id == self._run_id and offer.version == self._held
+            return same and held is not None and manifest.content_hash == held.content_hash
+
+    def _note(self, link: _Link, version: Version, phase: Phase, received_bytes: int) -> None:
+        with self._lock:
+            self._at_work[link] = WeightProgress(version, phase, received_bytes)
 
     def _acknowledge(self, version: Version, ok: bool, message: str) -> None:
         try:

@@ -4,7 +4,7 @@ The promise: new weights reach the engine whole and verified, or not at all. Of 
 read only the newest is taken up afterwards.
 
 Who waits for whom: one thread waits for offers, then for the store, then for `on_weights`. `offer` never waits. A thread
-that a store has held up for `STUCK_S` is left behind when the next offer comes; what it still brings is thrown away.
+that a store has held up for `STUCK_S`, and for what the bytes may take, is left behind when the next offer comes; what it still brings is thrown away.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from paceline.groups import Version
 from paceline.stored_weights import StoreOffer
 from paceline.weight_link import first_line
 from paceline.weight_store import WeightStore
+from paceline.weights import Phase, WeightProgress, slowest_s
 from rollout.store_reader import Damaged, StoreReader
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,13 @@ class StoreReceiver:
                 self._thread = _Reading(self._run_id, self._on_weights, self._on_ack)
             self._thread.put(offer)
 
+    @property
+    def at_work(self) -> list[WeightProgress]:
+        """What is being read or loaded now."""
+        with self._lock:
+            progress = self._thread.progress() if self._thread is not None else None
+        return [progress] if progress is not None else []
+
     def close(self) -> None:
         """Takes no more offers; waits for nothing."""
         with self._lock:
@@ -90,6 +98,7 @@ class _Reading:
         self._waiting: StoreOffer | None = None
         self._current: StoreOffer | None = None
         self._began_s = 0.0
+        self._phase: Phase = "receiving"
         self._left = False
         self._serving: Version | None = None
         self._reader: tuple[str, StoreReader] | None = None
@@ -111,7 +120,16 @@ class _Reading:
 
     def is_stuck(self) -> bool:
         with self._changed:
-            return self._current is not None and time.monotonic() - self._began_s > STUCK_S
+            current, busy_s = self._current, time.monotonic() - self._began_s
+            return current is not None and busy_s > STUCK_S + slowest_s(current.anchor_bytes)
+
+    def progress(self) -> WeightProgress | None:
+        """How far the offer under way is; None between two."""
+        with self._changed:
+            current, reader = self._current, self._reader
+            if current is None or self._left:
+                return None
+            return WeightProgress(current.version, self._phase, reader[1].read_bytes if reader else 0)
 
     def _run(self) -> None:
         while (offer := self._next()) is not None:
@@ -133,7 +151,7 @@ class _Reading:
             # No deadline: the next version comes when the learner has one. `leave` ends it.
             self._changed.wait_for(lambda: self._left or self._waiting is not None)
             self._current, self._waiting = self._waiting, None
-            self._began_s = time.monotonic()
+            self._began_s, self._phase = time.monotonic(), "receiving"
             return None if self._left else self._current
 
     def _take(self, offer: StoreOffer) -> tuple[bool, str, bool]:
@@ -145,6 +163,7 @@ class _Reading:
             tensors = self._reader_of(offer).fetch(offer)
             if self._left:
                 return False, "left behind", False
+            self._phase = "loading"
             self._on_weights(offer.version, tensors)
         except Damaged as error:
             return False, first_line(error), True

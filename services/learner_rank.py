@@ -161,6 +161,9 @@ class LearnerRank:
             case "weight_ack":
                 if run is not None:
                     run.acknowledge(directive.weight_ack)
+            case "weight_progress":
+                if run is not None:
+                    run.progress(directive.weight_progress)
             case "keep_checkpoints":
                 if run is not None:
                     run.keep_checkpoints(directive.keep_checkpoints)

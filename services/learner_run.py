@@ -145,6 +145,12 @@ class LearnerRun:
             version = Version(ack.version.session, ack.version.step)
             self._channel.acknowledge(ack.member_id, version, ack.ok, ack.message, ack.damaged)
 
+    def progress(self, progress: worker_pb2.WeightProgress) -> None:
+        """A member still works on what it was offered."""
+        if self._channel is not None and progress.run_id == self.run_id:
+            version = Version(progress.version.session, progress.version.step)
+            self._channel.progress(progress.member_id, version)
+
     def keep_checkpoints(self, order: worker_pb2.KeepCheckpoints) -> None:
         """Which checkpoints the ledger still knows."""
         if order.run_id == self.run_id:

@@ -13,7 +13,8 @@ from learner.channel import WeightChannel
 from learner.collective_channel import CollectiveChannel
 from learner.collectives import any_over_ranks
 from learner.delta_channel import DeltaChannel
-from learner.publisher import Publisher, PublishResult
+from learner.publish_result import PublishResult
+from learner.publisher import Publisher
 from learner.rank_board import make_board
 from learner.store_chain import Stored
 from learner.store_offers import StoreOffers
@@ -104,6 +105,7 @@ class _Wiring:
             max_wait_s=self._weights.max_wait_s,
             send=self._send_store_offer,
             on_result=self._report_result,
+            warn=self._warn,
         )
         return CollectiveChannel(publisher, catch_up, self._dtype, self._announce)
 
@@ -184,8 +186,12 @@ class _Wiring:
         return message
 
     def _on_link_result(self, result: PublishResult, catch_up: CatchUp) -> None:
-        if result.failure in ("link", "silent"):
-            catch_up.link_failed(result.member_id)
+        if result.fallback:
+            self._warn(
+                f"weights did not reach {result.member_id} through the host's memory: {result.error}. They go to it by TCP "
+                f"({result.fallback}) from now on"
+            )
+        catch_up.link_ended(result)
         self._report_result(result)
 
     def _report_result(self, result: PublishResult) -> None:

@@ -119,6 +119,11 @@ class Membership:
             self._close_socket()
             self._context.term()
 
+    @property
+    def waiting_reports(self) -> int:
+        """Reports that no stream has taken yet."""
+        return self._outbox.qsize()
+
     async def report(self, report: worker_pb2.ConnectRequest) -> None:
         """Queues a report; it goes out with this stream or the next."""
         await self._outbox.put(report)

@@ -110,9 +110,11 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(run.engine.watch())
+                progress = tasks.create_task(run.weights.report_progress())
                 await self._report_ready()
                 await run.generate_forever()
                 watch.cancel()
+                progress.cancel()
         finally:
             self._run = None
             await run.close()
@@ -143,6 +145,8 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         match directive.WhichOneof("directive"):
             case "welcome":
                 await self._report_ready()
+                if self._run is not None:
+                    await self._run.weights.answer_again()
             case "run":
                 known = self._assignment is not None and self._assignment.run_id == directive.run.run_id
                 if not known or self._failure is not None:  # one that is assigned again is tried at once

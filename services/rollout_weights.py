@@ -25,6 +25,15 @@ from services.member import Membership
 
 log = logging.getLogger(__name__)
 
+REPORT_S = 1.0
+"""Seconds between two reports of what is being received or loaded; a quarter of the learner's patience at most."""
+
+PHASES = {
+    "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
+    "received": worker_pb2.WEIGHT_PHASE_RECEIVED,
+    "loading": worker_pb2.WEIGHT_PHASE_LOADING,
+}
+
 
 class RolloutWeights:
     """Those of one run, for one engine. To be made on the event loop; `host` is this machine's address for the learner."""
@@ -43,6 +52,8 @@ class RolloutWeights:
         self._loop = asyncio.get_running_loop()
         self._swapping = threading.Lock()
         self._pause_s = self._swap_s = 0.0
+        self._report_s = min(REPORT_S, max_wait_s / 4)
+        self._last_yes: worker_pb2.WeightAck | None = None
         self._receiver = WeightReceiver(
             run_id=run_id,
             max_wait_s=max_wait_s,
@@ -72,6 +83,31 @@ class RolloutWeights:
                 manifest=offer.manifest,
             )
         )
+
+    async def report_progress(self) -> None:
+        """Tells the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(self._report_s)
+            at_work = {
+                progress.version: progress
+                for progress in (*self._receiver.at_work, *self._store_receiver.at_work)
+            }
+            for version, progress in at_work.items():
+                if self._membership.waiting_reports:
+                    break  # they would be old when they arrive
+                message = worker_pb2.WeightProgress(
+                    run_id=self._run_id,
+                    member_id=self._member_id,
+                    phase=PHASES[progress.phase],
+                    received_bytes=progress.received_bytes,
+                )
+                message.version.session, message.version.step = version
+                await self._membership.report(worker_pb2.ConnectRequest(weight_progress=message))
+
+    async def answer_again(self) -> None:
+        """Says again which version this worker took last: the coordinator was away, and the answer may have been lost."""
+        if self._last_yes is not None:
+            await self._membership.report(worker_pb2.ConnectRequest(weight_ack=self._last_yes))
 
     def expelled(self, expelled: worker_pb2.Expelled) -> None:
         """This worker missed a deadline: it serves what it holds, and takes part again over a link of the next epoch."""
@@ -113,6 +149,8 @@ class RolloutWeights:
             damaged=damaged,
         )
         ack.version.session, ack.version.step = version
+        if ok:
+            self._last_yes = ack
         report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
         asyncio.run_coroutine_threadsafe(report, self._loop)
 

@@ -24,7 +24,8 @@ class WeightsSection(Section):
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: PositiveFloat = 30.0
-    """Time limit of every operation with one member; a member that needs longer is left out."""
+    """Longest silence of a member that is being brought a version: a member that neither takes bytes nor reports that it is
+    loading them for this long is left out."""
     bucket_mb: PositiveInt = 64
     """Size of one packed bucket."""
 

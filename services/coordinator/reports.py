@@ -13,7 +13,7 @@ from paceline.groups import Version
 from paceline.run_folders import EXPORT
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import checkpoints, retention
-from services.coordinator.members import Member
+from services.coordinator.members import OUTBOX_SIZE, Member
 from services.coordinator.places import stored
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Reports:
                     receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
             case "weight_ack":
                 await self._on_weight_ack(member, request.weight_ack)
+            case "weight_progress":
+                self._on_weight_progress(member, request.weight_progress)
             case "run_report":
                 await self._on_run_report(member, request.run_report)
             case "checkpoint":
@@ -67,6 +69,16 @@ class Reports:
             self._runs.server.wake("lease")
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
+
+    def _on_weight_progress(self, member: Member, progress: worker_pb2.WeightProgress) -> None:
+        """Tells the learner that a member is still at work. One of many: where the learner is slow to read, it may miss some."""
+        run = self._exchange.active
+        if run is None or progress.run_id != run.run_id or member.role != common_pb2.ROLE_ROLLOUT:
+            return
+        progress.member_id = member.member_id
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            if learner.rank == 0 and learner.outbox.qsize() < OUTBOX_SIZE // 4:
+                learner.direct(worker_pb2.ConnectResponse(weight_progress=progress))
 
     async def _on_run_report(self, member: Member, report: worker_pb2.RunReport) -> None:
         run = self._exchange.active

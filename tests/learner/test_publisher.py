@@ -31,10 +31,11 @@ class Bench:
         self.offers: queue.Queue[WeightOffer] = queue.Queue()
         self.deliver: Callable[[WeightOffer], None] = self.offers.put
         self.receivers: list[WeightReceiver] = []
+        self.on_result: Callable[[PublishResult], None] = self.results.put
         self.publisher = Publisher(
             run_id="run",
             send_offer=lambda offer: self.deliver(offer),
-            on_result=self.results.put,
+            on_result=lambda result: self.on_result(result),
             bucket_bytes=64,
             max_wait_s=max_wait_s,
             backend=backend,
@@ -351,10 +352,158 @@ def test_a_member_that_cannot_map_the_learners_memory_is_reached_by_tcp(
     shared.publisher.set_members(1, ["m"])
     shared.publisher.stage(V1, ones(1.0))
     refused, taken = shared.result(), shared.result()
-    assert (refused.ok, refused.failure) == (False, "refused")
+    assert (refused.ok, refused.failure, refused.fallback) == (False, "refused", "gloo")
     assert "weights.backend=shared needs both processes on one host" in refused.error
-    assert (taken.ok, taken.attempt) == (True, 2)
+    assert (taken.ok, taken.attempt, taken.fallback) == (True, 2, "")
     assert served == [V1]
+
+    shared.publisher.set_members(2, [])
+    shared.publisher.set_members(3, ["m"])  # named again, it is not tried by shared memory a second time
+    shared.publisher.stage(V2, ones(2.0))
+    again = shared.result()
+    assert (again.ok, again.attempt) == (True, 3)
+
+
+def test_a_swap_longer_than_the_longest_silence_neither_fails_nor_is_sent_again(bench: Bench) -> None:
+    publisher_wait_s = 1.0
+    bench.publisher.close()
+    bench = Bench(publisher_wait_s)
+    offered: list[Version] = []
+
+    def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        """An engine that needs 2.5 times as long, while its worker says that it is at work."""
+        until_s = time.monotonic() + 2.5 * publisher_wait_s
+        while time.monotonic() < until_s:
+            for progress in receiver.at_work:
+                assert progress == (version, "loading", offers_bytes)
+                bench.publisher.progress("m", progress.version)
+            time.sleep(0.05)
+
+    offers_bytes = plan(ones(1.0), bucket_bytes=64).total_bytes
+    receiver, _ = bench.receiver(on_weights)
+
+    def deliver(offer: WeightOffer) -> None:
+        offered.append(offer.version)
+        receiver.offer(offer)
+
+    bench.deliver = deliver
+    bench.publisher.set_members(1, ["m"])
+    for version in (V1, V2):
+        bench.publisher.stage(version, ones(float(version.step)))
+        result = bench.result()
+        assert (result.ok, result.version, result.attempt, result.error) == (True, version, 1, "")
+    assert offered == [V1, V2]
+    assert bench.results.empty()
+    assert receiver.at_work == []
+    bench.publisher.close()
+    receiver.close()
+
+
+def test_a_member_that_reports_for_ever_is_given_up(hasty: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.member_link.longest_s", lambda max_wait_s, size_bytes: 2 * max_wait_s)
+    ended = threading.Event()
+
+    def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        while not ended.wait(0.05):
+            hasty.publisher.progress("m", version)
+
+    hasty.receiver(on_weights)
+    hasty.publisher.set_members(1, ["m"])
+    hasty.publisher.stage(V1, ones(1.0))
+    result = hasty.result()
+    ended.set()
+    assert (result.ok, result.failure) == (False, "silent")
+    assert result.error == "answer: not loaded 3 s after the last byte, though still working"
+
+
+def test_nothing_newer_is_offered_to_a_member_that_is_still_at_work(hasty: Bench) -> None:
+    """It was silent for too long, so the attempt failed; then it is heard of again, in the middle of its swap."""
+    offered: list[Version] = []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+
+    def on_result(result: PublishResult) -> None:
+        if not result.ok:
+            hasty.publisher.progress("m", V1)
+            hasty.publisher.stage(V2, ones(2.0))
+        hasty.results.put(result)
+
+    receiver, _ = hasty.receiver(on_weights)
+
+    def deliver(offer: WeightOffer) -> None:
+        offered.append(offer.version)
+        receiver.offer(offer)
+
+    hasty.deliver, hasty.on_result = deliver, on_result
+    hasty.publisher.set_members(1, ["m"])
+    hasty.publisher.stage(V1, ones(1.0))
+    assert hasty.result().failure == "silent"
+    assert offered == [V1]
+    go_on.set()
+    late, newest = hasty.result(), hasty.result()
+    assert (late.ok, late.version) == (True, V1)
+    assert (newest.ok, newest.version) == (True, V2)
+    assert offered == [V1, V2]
+
+
+def test_a_member_that_works_is_not_disturbed_when_the_control_plane_was_away(bench: Bench) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+
+    bench.receiver(on_weights)
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0))
+    assert entered.wait(DEADLINE_S)
+    bench.publisher.progress("m", V1)
+    bench.publisher.interrupt("the coordinator was away")
+    go_on.set()
+    result = bench.result()
+    assert (result.ok, result.attempt) == (True, 1)
+    assert bench.results.empty()
+
+
+@pytest.mark.parametrize("forms", [False, True])
+def test_refused_attempts_leave_no_threads_and_no_descriptors(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, forms: bool
+) -> None:
+    """Whether the member refuses at once, so that the learner waits for it in vain, or after it got everything."""
+    monkeypatch.setattr("learner.member_link.FIRST_BACKOFF_S", 0.0)
+    bench.publisher.close()
+    bench = Bench(max_wait_s=600.0)
+    refused, enough = 0, threading.Event()
+
+    def on_result(result: PublishResult) -> None:
+        nonlocal refused
+        assert result.failure == "refused"
+        refused += 1
+        if refused == 50:
+            bench.publisher.set_members(2, [])
+            enough.set()
+
+    def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        raise WireError("names differ")
+
+    bench.on_result = on_result
+    if forms:
+        bench.receiver(on_weights)
+    else:
+        bench.deliver = lambda offer: bench.publisher.acknowledge("m", V1, False, "no link")
+    threads, files = threading.active_count(), len(descriptors())
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0))
+    assert enough.wait(4 * DEADLINE_S)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while threading.active_count() > threads or len(descriptors()) > files + 2:
+        assert time.monotonic() < deadline_s, (threading.active_count(), threads, len(descriptors()), files)
+        gc.collect()
+        time.sleep(0.01)
+    bench.publisher.close()
 
 
 def descriptors() -> list[str]:

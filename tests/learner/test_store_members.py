@@ -22,7 +22,7 @@ import torch
 from tiny_policy import make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from learner.member_link import PublishResult
+from learner.publish_result import PublishResult
 from learner.rank_board import make_board
 from learner.shards import local_slices, plan_tensors
 from learner.store_offers import StoreOffers

@@ -256,6 +256,35 @@ def test_swap_of_a_link_left_behind_ends_before_the_next_begins(sender: Sender) 
     receiver.close()
 
 
+def test_a_version_offered_again_while_it_is_loaded_is_loaded_once(sender: Sender) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    loaded: list[Version] = []
+    acks: queue.Queue[Ack] = queue.Queue()
+
+    def swap(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        loaded.append(version)
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+
+    receiver = WeightReceiver(
+        run_id="run",
+        max_wait_s=DEADLINE_S,
+        on_weights=swap,
+        on_ack=lambda version, ok, message: acks.put((version, ok, message)),
+    )
+    for attempt, prefix in ((1, "a"), (2, "b")):
+        offer, flat, manifest = sender.offer(1, prefix, attempt=attempt)
+        receiver.offer(offer)
+        sender.form(prefix).send(flat, manifest)
+        assert entered.wait(DEADLINE_S)
+    assert ((0, 1), "loading", manifest.total_bytes) in receiver.at_work
+    go_on.set()
+    assert [acks.get(timeout=DEADLINE_S) for _ in range(2)] == [((0, 1), True, "")] * 2
+    assert loaded == [(0, 1)]
+    assert receiver.at_work == []
+    receiver.close()
+
+
 def test_garbage_is_refused_at_once_and_closed_is_closed(engine: Engine, sender: Sender) -> None:
     offer, *_ = sender.offer(1, "a")
     with pytest.raises(WireError, match="cannot be read"):

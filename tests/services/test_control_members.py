@@ -14,6 +14,7 @@ from control_plane import DEADLINE_S, Plane, Worker, learner, refusal, rollout
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
 from services.coordinator.ledger import Ledger
+from services.coordinator.members import OUTBOX_SIZE, Member
 from services.member import Membership
 
 # Workers
@@ -118,6 +119,40 @@ async def test_a_learner_that_comes_back_keeps_its_session(plane: Plane) -> None
     again = learner(plane, session=1, run_id=run.run_id)
     await again.hear("epoch")
     assert plane.ledger.run(run.run_id)["session"] == 1
+
+
+async def test_a_members_progress_reaches_rank_0_under_the_members_own_name(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    rank_0 = learner(plane)
+    await rank_0.hear("run")
+    member = rollout(plane)
+    await member.hear("run")
+    foreign = worker_pb2.WeightProgress(run_id="another", received_bytes=1)
+    own = worker_pb2.WeightProgress(run_id=run.run_id, member_id="somebody", received_bytes=2)
+    own.phase = worker_pb2.WEIGHT_PHASE_LOADING
+    for progress in (foreign, own):
+        member.say(weight_progress=progress)
+    heard = await rank_0.hear("weight_progress")
+    assert (heard.member_id, heard.received_bytes) == ("rollout-1", 2)
+    assert heard.phase == worker_pb2.WEIGHT_PHASE_LOADING
+
+
+async def test_progress_never_cuts_off_a_learner_that_is_slow_to_read(plane: Plane) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    learner_rank = Member("learner-1", common_pb2.ROLE_LEARNER, "", 0, 0.0)
+    worker = Member("rollout-1", common_pb2.ROLE_ROLLOUT, "", 0, 0.0)
+    for member in (learner_rank, worker):
+        plane.coordinator.members.add(member)
+    report = worker_pb2.ConnectRequest(weight_progress=worker_pb2.WeightProgress(run_id=run.run_id))
+    for _ in range(1000):
+        await plane.coordinator.pool.report(worker, report)
+    assert 0 < learner_rank.outbox.qsize() < OUTBOX_SIZE
+    waiting = [learner_rank.outbox.get_nowait() for _ in range(learner_rank.outbox.qsize())]
+    assert None not in waiting  # which would end its stream
 
 
 async def test_a_checkpoint_that_is_reported_again_is_no_news(plane: Plane) -> None:

@@ -1,0 +1,148 @@
+"""Weights on their way into a rollout worker's engine: what the worker says of them while it works, and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+
+from learner.publish_result import PublishResult
+from learner.publisher import Publisher
+from paceline.groups import Version
+from paceline.weights import WeightOffer
+from protos.paceline.v1 import worker_pb2
+from services.rollout_weights import RolloutWeights
+
+DEADLINE_S = 20.0
+MAX_WAIT_S = 1.0
+V1 = Version(0, 1)
+
+
+class Membership:
+    """Notes reports; `waiting_reports` of them wait for a stream."""
+
+    def __init__(self) -> None:
+        self.waiting_reports = 0
+        self.reports: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
+
+    async def report(self, report: worker_pb2.ConnectRequest) -> None:
+        self.reports.put_nowait(report)
+
+    async def next(self, kind: str) -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                report = await self.reports.get()
+                if report.WhichOneof("report") == kind:
+                    return getattr(report, kind)
+
+
+class SlowEngine:
+    """Loads a version when it is told to."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = None
+        self.loading, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def update_weights(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> float:
+        self.loading.set()
+        await self.go_on.wait()
+        self.version = version
+        return 0.0
+
+
+class Worker:
+    """A worker whose learner is in the same process, with the coordinator left out between them."""
+
+    def __init__(self) -> None:
+        self.membership, self.engine = Membership(), SlowEngine()
+        self.weights = RolloutWeights(
+            "run", "m", cast(Any, self.membership), cast(Any, self.engine), MAX_WAIT_S, "127.0.0.1"
+        )
+        self.loop = asyncio.get_running_loop()
+        self.results: queue.Queue[PublishResult] = queue.Queue()
+        self.publisher = Publisher(
+            run_id="run",
+            send_offer=self._offer,
+            on_result=self.results.put,
+            bucket_bytes=64,
+            max_wait_s=MAX_WAIT_S,
+        )
+        self.reporting = asyncio.create_task(self.weights.report_progress())
+
+    def _offer(self, offer: WeightOffer) -> None:
+        message = worker_pb2.WeightOffer(
+            run_id="run",
+            member_id="m",
+            attempt=offer.attempt,
+            backend=offer.backend,
+            store_host=offer.store_host,
+            store_port=offer.store_port,
+            prefix=offer.prefix,
+            manifest=offer.manifest,
+        )
+        message.version.session, message.version.step = offer.version
+        self.loop.call_soon_threadsafe(self.weights.offer, message)
+
+    def publish(self) -> None:
+        self.publisher.set_members(1, ["m"])
+        self.publisher.stage(V1, {"weight": torch.ones(100)})
+
+    async def close(self) -> None:
+        self.reporting.cancel()
+        await asyncio.wait([self.reporting])
+        self.engine.go_on.set()
+        self.publisher.close()
+        self.weights.close()
+        for thread in threading.enumerate():  # until none has anything to say any more
+            if thread.name.startswith("weights-"):
+                await asyncio.to_thread(thread.join, DEADLINE_S)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    worker = Worker()
+    yield worker
+    await worker.close()
+
+
+async def test_a_slow_swap_is_reported_until_it_is_answered(worker: Worker) -> None:
+    worker.publish()
+    for _ in range(10):  # every quarter of the longest silence: 2.5 times that silence
+        progress = await worker.membership.next("weight_progress")
+        assert (progress.run_id, progress.member_id) == ("run", "m")
+        assert (progress.version.session, progress.version.step) == V1
+        worker.publisher.progress(progress.member_id, V1)
+    assert progress.phase == worker_pb2.WEIGHT_PHASE_LOADING
+    assert progress.received_bytes == 400
+    worker.engine.go_on.set()
+    ack = await worker.membership.next("weight_ack")
+    assert ack.ok
+    worker.publisher.acknowledge("m", V1, True)
+    result = await asyncio.to_thread(worker.results.get, True, DEADLINE_S)
+    assert (result.ok, result.attempt, result.version) == (True, 1, V1)
+    assert worker.results.empty()
+
+
+async def test_nothing_is_reported_while_no_stream_takes_it(worker: Worker) -> None:
+    worker.membership.waiting_reports = 1
+    worker.publish()
+    await worker.engine.loading.wait()
+    await asyncio.sleep(MAX_WAIT_S)  # four times the interval
+    assert worker.membership.reports.empty()
+    worker.membership.waiting_reports = 0
+    await worker.membership.next("weight_progress")
+
+
+async def test_the_last_yes_is_said_again_to_a_coordinator_that_was_away(worker: Worker) -> None:
+    await worker.weights.answer_again()
+    assert worker.membership.reports.empty()
+    worker.engine.go_on.set()
+    worker.publish()
+    first = await worker.membership.next("weight_ack")
+    await worker.weights.answer_again()
+    assert await worker.membership.next("weight_ack") == first
