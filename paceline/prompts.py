@@ -53,12 +53,16 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
 def encode_prompt(tokenizer: Any, prompt: Any, template: str) -> IntArray:
     """[P] token ids of a prompt: messages by the chat template, text as it is.
 
-    `template` is data.apply_chat_template. Raises InvalidInput: no template where one is needed, or no tokens.
+    `template` is data.apply_chat_template. Raises InvalidInput: no template where one is needed, no tokens, or whatever
+    tokenizer or template raise.
     """
     if isinstance(prompt, str) and template == "always":
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        try:
+            ids = tokenizer(prompt)["input_ids"]
+        except Exception as error:  # whatever a tokenizer raises, it is about this text
+            raise InvalidInput(f"the tokenizer refuses the prompt {prompt!r:.60}: {_words(error)}") from error
         if ids and ids[-1] == tokenizer.eos_token_id:
             ids = ids[:-1]  # some tokenizers end every text; a prompt goes on
     else:
@@ -67,12 +71,25 @@ def encode_prompt(tokenizer: Any, prompt: Any, template: str) -> IntArray:
                 "the prompt is a list of messages, but the tokenizer has no chat template (or "
                 "data.apply_chat_template is 'never'); use text prompts or another tokenizer"
             )
-        ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        ids = _by_template(tokenizer, prompt, add_generation_prompt=True)
     if not ids:
         raise InvalidInput(f"the prompt {prompt!r:.60} has no tokens")
     return np.array(ids, np.int32)
+
+
+def _by_template(tokenizer: Any, messages: Any, *, return_dict: bool = False, **options: Any) -> Any:
+    """What the chat template makes of messages: token ids, or a dict with more. Raises InvalidInput with whatever it raises,
+    since templates refuse conversations that their model does not know (two turns of the user in a row)."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=return_dict, **options)
+    except Exception as error:
+        raise InvalidInput(
+            f"the chat template refuses the messages {messages!r:.60}: {_words(error)}"
+        ) from error
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def encode_completion(tokenizer: Any, completion: str) -> IntArray:
@@ -92,7 +109,7 @@ def encode_exchange(tokenizer: Any, prompt: Any, completion: Any, template: str)
         return prompt_ids, encode_completion(tokenizer, completion)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     prompt_ids = encode_prompt(tokenizer, messages, template)
-    whole = tokenizer.apply_chat_template([*messages, *completion], tokenize=True, return_dict=False)
+    whole = _by_template(tokenizer, [*messages, *completion])
     if list(whole[: len(prompt_ids)]) != prompt_ids.tolist():
         raise InvalidInput(
             f"the chat template writes the prompt {messages!r:.60} in another way once an answer follows, so prompt and "
@@ -119,12 +136,10 @@ def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, 
                 f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot tell: it has no "
                 "fast form that keeps the places of characters; use a tokenizer with a tokenizer.json"
             )
-        marked = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        marked = _by_template(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = list(marked["input_ids"]), np.array(marked["assistant_masks"], bool)
     else:
-        ids = list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        ids = list(_by_template(tokenizer, messages))
         mask = np.zeros(len(ids), bool)
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -141,10 +156,8 @@ def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, 
 
 def _span_by_prefixes(tokenizer: Any, messages: list[Any], place: int, ids: list[int]) -> tuple[int, int]:
     """Where message `place`, the assistant's, begins and ends in `ids`, the whole conversation."""
-    opened = tokenizer.apply_chat_template(
-        messages[:place], tokenize=True, return_dict=False, add_generation_prompt=True
-    )
-    closed = tokenizer.apply_chat_template(messages[: place + 1], tokenize=True, return_dict=False)
+    opened = _by_template(tokenizer, messages[:place], add_generation_prompt=True)
+    closed = _by_template(tokenizer, messages[: place + 1])
     start, end = len(opened), len(closed)
     if list(opened) != ids[:start] or list(closed) != ids[:end] or start >= end:
         raise InvalidInput(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
 from paceline.groups import Completion, Group, IntArray
 from paceline.prompts import encode_prompt, load_tokenizer
 from paceline.spec import RunSpec
@@ -24,14 +24,19 @@ from paceline.wire import decode_completions, encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine, sample_seed
+from services.gathering import gathered
 from services.member import Membership
 from services.rollout_weights import RolloutWeights
-from services.stuck import until_stuck
+from services.stuck import answers, until_stuck
 
 LEASE_WAIT_S = 10.0
 HAND_BACK_S = 5.0
 """What a drain keeps of its grace for handing back what did not finish."""
 
+MAX_UNEXPECTED = 4
+"""Groups in a row that may be blamed for what nobody foresaw; with more of them the worker itself is at fault."""
+PROBE_S = 30.0
+MAX_ERROR_CHARS = 2000
 CAPACITY_S = 0.5
 """Seconds between two looks at the engine's capacity while there is no room."""
 log = logging.getLogger(__name__)
@@ -70,6 +75,8 @@ class RolloutRun:
         self._reported = (time.monotonic(), 0, 0.0)
         self._empty_since_s: float | None = time.monotonic()
         self._empty_s = 0.0
+        self._unexpected = 0
+        """Groups in a row at which something unforeseen was raised."""
         self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, host)
 
     @classmethod
@@ -133,6 +140,8 @@ class RolloutRun:
                         f"the exchange refuses this worker's request for leases: {reply.message}"
                     )
                 for lease in reply.lease.leases:
+                    if lease.group_id in self._leases:
+                        continue  # given out anew while it is in hand: the result of an earlier attempt counts as well
                     if self._draining:
                         await self._hand_back(lease)
                         continue
@@ -224,7 +233,12 @@ class RolloutRun:
                 prompt_ids, completions = await self._sample(lease, prefix)
         except InvalidInput as error:
             await self._hand_back(lease, error=str(error))
+        except PacelineError:
+            raise
+        except Exception as error:
+            await self._blame(lease, error)
         else:
+            self._unexpected = 0
             if any(completion.finish_reason == "abort" for completion in completions):
                 await self._hand_back(lease, prompt_ids=prompt_ids, completions=completions)
             else:
@@ -232,22 +246,42 @@ class RolloutRun:
         finally:
             self._release(lease)
 
+    async def _blame(self, lease: pb.Lease, error: Exception) -> None:
+        """Hands back a group at which something unforeseen was raised, as the fault of its data.
+
+        Raises the error where that is not likely: the engine does not answer, or several groups in a row had one.
+        """
+        self._unexpected += 1
+        probe = f"probe/{lease.group_id}/{lease.attempt}"
+        if self._unexpected > MAX_UNEXPECTED or not await answers(self.engine, probe, PROBE_S):
+            raise error
+        log.error("group %d was not generated", lease.group_id, exc_info=error)
+        await self._hand_back(lease, error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+
     async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
-        begun: Sequence[Completion | None] = [None] * lease.num_generations
-        if prefix is None:
-            prompt_ids = encode_prompt(
-                self.tokenizer, json.loads(lease.prompt_json), self.spec.data.apply_chat_template
-            )
-        else:
-            reasons = lease.prefix_finish_reasons
-            prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
-        completions = await asyncio.gather(
-            *(self._sample_one(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations))
+        prompt_ids, begun = self._begun(lease, prefix)
+        completions = await gathered(
+            self._sample_one(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
         )
         return prompt_ids, [
             Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.decode(c.token_ids))
             for c in completions
         ]
+
+    def _begun(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, Sequence[Completion | None]]:
+        """The prompt's tokens, and what an earlier worker has made of each sample; one that cannot be read is made anew."""
+        if prefix is not None:
+            reasons = lease.prefix_finish_reasons
+            try:
+                prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
+                if len(begun) == lease.num_generations:
+                    return prompt_ids, begun
+                log.error("group %d came with %d samples and is begun anew", lease.group_id, len(begun))
+            except WireError as error:
+                log.error("group %d is begun anew: %s", lease.group_id, error)
+        prompt = json.loads(lease.prompt_json)
+        prompt_ids = encode_prompt(self.tokenizer, prompt, self.spec.data.apply_chat_template)
+        return prompt_ids, [None] * lease.num_generations
 
     async def _sample_one(
         self, lease: pb.Lease, index: int, prompt_ids: IntArray, begun: Completion | None

@@ -32,6 +32,7 @@ from services.endpoint.sampling import (
     model_name,
     resolve,
 )
+from services.gathering import gathered
 
 MAX_BODY_BYTES = 8 << 20
 SHUTDOWN_S = 2.0
@@ -109,7 +110,7 @@ class Endpoint:
         ask = read_ask(kind, await _body(request))
         served = self._served()
         pinned = resolve(served, ask.model)
-        gate = self._gate_of(served)
+        gate = self.gate_of(served)
         chat = kind is ChatAsk
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         samplers = _samplers(served, ask, answer_id, pinned, chat)
@@ -129,7 +130,7 @@ class Endpoint:
         )
         with gate.admitted(len(samplers)):
             if not ask.stream:
-                choices = await _all([_placed(gate, sampler) for sampler in samplers])
+                choices = await gathered(_placed(gate, sampler) for sampler in samplers)
                 return web.json_response(answer.whole(choices))
             return await _stream(request, ask, gate, answer, samplers, chat)
 
@@ -139,7 +140,8 @@ class Endpoint:
             raise Unavailable("this worker works on no run now; try again when one has started")
         return served
 
-    def _gate_of(self, served: Served) -> Gate:
+    def gate_of(self, served: Served) -> Gate:
+        """The one gate of a run's visitors, by whatever way they come."""
         if self._gate is None or self._gate[0] is not served:
             self._gate = (served, Gate(served.engine.max_batch_size))
         return self._gate[1]
@@ -176,16 +178,6 @@ async def _placed(gate: Gate, sampler: Sampler) -> Choice:
         return await sampler.run()
 
 
-async def _all(choices: Sequence[Any]) -> list[Choice]:
-    """All of them; the first that fails cancels the others, and its error is the one that is told."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(choice) for choice in choices]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
 async def _stream(
     request: web.Request, ask: Ask, gate: Gate, answer: Answer, samplers: list[Sampler], chat: bool
 ) -> web.StreamResponse:
@@ -203,7 +195,7 @@ async def _stream(
 
     async def produce_all() -> list[Choice]:
         try:
-            return await _all([produce(sampler) for sampler in samplers])
+            return await gathered(produce(sampler) for sampler in samplers)
         finally:
             chunks.put_nowait(None)
 

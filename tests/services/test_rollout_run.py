@@ -1,0 +1,206 @@
+"""A rollout worker's work on leases that hold something nobody foresaw: the group goes back, the worker goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from exchange_drivers import make_spec
+
+from paceline.demo.model import make_tokenizer
+from paceline.errors import EngineDied
+from paceline.groups import Completion, VersionSpan
+from paceline.wire import encode_completions
+from protos.paceline.v1 import exchange_pb2 as pb
+from rollout.engine import GenerationRequest, empty_completion
+from services.rollout_run import MAX_UNEXPECTED, RolloutRun
+
+PATIENCE_S = 30.0
+GEMMA = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+TWO_TURNS = '[{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]'
+ONE_TURN = '[{"role": "user", "content": "1+1"}]'
+
+
+class Engine:
+    """Answers with one token; `fault` raises for the requests that it is asked about."""
+
+    num_running, num_waiting, capacity, max_batch_size, version = 0, 0, 64, 64, None
+
+    def __init__(self) -> None:
+        self.fault: Callable[[GenerationRequest], None] = lambda request: None
+        self.asked: list[GenerationRequest] = []
+        self.began: asyncio.Queue[str] = asyncio.Queue()
+        self.held: asyncio.Event | None = None
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.asked.append(request)
+        self.began.put_nowait(request.request_id)
+        self.fault(request)
+        if request.request_id.startswith("probe/"):
+            return empty_completion()
+        if self.held is not None:
+            await self.held.wait()
+        span = VersionSpan(1, 0, 0, 1)
+        return Completion(np.array([3], np.int32), np.zeros(1, np.float32), (span,), "stop")
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class Exchange:
+    """Gives out what `leases` holds; records what comes back."""
+
+    def __init__(self) -> None:
+        self.leases: asyncio.Queue[tuple[list[pb.Lease], list[bytes]]] = asyncio.Queue()
+        self.returned: asyncio.Queue[pb.LeaseReturn | pb.GroupResult] = asyncio.Queue()
+
+    async def request(self, request: pb.ExchangeRequest, payloads: Any = ()) -> Any:
+        match request.WhichOneof("body"):
+            case "lease":
+                leases, frames = await self.leases.get()
+                return pb.ExchangeReply(status=pb.REPLY_STATUS_OK, lease=pb.LeaseReply(leases=leases)), frames
+            case "lease_return":
+                self.returned.put_nowait(request.lease_return)
+            case "group":
+                self.returned.put_nowait(request.group)
+        return pb.ExchangeReply(status=pb.REPLY_STATUS_COMMITTED), []
+
+    def give(self, *leases: pb.Lease, frames: tuple[bytes, ...] = ()) -> None:
+        self.leases.put_nowait((list(leases), list(frames)))
+
+    async def next(self) -> Any:
+        return await asyncio.wait_for(self.returned.get(), PATIENCE_S)
+
+
+class Bench:
+    """A run at work with a fake engine and exchange."""
+
+    def __init__(self, directory: Path) -> None:
+        self.engine, self.exchange = Engine(), Exchange()
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = GEMMA
+        membership: Any = self.exchange
+        engine: Any = self.engine
+        spec = make_spec(directory)
+        self.run = RolloutRun(spec, "run-1", "rollout-1", membership, engine, tokenizer, "127.0.0.1")
+        self.working = asyncio.create_task(self.run.generate_forever())
+
+
+def lease(group_id: int, prompt: str = ONE_TURN, attempt: int = 1, **fields: Any) -> pb.Lease:
+    params = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0}
+    return pb.Lease(
+        group_id=group_id, attempt=attempt, prompt_json=prompt, num_generations=2, params=params, **fields
+    )
+
+
+@pytest_asyncio.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.working.cancel()
+    await asyncio.wait((bench.working,))
+    bench.run.weights.close()
+
+
+async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_else(bench: Bench) -> None:
+    bench.exchange.give(lease(0, TWO_TURNS), lease(1))
+    back = {result.group_id: result for result in [await bench.exchange.next(), await bench.exchange.next()]}
+    assert back[0].data_error_reason == "bad_prompt"
+    assert "Conversation roles must alternate" in back[0].data_error
+    assert isinstance(back[1], pb.GroupResult)
+    assert not bench.working.done()
+
+
+async def test_what_nobody_foresaw_about_one_group_goes_back_with_its_text(bench: Bench) -> None:
+    def fault(request: GenerationRequest) -> None:
+        if request.request_id.startswith("0/"):
+            raise RuntimeError("index out of range in self")
+
+    bench.engine.fault = fault
+    bench.exchange.give(lease(0), lease(1))
+    back = {result.group_id: result for result in [await bench.exchange.next(), await bench.exchange.next()]}
+    assert back[0].data_error == "RuntimeError: index out of range in self"
+    assert isinstance(back[1], pb.GroupResult)
+    assert bench.run.num_leases == 0
+    assert any(request.request_id.startswith("probe/") for request in bench.engine.asked)
+    assert not bench.working.done()
+
+
+async def test_an_engine_that_is_broken_ends_the_worker_and_burns_no_budget(bench: Bench) -> None:
+    def fault(request: GenerationRequest) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench.engine.fault = fault
+    bench.exchange.give(lease(0))
+    await asyncio.wait((bench.working,), timeout=PATIENCE_S)
+    with pytest.raises(ExceptionGroup) as died:
+        bench.working.result()
+    assert died.group_contains(RuntimeError, match="illegal memory access")
+    assert bench.exchange.returned.empty()
+
+
+async def test_one_group_after_the_other_with_a_fault_ends_the_worker(bench: Bench) -> None:
+    def fault(request: GenerationRequest) -> None:
+        if not request.request_id.startswith("probe/"):
+            raise RuntimeError("no kernel for this shape")
+
+    bench.engine.fault = fault
+    for group_id in range(MAX_UNEXPECTED + 1):
+        bench.exchange.give(lease(group_id))
+    await asyncio.wait((bench.working,), timeout=PATIENCE_S)
+    with pytest.raises(ExceptionGroup):
+        bench.working.result()
+    assert bench.exchange.returned.qsize() <= MAX_UNEXPECTED
+
+
+async def test_an_engine_that_died_is_no_group_s_fault(bench: Bench) -> None:
+    def fault(request: GenerationRequest) -> None:
+        raise EngineDied("the engine died")
+
+    bench.engine.fault = fault
+    bench.exchange.give(lease(0))
+    await asyncio.wait((bench.working,), timeout=PATIENCE_S)
+    with pytest.raises(ExceptionGroup) as died:
+        bench.working.result()
+    assert died.group_contains(EngineDied)
+    assert bench.exchange.returned.empty()
+
+
+async def test_a_group_that_is_in_hand_already_is_not_begun_twice(bench: Bench) -> None:
+    bench.engine.held = asyncio.Event()
+    bench.exchange.give(lease(0))
+    bench.exchange.give(lease(0, attempt=2))
+    bench.exchange.give(lease(1))
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await bench.engine.began.get()).startswith("1/"):
+            pass
+    bench.engine.held.set()
+    back = sorted([await bench.exchange.next(), await bench.exchange.next()], key=lambda r: int(r.group_id))
+    assert [(result.group_id, result.attempt) for result in back] == [(0, 1), (1, 1)]
+    assert not bench.working.done()
+
+
+@pytest.mark.parametrize("samples", [None, 1])
+async def test_what_an_earlier_worker_left_and_nobody_can_read_is_made_anew(
+    bench: Bench, samples: int | None
+) -> None:
+    completion = Completion(
+        np.array([5], np.int32), np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "abort"
+    )
+    frame = encode_completions(np.array([1], np.int32), [completion] * samples) if samples else b"nothing"
+    reasons = ["abort"] * (samples or 2)
+    bench.exchange.give(lease(0, prefix_frame=1, prefix_finish_reasons=reasons), frames=(frame,))
+    result = await bench.exchange.next()
+    assert isinstance(result, pb.GroupResult)
+    assert all(request.prefix is None for request in bench.engine.asked)
