@@ -13,7 +13,7 @@ from paceline.tracing import group_traceparent, span
 from paceline.wire import parse_message
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import damage, evaluation, poison
+from services.coordinator import damage, evaluation, poison, seals
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.payloads import DamagedRecord, Frame, Payload, read_frame
@@ -197,12 +197,19 @@ def insert_groups(
         "INSERT INTO groups (run_id, group_id, class, state, slot) VALUES (?, ?, ?, 'admitted', ?)",
         [(run.run_id, group_id, kind, slot) for group_id, slot, _, _ in groups],
     )
+    prompts = [
+        {
+            "run_id": run.run_id,
+            "group_id": group_id,
+            "prompt_json": json.dumps(prompt),
+            "columns_json": json.dumps(columns, default=str),
+        }
+        for group_id, _, prompt, columns in groups
+    ]
     exchange.db.executemany(
-        "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json) VALUES (?, ?, ?, ?)",
-        [
-            (run.run_id, group_id, json.dumps(prompt), json.dumps(columns, default=str))
-            for group_id, _, prompt, columns in groups
-        ],
+        "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json, seal)"
+        " VALUES (:run_id, :group_id, :prompt_json, :columns_json, :seal)",
+        [{**row, "seal": seals.of("prompts", row)} for row in prompts],
     )
 
 

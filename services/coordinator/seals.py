@@ -14,7 +14,7 @@ import contextlib
 import functools
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -36,6 +36,9 @@ SEALED = {
 }
 """Tables whose rows carry a checksum, and the condition under which they do; empty: always."""
 
+UNSEALED = {"runs": {"cursor", "next_slot"}}
+"""Columns that change with every lease; verify compares them with the groups."""
+
 MAX_SEARCH_BYTES = 8192
 """Of a row in which a changed bit is searched: the time grows with the square of its size."""
 
@@ -45,7 +48,7 @@ class Table(NamedTuple):
 
     name: str
     columns: tuple[str, ...]
-    """All but `seal`, ordered by name: tables that were upgraded have them in another order."""
+    """Those that are sealed, ordered by name: tables that were upgraded have them in another order."""
     key: tuple[str, ...]
     """Columns of its primary key."""
 
@@ -67,15 +70,20 @@ def tables() -> dict[str, Table]:
         found = {}
         for name in names:
             info = db.execute(f"PRAGMA table_info({name})").fetchall()
-            columns = tuple(sorted(column[1] for column in info if column[1] != "seal"))
+            columns = {column[1] for column in info} - {"seal"} - UNSEALED.get(name, set())
             key = tuple(column[1] for column in sorted(info, key=lambda c: int(c[5])) if column[5])
-            found[name] = Table(name, columns, key)
+            found[name] = Table(name, tuple(sorted(columns)), key)
         return found
 
 
 def checksum(*values: object) -> int:
     """Of a row's values in the order of its columns. Text is escaped to ASCII, the same by every version of Python."""
     return crc32(ascii(values).encode())
+
+
+def of(name: str, row: Mapping[str, object]) -> int:
+    """The seal of a row that is to be inserted with it, which is cheaper than the trigger."""
+    return checksum(*(row[column] for column in tables()[name].columns))
 
 
 def install(db: sqlite3.Connection) -> None:
@@ -92,10 +100,14 @@ def keep(db: sqlite3.Connection) -> None:
         sealed = condition.format(row="NEW")
         value = f"CASE WHEN {sealed} THEN {new} END" if condition else new
         update = f"UPDATE OF {', '.join(table.columns)}"  # not of the seal itself
-        for event, when in (("INSERT", sealed), (update, f"{sealed} OR OLD.seal IS NOT NULL")):
+        sealed = f"({sealed})" if condition else "TRUE"
+        for event, when in (
+            ("INSERT", f"NEW.seal IS NULL AND {sealed}"),
+            (update, f"{sealed} OR OLD.seal IS NOT NULL"),
+        ):
             db.execute(
                 f"CREATE TEMP TRIGGER seal_{name}_{event[:6].lower()} AFTER {event} ON main.{name}"
-                f" {f'WHEN {when}' if condition else ''}"
+                f" WHEN {when}"
                 f" BEGIN UPDATE {name} SET seal = {value} WHERE {of_key}; END"
             )
 
