@@ -81,15 +81,16 @@ def ledger() -> None:
 
 @ledger.command()
 @click.argument("run")
+@click.option("--deep", is_flag=True, help="Read the contents of every checkpoint, not of the newest alone.")
 @directory_option
 @json_option
-def verify(run: str, directory: Path, as_json: bool) -> None:
+def verify(run: str, deep: bool, directory: Path, as_json: bool) -> None:
     """Compare everything that was recorded of RUN (its id, or its folder); exit status 1 if anything disagrees."""
     from services.coordinator.verify import verify as verify_records
 
     path, run_id = find_run(run, directory)
     with contextlib.closing(open_ledger(path)) as opened:
-        report = verify_records(opened, run_id)
+        report = verify_records(opened, run_id, deep=deep)
     if as_json:
         print_json({"problems": report.problems, "facts": report.facts})
     else:

@@ -1,7 +1,7 @@
 """What others left behind of a run, held against the ledger's groups and batches: the second half of `verify`.
 
-Ranks sent receipts, rollout workers sent arrays, the learner wrote checkpoints. None of them reads the ledger's own
-sums, so agreement here means that what was trained is what was generated.
+Ranks sent receipts, rollout workers sent arrays, reward workers sent rewards and the reference's answers. None of them reads
+the ledger's own sums, so agreement here means that what was trained is what was generated and scored.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import sqlite3
 from typing import TYPE_CHECKING
+from zlib import crc32
 
-from paceline.errors import PacelineError
-from paceline.groups import Group
-from paceline.storage import Folder
-from paceline.wire import decode_reference, decode_result
+import numpy as np
+
+from paceline.errors import LedgerFault
+from paceline.groups import FloatArray, Group, scores_digest
+from paceline.wire import Buffer, decode_reference, decode_result
 from services.coordinator.ledger import Ledger
-from services.coordinator.payloads import read_frame
+from services.coordinator.verify_report import VerifyReport
 
 if TYPE_CHECKING:
-    from services.coordinator.verify import Record, VerifyReport
+    from services.coordinator.verify import Record
 
-MANIFEST_NAME = "manifest.json"
+KINDS = ("result", "prefix", "reference")
 STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 
@@ -38,17 +40,20 @@ def receipts(record: Record, report: VerifyReport) -> None:
     complete: dict[int, int] = {}
     for (step, session), own in lives.items():
         subject = f"step {step}, session {session}"
-        if session > record.run["session"]:
-            report.problem(subject, "a receipt of a session that has not begun")
-        for row in own:
-            for group_id in json.loads(row["group_ids"]):
-                if step_of.setdefault(group_id, step) != step:
-                    report.problem(subject, f"group {group_id} was trained in step {step_of[group_id]} too")
-        whole = [row["rank"] for row in own] == list(range(own[0]["world_size"]))
-        if whole:
-            complete[step] = session
-        if record.has_batches:
-            _compare_with_batch(record, report, subject, step, own, whole)
+        with report.reading(subject, "a receipt"):
+            if session > record.run["session"]:
+                report.problem(subject, "a receipt of a session that has not begun")
+            for row in own:
+                for group_id in json.loads(row["group_ids"]):
+                    if step_of.setdefault(group_id, step) != step:
+                        report.problem(
+                            subject, f"group {group_id} was trained in step {step_of[group_id]} too"
+                        )
+            whole = [row["rank"] for row in own] == list(range(own[0]["world_size"]))
+            if whole:
+                complete[step] = session
+            if record.has_batches:
+                _compare_with_batch(record, report, subject, step, own, whole)
     for step in range(record.run["next_step"]):
         if step not in complete:
             report.problem(f"step {step}", "it is trained, but no session has a receipt of every rank")
@@ -58,110 +63,97 @@ def receipts(record: Record, report: VerifyReport) -> None:
 def payloads(record: Record, report: VerifyReport) -> None:
     """The arrays that are still stored give the digest, the tokens, the age and the rewards' shape on record."""
     groups = {g["group_id"]: g for g in record.groups}
+    known = {
+        row[0] for row in record.db.execute("SELECT group_id FROM groups WHERE run_id = ?", (record.run_id,))
+    }
     found: set[int] = set()
-    for stored in record.db.execute(
-        "SELECT * FROM payloads WHERE run_id = ? AND kind = 'result'", (record.run_id,)
-    ):
+    for stored in record.db.execute("SELECT * FROM payloads WHERE run_id = ?", (record.run_id,)):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
-        if row is None:
-            continue  # of an evaluation
+        if stored["kind"] not in KINDS or stored["group_id"] not in known:
+            report.problem(
+                subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown"
+            )
+        if row is None or stored["kind"] != "result":
+            continue  # of an evaluation; of an attempt that was handed back; the reference's
         found.add(row["group_id"])
-        try:
-            texts, arrays = record.ledger.payloads.payload(stored).read()
-            prompt_ids, completions = decode_result(arrays, texts)
-        except PacelineError as error:
-            if _was_pruned(record, row["group_id"]):
-                continue
-            report.problem(subject, f"its arrays cannot be read: {error}")
-            continue
-        group = Group(row["group_id"], prompt_ids, completions)
-        report.compare(
-            subject,
-            "its arrays give the digest {}, on record is {}",
-            group.digest(row["digest"]),
-            row["digest"],
-        )
-        report.compare(subject, "it has {} tokens, on record are {}", group.num_tokens, row["tokens"])
-        report.compare(
-            subject, "its oldest version is {}, on record {}", group.oldest_step, row["oldest_step"]
-        )
-        if row["rewards"] is not None:
-            expected = len(completions) * len(json.loads(row["functions"]))
-            report.compare(subject, "it has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
+        with report.reading(subject, "its arrays"):
+            _compare_arrays(record, report, subject, row, stored)
     for row in record.groups:
         if row["state"] in STATES_WITH_RESULT and row["group_id"] not in found:
             report.problem(f"group {row['group_id']}", f"it is {row['state']}, but its arrays are not stored")
     report.facts["payloads"] = len(found)
 
 
+def _compare_arrays(
+    record: Record, report: VerifyReport, subject: str, row: sqlite3.Row, stored: sqlite3.Row
+) -> None:
+    texts, arrays = read_checked(record.ledger, stored)
+    prompt_ids, completions = decode_result(arrays, texts)
+    group = Group(row["group_id"], prompt_ids, completions)
+    text = "its arrays give the digest {}, on record is {}"
+    report.compare(subject, text, group.digest(row["digest"]), row["digest"])
+    report.compare(subject, "it has {} tokens, on record are {}", group.num_tokens, row["tokens"])
+    in_sequences = group.num_tokens + len(completions) * len(prompt_ids)
+    text = "its sequences have {} tokens, on record are {}"
+    report.compare(subject, text, in_sequences, row["sequence_tokens"])
+    report.compare(subject, "its oldest version is {}, on record {}", group.oldest_step, row["oldest_step"])
+    if row["rewards"] is None:
+        return
+    functions = json.loads(row["functions"])
+    expected = len(completions) * len(functions)
+    report.compare(subject, "it has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
+    labels = [reward.label for reward in record.spec.rewards]
+    report.compare(subject, "its rewards are of the functions {}, the run has {}", functions, labels)
+
+
+def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
+    """Header and arrays of a row of the table `payloads`, compared with their checksums wherever they are, as in a backup
+    within the row. Raises LedgerFault."""
+    content = ledger.payloads.payload(stored).read()
+    for part, name in zip(content, ("header", "arrays"), strict=True):
+        expected = stored[f"{name}_crc"]
+        if stored["segment"] is None and expected is not None and crc32(part) != expected:
+            raise LedgerFault(
+                f"the column {name} of the table payloads is not what was written; restore a backup"
+            )
+    return content
+
+
 def references(record: Record, report: VerifyReport) -> None:
     """Where the reward pool serves the reference, every scored group has an answer for each of its tokens."""
-    if not record.spec.pool_serves_reference:
-        return
-    tokens = {g["group_id"]: g["tokens"] for g in record.groups}
+    serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
     found: set[int] = set()
-    for stored in record.db.execute(
+    stored_rows = record.db.execute(
         "SELECT * FROM payloads WHERE run_id = ? AND kind = 'reference'", (record.run_id,)
-    ):
-        group_id = stored["group_id"]
-        found.add(group_id)
-        try:
-            logprobs = decode_reference(read_frame(record.ledger.payloads.payload(stored).arrays))
-        except PacelineError as error:
-            if not _was_pruned(record, group_id):
-                report.problem(f"group {group_id}", f"its reference cannot be read: {error}")
-            continue
-        text = "its reference says something of {} tokens, on record are {}"
-        report.compare(f"group {group_id}", text, len(logprobs), tokens.get(group_id))
+    )
+    for stored in stored_rows.fetchall():
+        subject, row = f"group {stored['group_id']}", groups.get(stored["group_id"])
+        found.add(stored["group_id"])
+        with report.reading(subject, "its reference"):
+            logprobs = decode_reference(read_checked(record.ledger, stored)[1])
+            text = "its reference says something of {} tokens, on record are {}"
+            report.compare(subject, text, len(logprobs), row and row["tokens"])
+            _compare_scores(report, subject, row, [logprobs])
     for row in record.groups:
-        if row["state"] in ("scored", "batched") and row["group_id"] not in found:
-            report.problem(
-                f"group {row['group_id']}", f"it is {row['state']} without the reference's log-probabilities"
-            )
-    report.facts["references"] = len(found)
+        subject = f"group {row['group_id']}"
+        if serves and row["state"] in ("scored", "batched") and row["group_id"] not in found:
+            report.problem(subject, f"it is {row['state']} without the reference's log-probabilities")
+        if not serves:
+            with report.reading(subject, "its rewards"):
+                _compare_scores(report, subject, row, [])
+    if serves:
+        report.facts["references"] = len(found)
 
 
-def _was_pruned(record: Record, group_id: int) -> bool:
-    """Whether a coordinator that goes on has let go of the group's bulk since the snapshot was taken."""
-    now = Ledger(record.ledger.path, read_only=True)
-    try:
-        return (
-            now.db.execute(
-                "SELECT 1 FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'result'",
-                (record.run_id, group_id),
-            ).fetchone()
-            is None
-        )
-    finally:
-        now.close()
-
-
-def checkpoints(record: Record, report: VerifyReport) -> None:
-    """Checkpoints stand where the chain says, and their manifests, where they can be seen, are as registered."""
-    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
-    rows = record.db.execute(
-        "SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session", (record.run_id,)
-    ).fetchall()
-    on_disk = 0
-    for row in rows:
-        subject = f"checkpoint {row['path']} of step {row['step']}"
-        last = record.run["next_batch" if record.has_batches else "next_step"]
-        if row["step"] > last:
-            report.problem(subject, f"it is ahead of the ledger, which is at step {last}")
-        elif record.has_batches:
-            chain = chains.get(row["step"])
-            report.compare(subject, "its chain is {}, the ledger's {}", row["chain"], chain)
-        folder = Folder(record.ledger.known_checkpoint(row).path)
-        if row["removed"] or not folder.exists():
-            continue
-        try:
-            digest = folder.sha256(MANIFEST_NAME)
-        except FileNotFoundError:
-            report.problem(subject, f"it has no {MANIFEST_NAME}")
-            continue
-        on_disk += 1
-        report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, row["sha256"])
-    report.facts |= {"checkpoints": len(rows), "manifests_on_disk": on_disk}
+def _compare_scores(
+    report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]
+) -> None:
+    """What was said of a group gives the digest that its batch and its receipts have."""
+    if row is None or row["rewards"] is None or not row["scores_digest"]:
+        return
+    digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
+    text = "its rewards and reference give the digest {}, on record is {}"
+    report.compare(subject, text, digest, row["scores_digest"])
 
 
 def _compare_with_batch(
@@ -171,6 +163,7 @@ def _compare_with_batch(
     groups = record.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
+    scores = {g["group_id"]: g["scores_digest"] for g in groups}
     ids: list[int] = []
     for row in own:
         consumed = list(zip(json.loads(row["group_ids"]), json.loads(row["digests"]), strict=True))
@@ -178,6 +171,16 @@ def _compare_with_batch(
         wrong = [group_id for group_id, digest in consumed if digests.get(group_id) != digest]
         if wrong:
             report.problem(subject, f"rank {row['rank']} trained {wrong[:5]}, which the batch has otherwise")
+        said = json.loads(row["scores_digests"])
+        other = [
+            group_id
+            for (group_id, _), digest in zip(consumed, said, strict=False)
+            if digest and scores.get(group_id) and digest != scores[group_id]
+        ]
+        if other:
+            report.problem(
+                subject, f"rank {row['rank']} trained {other[:5]} with other rewards than on record"
+            )
         counted = sum(tokens.get(group_id, 0) for group_id, _ in consumed)
         text = f"rank {row['rank']} trained {{}} tokens, its groups have {{}}"
         report.compare(subject, text, row["tokens"], counted)

@@ -1,44 +1,28 @@
 """`paceline ledger verify`: compares records that were written independently of each other.
 
 Promise: it does not add up one table. Groups are held against the durable counters and the cursor, batches against
-the receipts that the ranks sent, digests against the stored arrays, the hash chain against the batches and the
-checkpoints against the chain and their manifests on disk (evidence.py has the last three). It reads one consistent
-snapshot and writes nothing, so it may run beside the coordinator.
+the receipts that the ranks sent, digests against the stored arrays, rewards and reference, the hash chain against the batches
+and the checkpoints against the chain and their files on disk (evidence.py, artifacts.py, side_records.py). Before all of that
+comes the SQLite file itself (integrity.py). It reads one consistent snapshot and writes nothing, so it may run beside the
+coordinator; whatever damage it meets is a problem in the report, never an exception.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_ledger
-from services.coordinator import evidence
+from services.coordinator import artifacts, evidence, side_records
 from services.coordinator.batch_chain import batch_digest, extend_chain
+from services.coordinator.integrity import check_file
 from services.coordinator.ledger import OPEN_STATES, Ledger
+from services.coordinator.verify_report import REMEDY, VerifyReport
 
 STATES_WITH_STEP = ("batched", "trained")
-
-
-@dataclass
-class VerifyReport:
-    """What was found. No problems: the promise holds for everything that the records can show."""
-
-    problems: list[str] = field(default_factory=list)
-    """One line for each disagreement."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What was compared, and how much of it."""
-
-    def compare(self, subject: str, text: str, one: object, other: object) -> None:
-        """Notes a problem with `subject` unless both are equal; `text` has two places for them."""
-        if one != other:
-            self.problems.append(f"{subject}: {text.format(one, other)}")
-
-    def problem(self, subject: str, text: str) -> None:
-        """Notes a problem with `subject`."""
-        self.problems.append(f"{subject}: {text}")
 
 
 @dataclass(frozen=True)
@@ -54,6 +38,8 @@ class Record:
     batches: list[sqlite3.Row]
     of_step: dict[int, list[sqlite3.Row]]
     """Groups that carry a step, in the order of its batch."""
+    deep: bool
+    """Whether the contents of every checkpoint are read, not of the newest alone."""
 
     @property
     def db(self) -> sqlite3.Connection:
@@ -71,40 +57,64 @@ class Record:
         return self.spec.examples is None
 
 
-def verify(ledger: Ledger, run_id: str) -> VerifyReport:
-    """Compares all records of a run. `ledger` should be opened read-only. Raises NotFound."""
-    report = VerifyReport()
-    ledger.db.execute("BEGIN")
+def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
+    """Compares all records of a run; with `deep`, the contents of every checkpoint and not of the newest alone.
+
+    `ledger` should be opened read-only. Raises NotFound for a run that a sound file does not have.
+    """
+    report = _look(ledger, run_id, deep)
+    if not report.found:
+        return report
+    # A coordinator that goes on may have pruned what the snapshot still refers to: what is wrong is so in the next one too.
+    again = _look(ledger, run_id, deep)
+    subjects = {problem.subject for problem in report.found}
+    again.found = [problem for problem in again.found if problem.subject in subjects]
+    return again
+
+
+def _look(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
+    """Once, in one snapshot. Text that is no UTF-8 any more is read as it is."""
+    report, factory = VerifyReport(), ledger.db.text_factory
+    ledger.db.text_factory = lambda content: content.decode(errors="surrogateescape")
     try:
-        record = _read(ledger, run_id)
-        report.facts |= {"run_id": run_id, "state": record.run["state"], "steps": record.run["next_step"]}
-        _groups(record, report)
-        _places(record, report)
-        _tokens(record, report)
-        _batches(record, report)
-        evidence.receipts(record, report)
-        evidence.payloads(record, report)
-        evidence.references(record, report)
-        evidence.checkpoints(record, report)
+        with report.reading("the SQLite file"):
+            ledger.db.execute("BEGIN")
+        check_file(ledger.db, report)
+        record = _read(ledger, run_id, deep, report)
+        if record is not None:
+            report.facts |= {"run_id": run_id, "state": record.run["state"], "steps": record.run["next_step"]}
+            for (
+                name,
+                comparison,
+            ) in COMPARISONS.items():  # damage that one meets does not keep the others from theirs
+                with report.reading(name, "a record"):
+                    comparison(record, report)
     finally:
-        ledger.db.execute("ROLLBACK")
+        if ledger.db.in_transaction:
+            ledger.db.execute("ROLLBACK")
+        ledger.db.text_factory = factory
     return report
 
 
-def _read(ledger: Ledger, run_id: str) -> Record:
-    run = ledger.run(run_id)
-    groups = ledger.db.execute(
-        "SELECT group_id, state, slot, tokens, oldest_step, digest, scores_digest, rewards, functions, step, rank_order, reason"
-        " FROM groups WHERE run_id = ? AND class = 'train' ORDER BY group_id",
-        (run_id,),
-    ).fetchall()
-    batches = ledger.db.execute("SELECT * FROM batches WHERE run_id = ? ORDER BY step", (run_id,)).fetchall()
-    of_step: dict[int, list[sqlite3.Row]] = {}
-    for group in sorted(groups, key=lambda g: -1 if g["rank_order"] is None else int(g["rank_order"])):
-        if group["step"] is not None:
-            of_step.setdefault(group["step"], []).append(group)
-    spec, _ = spec_from_ledger(run["spec_yaml"])
-    return Record(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step)
+def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Record | None:
+    """The run's rows; None where they cannot be read, which is a problem then. Raises NotFound."""
+    if not report.found:
+        ledger.run(run_id)
+    with report.reading(f"run {run_id}", f"its row of the table runs, column spec_yaml, ({REMEDY})"):
+        run, db = ledger.run(run_id), ledger.db
+        spec, _ = spec_from_ledger(run["spec_yaml"])
+        groups = db.execute(
+            "SELECT group_id, state, slot, tokens, sequence_tokens, oldest_step, digest, scores_digest, rewards, functions,"
+            " reward, step, rank_order, reason FROM groups WHERE run_id = ? AND class = 'train' ORDER BY group_id",
+            (run_id,),
+        ).fetchall()
+        batches = db.execute("SELECT * FROM batches WHERE run_id = ? ORDER BY step", (run_id,)).fetchall()
+        of_step: dict[int, list[sqlite3.Row]] = {}
+        for group in sorted(groups, key=lambda g: -1 if g["rank_order"] is None else int(g["rank_order"])):
+            if group["step"] is not None:
+                of_step.setdefault(group["step"], []).append(group)
+        return Record(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step, deep)
+    return None
 
 
 def _groups(record: Record, report: VerifyReport) -> None:
@@ -145,6 +155,15 @@ def _places(record: Record, report: VerifyReport) -> None:
     for slot, number in holders.items():
         if number > 1 or slot >= record.run["next_slot"]:
             report.problem(f"place {slot}", f"{number} groups hold it, of {record.run['next_slot']} places")
+    free = record.db.execute("SELECT slot FROM free_slots WHERE run_id = ?", (record.run_id,)).fetchall()
+    slots = sorted([*holders, *(row["slot"] for row in free)])
+    if slots != list(range(record.run["next_slot"])):
+        odd = sorted(Counter(slots).keys() ^ set(range(record.run["next_slot"]))) or [
+            slot for slot, number in Counter(slots).items() if number > 1
+        ]
+        report.problem(
+            "places", f"{odd[:5]} are not either held by a group or free, as every place has to be"
+        )
 
 
 def _tokens(record: Record, report: VerifyReport) -> None:
@@ -195,12 +214,7 @@ def _batches(record: Record, report: VerifyReport) -> None:
         report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
         digest = batch_digest(groups, with_scores=bool(batch["with_scores"]))
         report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
-        for (replaced,) in record.db.execute(
-            "SELECT digest FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision",
-            (record.run_id, step),
-        ):
-            chain = extend_chain(chain, step, replaced)
-        chain = extend_chain(chain, step, digest)
+        chain = extend_chain(_replaced(record, report, chain, batch), step, digest)
         report.compare(
             subject, "the batches so far give the chain {}, on record is {}", chain, batch["chain"]
         )
@@ -213,7 +227,41 @@ def _batches(record: Record, report: VerifyReport) -> None:
     report.facts |= {"batches": len(steps), "chain": trained_chain}
 
 
+def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
+    """The chain's link before a batch's own: those of the batches that it has replaced come after the step before it."""
+    rows = record.db.execute(
+        "SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision",
+        (record.run_id, batch["step"]),
+    ).fetchall()
+    subject = f"step {batch['step']}"
+    revisions = [row["revision"] for row in rows]
+    report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))
+    for row in rows:
+        chain = extend_chain(chain, row["step"], row["digest"])
+        text = f"its batch {row['revision']}, which was replaced, gives the chain {{}}, on record is {{}}"
+        report.compare(subject, text, chain, row["chain"])
+    return chain
+
+
 def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
     """Counters `<what>:dropped:<reason>`, by reason."""
     prefix = f"{what}:dropped:"
     return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
+
+
+COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
+    "groups": _groups,
+    "places": _places,
+    "tokens": _tokens,
+    "batches": _batches,
+    "receipts": evidence.receipts,
+    "payloads": evidence.payloads,
+    "references": evidence.references,
+    "prompts": side_records.prompts,
+    "events": side_records.events,
+    "evaluations": side_records.evaluations,
+    "workers": side_records.deaths_and_faults,
+    "checkpoints": artifacts.checkpoints,
+    "export": artifacts.export,
+}
+"""By the subject of a problem that a comparison could not go on from."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import NotFound
+from services.coordinator import artifacts
 from services.coordinator.ledger import Ledger
-from services.coordinator.verify import VerifyReport, verify
+from services.coordinator.verify import COMPARISONS, Record, verify
+from services.coordinator.verify_report import VerifyReport
 
 
 @pytest.fixture
@@ -26,11 +32,14 @@ def trained(make_world: MakeWorld, tmp_path: Path) -> World:
         if step == 1:
             folder = tmp_path / "checkpoint"
             folder.mkdir()
-            (folder / "manifest.json").write_text("{}")
+            (folder / "weights").write_bytes(b"weights")
+            file = {"path": "weights", "size_bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+            manifest = json.dumps({"files": [file]}).encode()
+            (folder / "manifest.json").write_bytes(manifest)
             with world.ledger.transaction():
                 world.ledger.db.execute(
                     "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, 1, 2, ?, ?, ?)",
-                    (world.run_id, str(folder), hashlib.sha256(b"{}").hexdigest(), world.row["chain"]),
+                    (world.run_id, str(folder), hashlib.sha256(manifest).hexdigest(), world.row["chain"]),
                 )
             learner = Learner(world, world_size=2)
             learner.train(1)
@@ -40,11 +49,11 @@ def trained(make_world: MakeWorld, tmp_path: Path) -> World:
     return world
 
 
-def inspect(world: World) -> VerifyReport:
+def inspect(world: World, *, deep: bool = False) -> VerifyReport:
     """Verify, as the command does it: read-only, beside the writer."""
     ledger = Ledger(world.path, read_only=True)
     try:
-        return verify(ledger, world.run_id)
+        return verify(ledger, world.run_id, deep=deep)
     finally:
         ledger.close()
 
@@ -174,15 +183,161 @@ def test_what_does_not_agree_is_named(trained: World, change: str, problem: str)
     assert all("\n" not in line for line in problems)
 
 
-def test_a_checkpoint_without_manifest_is_torn_and_one_elsewhere_is_not(
-    trained: World, tmp_path: Path
-) -> None:
-    (tmp_path / "checkpoint" / "manifest.json").unlink()
+def test_files_of_a_checkpoint_that_changed_or_are_gone_are_named(trained: World, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    (folder / "weights").write_bytes(b"weightt")
+    (problem,) = inspect(trained).problems
+    assert "its file weights has the SHA-256" in problem
+    (folder / "weights").write_bytes(b"weight")
+    assert "its file weights has 6 bytes, its manifest says 7" in inspect(trained).problems[0]
+    (folder / "weights").unlink()
+    assert "its file weights is missing" in inspect(trained).problems[0]
+    (folder / "manifest.json").unlink()
     assert "it has no manifest.json" in inspect(trained).problems[0]
-    (tmp_path / "checkpoint").rmdir()  # another machine's disk
-    report = inspect(trained)
+    folder.rmdir()
+    assert "its folder is missing" in inspect(trained).problems[0]
+    trained.ledger.db.execute("UPDATE checkpoints SET damaged = 'no such folder'")
+    report = inspect(trained)  # no session begins from it: it is as good as pruned
     assert report.problems == []
-    assert report.facts["manifests_on_disk"] == 0
+    assert report.facts["checkpoints_marked_damaged"] == {str(folder): "no such folder"}
+
+
+def test_only_the_newest_checkpoint_is_read_unless_asked(trained: World, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    older.mkdir()
+    file = {"path": "weights", "size_bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+    manifest = json.dumps({"files": [file]}).encode()
+    (older / "manifest.json").write_bytes(manifest)
+    (older / "weights").write_bytes(b"wrongly")
+    trained.ledger.db.execute(
+        "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) SELECT run_id, 1, 1, ?, ?,"
+        " (SELECT chain FROM batches WHERE step = 0) FROM runs",
+        (str(older), hashlib.sha256(manifest).hexdigest()),
+    )
+    assert inspect(trained).problems == []
+    assert "its file weights has the SHA-256" in inspect(trained, deep=True).problems[0]
+
+
+def test_what_is_pruned_while_verify_reads_is_no_problem(
+    trained: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner deletes a checkpoint that the ledger has forgotten after the snapshot was taken."""
+    compare = artifacts.checkpoints
+
+    def prune_first(record: Record, report: VerifyReport) -> None:
+        if (tmp_path / "checkpoint").exists():
+            trained.ledger.db.execute("UPDATE checkpoints SET removed = 1")
+            shutil.rmtree(tmp_path / "checkpoint")
+        compare(record, report)
+        seen.append(len(report.found))
+
+    seen: list[int] = []
+    monkeypatch.setitem(COMPARISONS, "checkpoints", prune_first)
+    assert inspect(trained).problems == []
+    assert seen == [1, 0]
+
+
+def test_an_export_is_held_against_its_manifest(trained: World, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "model").write_bytes(b"model")
+    trained.ledger.update_run(trained.run_id, export_path=str(folder))
+    assert inspect(trained).facts["export"] == f"{folder} has no manifest"
+    file = {"path": "model", "size_bytes": 5, "sha256": hashlib.sha256(b"model").hexdigest()}
+    (folder / artifacts.EXPORT_MANIFEST_NAME).write_text(json.dumps({"files": [file]}))
+    assert inspect(trained).facts["export"] == f"{folder}: 1 files"
+    (folder / "model").write_bytes(b"modem")
+    assert "its file model has the SHA-256" in inspect(trained).problems[0]
+
+
+UNREADABLE = {
+    "a prompt": ("UPDATE prompts SET prompt_json = '{' WHERE group_id = 2", "column prompt_json"),
+    "columns of a prompt": (
+        "UPDATE prompts SET columns_json = x'00ff' WHERE group_id = 2",
+        "column columns_json",
+    ),
+    "a prompt that is gone": ("DELETE FROM prompts WHERE group_id = 2", "[2] have no prompt"),
+    "an event": ("UPDATE events SET json = '{' WHERE sequence = 1", "table events, column json"),
+    "an event that is gone": ("DELETE FROM events WHERE sequence = 1", "event 2: it follows event 0"),
+    "rewards": (
+        "UPDATE groups SET rewards = x'0000803f000080bf' WHERE group_id = 2",
+        "group 2: its rewards and reference give the digest",
+    ),
+    "rewards of a receipt": (
+        "UPDATE receipts SET scores_digests = replace(scores_digests, '[\"', '[\"0') WHERE step = 0",
+        "with other rewards than on record",
+    ),
+    "groups of a receipt": (
+        "UPDATE receipts SET group_ids = '[1,' WHERE step = 0",
+        "a receipt cannot be read",
+    ),
+    "an evaluation": (
+        "INSERT INTO evaluations (run_id, step, done, result_json) VALUES ('test-1', 1, 1, '}')",
+        "column result_json",
+    ),
+    "functions": (
+        "UPDATE groups SET functions = NULL WHERE group_id = 2",
+        "group 2: its arrays cannot be read",
+    ),
+    "the spec": ("UPDATE runs SET spec_yaml = '[' || spec_yaml", "column spec_yaml"),
+    "a number that is text": (
+        "UPDATE groups SET tokens = 'x' WHERE group_id = 2",
+        "tokens: a record cannot be read",
+    ),
+    "a free place": ("INSERT INTO free_slots VALUES ('test-1', 1)", "places: [1] are not either"),
+    "a place that nobody has": ("DELETE FROM free_slots", "are not either"),
+    "a death": ("INSERT INTO deaths VALUES ('test-1', 2, 'w')", "workers died with it"),
+    "the kind of arrays": ("UPDATE payloads SET kind = 'resulu' WHERE group_id = 2", "'resulu'"),
+}
+
+
+@pytest.mark.parametrize(("change", "problem"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_what_cannot_be_read_is_a_sentence(trained: World, change: str, problem: str) -> None:
+    """Rows that the writer itself has written, so that their checksums are right."""
+    with trained.ledger.transaction():
+        trained.ledger.add_event(trained.run_id, "state", {"state": "running"})
+        trained.ledger.add_event(trained.run_id, "warning", {"message": "x"})
+        if problem == "are not either":
+            trained.ledger.update_run(trained.run_id, next_slot=trained.row["next_slot"] + 1)
+            trained.ledger.db.execute("INSERT INTO free_slots SELECT run_id, next_slot - 1 FROM runs")
+    assert inspect(trained).problems == []
+    assert trained.ledger.db.execute(change).rowcount > 0
+    problems = inspect(trained).problems
+    assert [line for line in problems if problem in line], problems
+    assert all("\n" not in line for line in problems)
+
+
+def test_a_row_that_the_disk_has_changed_is_named_with_the_column(trained: World) -> None:
+    """By another program, which knows nothing of checksums."""
+    with contextlib.closing(sqlite3.connect(trained.path)) as db:
+        db.execute("UPDATE groups SET holders = CAST(x'fe6f6c6c6f7574' AS TEXT) WHERE group_id = 2")
+        db.execute("UPDATE counters SET value = value + 1 - 2 * (value & 1) WHERE name = 'tokens:generated'")
+        db.execute("UPDATE receipts SET seal = seal + 1 - 2 * (seal & 1) WHERE step = 0 AND rank = 1")
+        db.execute("UPDATE prompts SET columns_json = 'null' WHERE group_id = 1")
+        db.commit()
+    problems = "\n".join(inspect(trained).problems)
+    assert (
+        "table counters, row run_id 'test-1', name 'tokens:generated': one bit of its column value"
+        in problems
+    )
+    assert "step 0, rank 1: one bit of its checksum (column seal)" in problems
+    assert "table prompts, row run_id 'test-1', group_id 1: it does not give the checksum" in problems
+    assert "table groups, row run_id 'test-1', group_id 2: it does not give the checksum" in problems
+
+
+def test_a_file_whose_tables_are_damaged_is_described(trained: World, tmp_path: Path) -> None:
+    trained.ledger.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    page_size = trained.ledger.db.execute("PRAGMA page_size").fetchone()[0]
+    root = trained.ledger.db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'events'").fetchone()[0]
+    content = bytearray(trained.path.read_bytes())
+    content[(root - 1) * page_size : (root - 1) * page_size + 64] = b"\xff" * 64
+    damaged = tmp_path / "damaged.sqlite"
+    damaged.write_bytes(content)
+    with contextlib.closing(Ledger(damaged, read_only=True)) as ledger:
+        report = verify(ledger, trained.run_id)
+    assert any("database disk image is malformed" in problem for problem in report.problems)
+    assert any("restore a backup" in problem for problem in report.problems)
+    assert report.facts["batches"] == 4  # what can be compared still is
 
 
 def test_arrays_that_were_pruned_are_no_problem(trained: World) -> None:
