@@ -31,6 +31,7 @@ COMPLETIONS = 4
 BYTES_PER_TOKEN = 12
 """Token id, log-probability, and 4 characters of text."""
 
+LEARNER = "learner-0"
 REWARD_WORKERS = 2
 CHANNELS = 8
 PUBLISH_S = 1.0
@@ -53,6 +54,8 @@ class Members:
         self.secrets: dict[str, bytes] = {}
         """By member id; complete when `ready` is set."""
         self.ready = threading.Event()
+        self._step = 0
+        """Of the newest version."""
         self._address = address
         self._names = names
         self._outboxes: dict[str, asyncio.Queue[worker_pb2.ConnectRequest]] = {}
@@ -99,16 +102,25 @@ class Members:
                     self.session = max(self.session, directive.run.session)
                     report = worker_pb2.RunReport(run_id=self.run_id, session=directive.run.session)
                     outbox.put_nowait(worker_pb2.ConnectRequest(run_report=report))
-                    if role == common_pb2.ROLE_ROLLOUT:
-                        outbox.put_nowait(self._ack(name, 0))
                     self._waiting.discard(name)
                     if not self._waiting:
                         self.ready.set()
+                case "epoch":
+                    self._offer_all()
+                case "weight_offer":
+                    outbox.put_nowait(self._ack(name, directive.weight_offer.version.step))
 
     def _acknowledge(self, step: int) -> None:
+        self._step = step
+        self._offer_all()
+
+    def _offer_all(self) -> None:
+        """The learner offers the newest version to every rollout worker, which acknowledges it at once."""
         for name, role in self._names.items():
             if role == common_pb2.ROLE_ROLLOUT:
-                self._outboxes[name].put_nowait(self._ack(name, step))
+                offer = worker_pb2.WeightOffer(run_id=self.run_id, member_id=name)
+                offer.version.session, offer.version.step = 1, self._step
+                self._outboxes[LEARNER].put_nowait(worker_pb2.ConnectRequest(weight_offer=offer))
 
     def _ack(self, name: str, step: int) -> worker_pb2.ConnectRequest:
         ack = worker_pb2.WeightAck(run_id=self.run_id, member_id=name, ok=True)
@@ -188,7 +200,7 @@ class Load:
         self._unscored: dict[zmq.Socket[bytes], int] = {}
         for index in range(REWARD_WORKERS):
             self._ask_task(self._connect(f"reward-{index}", self._on_reward))
-        self._ask_batch(self._connect("learner-0", self._on_learner))
+        self._ask_batch(self._connect(LEARNER, self._on_learner))
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Answers what comes."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import click
@@ -16,9 +17,13 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
+from services.seldom import unforeseen
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message either way: weights manifests are the largest that travel here."""
+
+MAX_DETAILS_BYTES = 4096
+"""Of a status's text on the wire, where a byte beyond printable ASCII is three: gRPC refuses longer trailers altogether."""
 
 STOP_GRACE_S = 1.0
 """Seconds that calls under way have when the service ends."""
@@ -57,20 +62,64 @@ STATUS = (
 
 log = logging.getLogger(__name__)
 CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
+StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
 
 def with_status(call: CallT) -> CallT:
-    """A unary method of a servicer whose PacelineErrors become statuses with their message."""
+    """A unary method of a servicer whose PacelineErrors become statuses with their message. Whatever else it raises is
+    answered as INTERNAL, logged and counted."""
 
     @functools.wraps(call)
     async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await call(self, request, context)
-        except PacelineError as error:
-            code = next(code for kind, code in STATUS if isinstance(error, kind))
-            await context.abort(code, str(error))
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await context.abort(*_status(call.__name__, error))
 
     return wrapped  # type: ignore[return-value]
+
+
+def with_stream_status(call: StreamT) -> StreamT:
+    """As `with_status`, for a method that answers with a stream."""
+
+    @functools.wraps(call)
+    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async with contextlib.aclosing(call(self, request, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await context.abort(*_status(call.__name__, error))
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str]:
+    for kind, code in STATUS:
+        if isinstance(error, kind):
+            return code, details_of(str(error))
+    return grpc.StatusCode.INTERNAL, details_of(unforeseen.note(method, error))
+
+
+def details_of(text: str) -> str:
+    """A status's text, cut where it would be too long for a trailer."""
+    size = 0
+    kept: list[str] = []
+    for character in text:
+        data = character.encode("utf-8", "replace")
+        size += (
+            len(data)
+            if character.isascii() and character.isprintable() and character != "%"
+            else 3 * len(data)
+        )
+        if size > MAX_DETAILS_BYTES - 16:
+            return "".join(kept) + " [...]"
+        kept.append(character)
+    return text
 
 
 class GrpcServer:

@@ -164,6 +164,10 @@ class LearnerRank:
             case "weight_progress":
                 if run is not None:
                     run.progress(directive.weight_progress)
+            case "weight_acks":
+                if run is not None:
+                    for ack in directive.weight_acks.acks:
+                        run.acknowledge(ack)
             case "keep_checkpoints":
                 if run is not None:
                     run.keep_checkpoints(directive.keep_checkpoints)

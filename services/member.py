@@ -178,7 +178,9 @@ class Membership:
         """Hello, then whatever is reported, and a heartbeat every second while the exchange can be reached; until the stream
         breaks, which its reader hears of."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await call.write(worker_pb2.ConnectRequest(hello=self._hello()))
+            hello = self._hello()
+            hello.secret = self._secret
+            await call.write(worker_pb2.ConnectRequest(hello=hello))
             beat_s = time.monotonic()
             while True:
                 try:

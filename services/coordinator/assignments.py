@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from paceline.errors import NotFound
+from paceline.groups import Version
 from paceline.tracing import step_traceparent
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import checkpoints, evaluation
@@ -21,6 +22,7 @@ from services.coordinator.exchange import Exchange
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Member, Members
 
+SESSIONS_KEPT = 64
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +41,8 @@ class Assignments:
         """Number of the newest."""
         self.named: tuple[str, list[str]] = ("", [])
         """Run and members of it; empty when the learner has to be told again."""
+        self._sessions: dict[tuple[str, int], str] = {}
+        """Learner, by run and session that it was given; the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
         self._pause = pause
 
@@ -85,17 +89,59 @@ class Assignments:
         if run.prompts is not None:
             member.direct(self._assignment(self._ledger.run(run.run_id), run.spec_yaml))
 
+    # Sessions
+
+    def learner(self) -> Member | None:
+        """Rank 0 of the learner that has the run's newest session. It keeps it over breaks of its stream, for as long as it is a
+        member."""
+        run = self._exchange.active
+        if run is None:
+            return None
+        session = self._ledger.run(run.run_id)["session"]
+        member = self._members.get(self._sessions.get((run.run_id, session), ""))
+        return member if member is not None and member.session == session else None
+
+    def had_session(self, member: Member, run_id: str, session: int) -> bool:
+        """Whether it was this member that the session was given to."""
+        return self._sessions.get((run_id, session)) == member.member_id
+
+    def claim_session(self, hello: worker_pb2.Hello) -> int:
+        """The session that a learner goes on with: the newest, if it is this learner's. After a restart that is whoever the
+        record names; where it names nobody, the first who says so."""
+        run = self._exchange.active
+        assert run is not None
+        newest = self._ledger.run(run.run_id)["session"]
+        if hello.role != common_pb2.ROLE_LEARNER or hello.rank != 0 or not newest or hello.session != newest:
+            return 0
+        holder = self._sessions.setdefault((run.run_id, newest), hello.member_id)
+        return newest if holder == hello.member_id else 0
+
+    def take_up_session(self) -> str | None:
+        """After a restart: the learner that has the newest session of the active run, by the record."""
+        run = self._exchange.active
+        member_id = self._ledger.session_holder(run.run_id) if run is not None else ""
+        if run is None or not member_id:
+            return None
+        return self._sessions.setdefault((run.run_id, self._ledger.run(run.run_id)["session"]), member_id)
+
+    def is_published(self, version: Version) -> bool:
+        """Whether a session of the active run can have published it. A version is out before its step's receipt is."""
+        run = self._exchange.active
+        row = self._ledger.run(run.run_id) if run is not None else None
+        return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
+
     async def assign_learner(self) -> None:
-        """Gives the active run to a learner with a new session, unless a live one has it."""
+        """Gives the active run to a learner with a new session, unless one has it: also one whose stream broke."""
         run = self._exchange.active
         if run is None:
             return
         async with self._lock:
             row = self._ledger.run(run.run_id)
             learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
-            if any(m.connected and m.session and m.session == row["session"] for m in learners):
+            holder = self.learner()
+            if holder is not None and holder.fault is None:
                 return
-            waiting = [m for m in learners if m.connected and m.fault is None]
+            waiting = [m for m in learners if m.connected and not m.is_expected and m.fault is None]
             if not waiting:
                 return
             try:
@@ -113,7 +159,11 @@ class Assignments:
         session = row["session"] + 1
         with self._ledger.transaction():
             self._ledger.update_run(row["run_id"], session=session)
-            self._ledger.add_event(row["run_id"], "session", {"session": session, "step": start.step})
+            content = {"session": session, "step": start.step, "member_id": member.member_id}
+            self._ledger.add_event(row["run_id"], "session", content)
+        self._sessions[row["run_id"], session] = member.member_id
+        while len(self._sessions) > SESSIONS_KEPT:
+            self._sessions.pop(next(iter(self._sessions)))
         member.session = session
         member.direct(
             self._assignment(
@@ -158,7 +208,7 @@ class Assignments:
                 newcomer.named_in = self.epoch
         log.info("epoch %d of run %s: %s", self.epoch, run.run_id, ", ".join(named) or "nobody")
         directive = worker_pb2.Epoch(run_id=run.run_id, number=self.epoch, member_ids=named)
-        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+        if (learner := self.learner()) is not None:
             learner.direct(worker_pb2.ConnectResponse(epoch=directive))
 
     def _assignment(self, row: sqlite3.Row, spec_yaml: str, **session: Any) -> worker_pb2.ConnectResponse:

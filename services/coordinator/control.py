@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from paceline.errors import NotFound
-from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.errors import InvalidInput, Unavailable
+from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.introduction import check_hello
 from services.coordinator.members import Member
-from services.grpc_server import with_status
+from services.grpc_server import with_status, with_stream_status
 
 HEARTBEAT_INTERVAL_S = 1.0
+HELLO_WAIT_S = 30.0
+"""For the first message of a stream."""
 ENDED = {"succeeded", "failed", "cancelled"}
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,14 +44,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         rows = self._coordinator.committed.runs()
         return run_pb2.ListResponse(runs=[self._run(row["run_id"]) for row in rows])
 
+    @with_stream_status
     async def Watch(
         self, request: run_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[run_pb2.WatchResponse]:
         ledger, after = self._coordinator.committed, request.after
-        try:
-            ledger.run(request.run_id)
-        except NotFound as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        ledger.run(request.run_id)
         while True:
             async with self._coordinator.changed:  # held from looking to waiting: no event falls in between
                 ended = ledger.run(request.run_id)["state"] in ENDED
@@ -63,9 +64,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             if ended and not events:
                 return
             if self._coordinator.stopping:
-                await context.abort(
-                    grpc.StatusCode.UNAVAILABLE, "the coordinator stops; watch on when it is back"
-                )
+                raise Unavailable("the coordinator stops; watch on when it is back")
 
     @with_status
     async def Cancel(self, request: run_pb2.CancelRequest, context: Context) -> run_pb2.CancelResponse:
@@ -114,23 +113,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._coordinator = coordinator
         self._exchange_endpoint = exchange_endpoint
 
+    @with_stream_status
     async def Connect(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        first = await anext(aiter(request_iterator), None)
-        if first is None or first.WhichOneof("report") != "hello":
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream has to be hello"
-            )
-        assert first is not None
-        await self._check(first.hello, context)
-        member = await self._coordinator.pool.join(first.hello)
-        yield self._welcome(member)
+        member = await self._coordinator.pool.join(await _hello(request_iterator))
         reports = asyncio.create_task(self._read(member, request_iterator))
         try:
+            yield self._welcome(member)
             await self._coordinator.pool.joined(member)
             while (directive := await member.outbox.get()) is not None:
                 yield directive
+            if member.stream_error is not None:
+                raise member.stream_error
         finally:
             reports.cancel()
             await self._coordinator.pool.disconnected(member)
@@ -155,22 +150,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return response
 
     async def _read(self, member: Member, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
-        """Takes the member's reports; the end of its stream ends ours."""
+        """Takes the member's reports; the end of its stream, and a report that ends in an error, ends ours."""
         try:
-            async for report in reports:
-                await self._coordinator.pool.report(member, report)
+            with contextlib.suppress(grpc.aio.BaseError):  # the stream broke
+                async for report in reports:
+                    await self._coordinator.pool.report(member, report)
+        except Exception as error:
+            member.stream_error = error
         finally:
             member.end_stream()
-
-    async def _check(self, hello: worker_pb2.Hello, context: Context) -> None:
-        if hello.protocol != PROTOCOL:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"worker {hello.member_id} speaks protocol {hello.protocol}, the coordinator {PROTOCOL}; "
-                "update the older of the two",
-            )
-        if hello.role == common_pb2.ROLE_UNSPECIFIED or not hello.member_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello needs a role and a member_id")
 
     def _welcome(self, member: Member) -> worker_pb2.ConnectResponse:
         return worker_pb2.ConnectResponse(
@@ -182,3 +170,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 secret=member.secret,
             )
         )
+
+
+async def _hello(reports: AsyncIterator[worker_pb2.ConnectRequest]) -> worker_pb2.Hello:
+    """The first message of a stream. Raises InvalidInput, Conflict; Unavailable when none comes."""
+    try:
+        async with asyncio.timeout(HELLO_WAIT_S):
+            first = await anext(aiter(reports), None)
+    except TimeoutError:
+        raise Unavailable(f"no hello within {HELLO_WAIT_S:g} s") from None
+    if first is None or first.WhichOneof("report") != "hello":
+        raise InvalidInput("the first message of a stream has to be hello")
+    check_hello(first.hello)
+    return first.hello

@@ -34,6 +34,7 @@ from services.coordinator.members import Members
 from services.coordinator.pool import Pool
 from services.coordinator.watchdog import Watchdog
 from services.growing_pause import GrowingPause
+from services.seldom import unforeseen
 
 TICK_S = 0.5
 HEAR_S = 5.0
@@ -100,13 +101,22 @@ class Coordinator:
         while True:
             if self._fault is not None:
                 raise self._fault
-            await self._start_next()
-            await self.pool.look_after()
-            await self.faults.look(time.monotonic())
-            await self.warn(self.watchdog.look(time.monotonic()))
-            await self._prune()
-            self.ledger.remove_unused_segments()
+            for duty in (self._start_next, self.pool.look_after, self._look_on, self._tidy_up):
+                try:
+                    await duty()
+                except (LedgerFault, sqlite3.Error):
+                    raise
+                except Exception as error:  # one member's or one run's; the next tick tries again
+                    unforeseen.note("the coordinator's duties", error)
             await asyncio.sleep(TICK_S)
+
+    async def _look_on(self) -> None:
+        await self.faults.look(time.monotonic())
+        await self.warn(self.watchdog.look(time.monotonic()))
+
+    async def _tidy_up(self) -> None:
+        await self._prune()
+        self.ledger.remove_unused_segments()
 
     async def _prune(self) -> None:
         """Forgets some of what the active run does not need any more."""

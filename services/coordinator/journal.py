@@ -8,6 +8,7 @@ publish; they meet here.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from protos.paceline.v1 import worker_pb2
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.ledger import Ledger
+from services.coordinator.limits import bounded_metrics, seconds
 from services.coordinator.members import Members
 from services.coordinator.recorder import SUMMARY_NAME, Recorder, write_summary
 from services.coordinator.weight_meters import WeightMeters
 from services.coordinator.weight_records import VersionRecord, WeightRecords
+from services.seldom import unforeseen
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Journal:
         for notice in notices:
             match notice.kind:
                 case "metrics":
-                    self._learner = notice.content["metrics"]
+                    self._learner = bounded_metrics(notice.content["metrics"])
                 case "step":
                     self._on_step(run, notice.content["step"], notice.content["metrics"])
                 case "evaluated":
@@ -79,12 +82,15 @@ class Journal:
 
     def note_staged(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> None:
         """A version begins its way to the members of an epoch."""
-        self._weights |= {"weights/gather_s": report.gather_s, "weights/wait_s": report.wait_s}
+        self._weights |= {
+            "weights/gather_s": seconds(report.gather_s),
+            "weights/wait_s": seconds(report.wait_s),
+        }
         self._write_versions(self._versions.stage(report, epoch, members))
 
     def note_pause(self, ack: worker_pb2.WeightAck) -> None:
         """How long a sampler stood still for a version."""
-        self._weights |= {"weights/pause_s": ack.pause_s, "weights/swap_s": ack.swap_s}
+        self._weights |= {"weights/pause_s": seconds(ack.pause_s), "weights/swap_s": seconds(ack.swap_s)}
         self._versions.acknowledge(ack)
 
     def note_publish(self, report: worker_pb2.PublishReport) -> None:
@@ -92,8 +98,8 @@ class Journal:
         self._write_versions(self._versions.publish(report))
         if not report.ok:
             return
-        self._weights["weights/publish_s"] = report.publish_s
-        self._weights["weights/transfer_s"] = report.transfer_s
+        self._weights["weights/publish_s"] = seconds(report.publish_s)
+        self._weights["weights/transfer_s"] = seconds(report.transfer_s)
         self._weights["weights/size_bytes"] = float(report.size_bytes)
 
     def summary(self, run_id: str) -> dict[str, Any]:
@@ -156,7 +162,7 @@ class Journal:
 
     def _pool_gauges(self) -> dict[str, float]:
         """Sums of what the workers of each pool report."""
-        totals: dict[str, float] = {}
+        totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
         for member in self._members.all():
             for name, value in member.gauges.items():
                 totals[f"{member.role_name}/{name}"] = totals.get(f"{member.role_name}/{name}", 0.0) + value
@@ -168,4 +174,4 @@ class Journal:
 
 
 def _numbers(content: dict[str, Any]) -> dict[str, float]:
-    return {k: float(v) for k, v in content.items() if isinstance(v, int | float) and v == v}
+    return {k: float(v) for k, v in content.items() if isinstance(v, int | float) and math.isfinite(v)}

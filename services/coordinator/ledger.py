@@ -18,6 +18,7 @@ from paceline.errors import NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger_file import LedgerFile
+from services.coordinator.limits import event_json
 from services.coordinator.payloads import Payload
 from services.coordinator.places import resolved, stored
 
@@ -115,6 +116,13 @@ class Ledger(LedgerFile):
         self.db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", (*columns.values(), run_id))
         self.forget(f"run {run_id}")
 
+    def session_holder(self, run_id: str) -> str:
+        """The learner that the newest session was given to; empty when the record does not say."""
+        row = self._first_of(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'session' ORDER BY sequence DESC", run_id
+        )
+        return str(json.loads(row["json"]).get("member_id", "")) if row is not None else ""
+
     # Counters and events
 
     def count(self, run_id: str, name: str, amount: int = 1) -> None:
@@ -139,8 +147,9 @@ class Ledger(LedgerFile):
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
         """Appends to the run's events, which Watch streams."""
         self.db.execute(
-            "INSERT INTO events (run_id, sequence, kind, json) SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ? FROM events WHERE run_id = ?",
-            (run_id, kind, json.dumps(content), run_id),
+            "INSERT INTO events (run_id, sequence, kind, json)"
+            " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ? FROM events WHERE run_id = ?",
+            (run_id, kind, event_json(content), run_id),
         )
 
     def events(self, run_id: str, after: int, limit: int = 1000) -> list[sqlite3.Row]:
@@ -336,4 +345,8 @@ class Ledger(LedgerFile):
 
     def _first(self, query: str, *values: object) -> sqlite3.Row | None:
         row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", values).fetchone()
+        return row
+
+    def _first_of(self, query: str, run_id: str) -> sqlite3.Row | None:
+        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", (run_id,)).fetchone()
         return row

@@ -6,16 +6,22 @@ death: the worker may come back within the same time that silence would take.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
+from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.outbox import Outbox
 
 SECRET_BYTES = 16
-OUTBOX_SIZE = 256
-"""Directives that wait for a member; one that does not read that many is cut off."""
+OFFERS_KEPT = 256
+WARNINGS_KEPT = 16
+ROLE_NAMES = {
+    value: name.removeprefix("ROLE_").lower()
+    for name, value in common_pb2.Role.items()
+    if value != common_pb2.ROLE_UNSPECIFIED
+}
 
 
 @dataclass(frozen=True)
@@ -57,29 +63,35 @@ class Member:
     """Learner: session that it works in; 0 for one that waits."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     """Goes out with Welcome and comes back with every request to the exchange: made anew for each stream."""
+    shown_secret: bytes = field(default=b"", repr=False)
+    """That of an earlier Welcome, which it came back with: this one's Welcome may be lost."""
+    is_heard: bool = False
+    """Whether it has reported anything on this stream, so that it has its Welcome."""
+    is_expected: bool = False
+    """It held something before the coordinator's restart and has not come back yet."""
+    offered: deque[Version] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT))
+    """Versions that the learner offered to it, newest last: it can acknowledge these."""
+    warned_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    """When it warned of something, newest last."""
+    stream_error: Exception | None = None
+    """What one of its reports ended in; its stream ends with it."""
     gauges: dict[str, float] = field(default_factory=dict)
-    outbox: asyncio.Queue[worker_pb2.ConnectResponse | None] = field(
-        default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)
-    )
-    """Directives to send; None ends the stream."""
+    outbox: Outbox = field(default_factory=Outbox)
+    """Directives to send."""
 
     @property
     def role_name(self) -> str:
         """`rollout`, `reward` or `learner`."""
-        return common_pb2.Role.Name(self.role).removeprefix("ROLE_").lower()
+        return ROLE_NAMES.get(self.role, "unknown")
 
     def direct(self, directive: worker_pb2.ConnectResponse) -> None:
         """Queues a directive; a member that does not read is cut off and has to come back."""
-        try:
-            self.outbox.put_nowait(directive)
-        except asyncio.QueueFull:
+        if not self.outbox.put(directive):
             self.end_stream()
 
     def end_stream(self) -> None:
         """Ends the member's stream in place of what is still queued."""
-        while not self.outbox.empty():
-            self.outbox.get_nowait()
-        self.outbox.put_nowait(None)
+        self.outbox.end()
 
 
 class Members:
@@ -124,9 +136,11 @@ class Members:
         ]
 
     def silent(self, now_s: float) -> list[Member]:
-        """Members not heard of for longer than the time-out; half of it where the stream broke."""
+        """Members not heard of for longer than the time-out; half of it where the stream broke, unless it has a learner's
+        session, which a short break does not take away."""
         return [
             member
             for member in self._members.values()
-            if now_s - member.last_report_s > (self.timeout_s if member.connected else self.timeout_s / 2)
+            if now_s - member.last_report_s
+            > (self.timeout_s if member.connected or member.session else self.timeout_s / 2)
         ]

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from paceline.errors import LedgerFault
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import evaluation, leases, poison
 from services.coordinator.assignments import Assignments
+from services.coordinator.exchange import ActiveRun
+from services.coordinator.introduction import check_place
+from services.coordinator.limits import cut, one_line
 from services.coordinator.members import Member, Members
 from services.coordinator.reports import Reports
+from services.seldom import unforeseen
 
 if TYPE_CHECKING:
     from services.coordinator.coordinator import Coordinator
@@ -40,23 +48,48 @@ class Pool:
         """After a restart: whoever holds leases has the usual time to come back before they are taken away."""
         for member_id, role in self._ledger.holders():
             # As if its stream stood: one that broke would have half the time, less than a worker's longest back-off.
-            self.members.add(Member(member_id, role, "", 0, time.monotonic()))
+            self._expect(member_id, role)
+        if (holder := self.assignments.take_up_session()) is not None:
+            self._expect(holder, common_pb2.ROLE_LEARNER, self._exchange.active)
+
+    def _expect(self, member_id: str, role: common_pb2.Role.ValueType, run: ActiveRun | None = None) -> None:
+        if self.members.get(member_id) is None:
+            session = self._ledger.run(run.run_id)["session"] if run is not None else 0
+            expected = Member(member_id, role, "", 0, time.monotonic(), session=session, is_expected=True)
+            self.members.add(expected)
 
     async def look_after(self) -> None:
         """Suspects and ends members that are not heard of."""
-        for member in self.members.silent(time.monotonic()):
-            silent_s = time.monotonic() - member.last_report_s
-            # A process that dies closes its stream; one that is stopped or cut off does not.
-            await self.leave(member, f"silent for {silent_s:.0f} s", crashed=not member.connected)
-        for member in self.members.quiet(time.monotonic()):
-            await self._suspect(member, f"silent for {time.monotonic() - member.last_report_s:.0f} s")
+        now_s = time.monotonic()
+        for member in self.members.silent(now_s):
+            with self._fault_of(member):
+                # A process that dies closes its stream; one that is stopped or cut off does not.
+                why = f"silent for {now_s - member.last_report_s:.0f} s"
+                await self.leave(member, why, crashed=not member.connected)
+        for member in self.members.quiet(now_s):
+            with self._fault_of(member):
+                await self._suspect(member, f"silent for {now_s - member.last_report_s:.0f} s")
         await self.lend_again()
 
+    @contextmanager
+    def _fault_of(self, member: Member) -> Iterator[None]:
+        """What nobody foresaw in a member's bookkeeping ends its stream and nothing else; a ledger's fault passes."""
+        try:
+            yield
+        except (LedgerFault, sqlite3.Error):
+            raise
+        except Exception as error:
+            unforeseen.note("the bookkeeping of a member", error)
+            member.stream_error = error
+            member.end_stream()
+
     async def join(self, hello: worker_pb2.Hello) -> Member:
-        """A worker joins, or comes back on a new stream."""
+        """A worker joins, or comes back on a new stream. Raises PlaceTaken when its id is another one's."""
+        earlier = self.members.get(hello.member_id)
+        check_place(hello, earlier)
         run = self._exchange.active
         same_run = run is not None and hello.run_id == run.run_id
-        session = hello.session if same_run else 0
+        session = self.assignments.claim_session(hello) if same_run else 0
         member = Member(
             hello.member_id,
             hello.role,
@@ -65,11 +98,12 @@ class Pool:
             time.monotonic(),
             hello.http_address,
             session=session,
+            shown_secret=hello.secret,
         )
+        if earlier is not None:
+            member.offered.extend(earlier.offered)
         if same_run and hello.HasField("version"):
-            member.version = Version(hello.version.session, hello.version.step)
-            self._exchange.versions[member.member_id] = member.version
-        earlier = self.members.get(hello.member_id)
+            self._take_version(member, hello.version)
         self.members.add(member)
         self._exchange.senders.enter(member)
         self._exchange.suspected.discard(member.member_id)
@@ -77,6 +111,14 @@ class Pool:
         if run is not None and member.role != common_pb2.ROLE_LEARNER:
             self.assignments.assign(member)
         return member
+
+    def _take_version(self, member: Member, said: common_pb2.PolicyVersion) -> None:
+        """A version that the worker held before it joined; one that the run has not come to is none of it."""
+        version = Version(said.session, said.step)
+        if self.assignments.is_published(version):
+            member.version = self._exchange.versions[member.member_id] = version
+        else:
+            log.warning("%s holds %s, which this run has not published", member.member_id, tuple(version))
 
     async def joined(self, member: Member) -> None:
         """After Welcome is on its way: the rest of what a new member has to know."""
@@ -106,14 +148,18 @@ class Pool:
         member.end_stream()
         run = self._exchange.active
         async with self._lock:
-            with self._ledger.transaction():
+            with self._kept_on_fault(member), self._ledger.transaction(synced=False):
                 released = leases.release_member(self._exchange, member.member_id, crashed=crashed)
                 if run is not None:
                     evaluation.unpin_member(self._exchange, run, member.member_id)
                 notices = self._exchange.take_notices()
                 self._journal.write_down(notices)
         log.warning(
-            "%s %s left (%s); %d leases taken back", member.role_name, member.member_id, reason, released
+            "%s %s left (%s); %d leases taken back",
+            member.role_name,
+            member.member_id,
+            one_line(reason),
+            released,
         )
         self.assignments.name_epoch()
         self._runs.server.wake("lease", "task")
@@ -122,18 +168,28 @@ class Pool:
             await self.assignments.assign_learner()
         await self._runs.act_on(notices)
 
+    @contextmanager
+    def _kept_on_fault(self, member: Member) -> Iterator[None]:
+        """A member whose leases could not be taken back stays one, silent and without a stream, and is looked at again."""
+        try:
+            yield
+        except BaseException:
+            member.connected = False
+            self.members.add(member)
+            raise
+
     async def report(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
         """Takes one report of a member; one that has left, or came back on another stream, has no say any more."""
         if self.members.get(member.member_id) is not member:
             return
-        member.last_report_s = time.monotonic()
+        member.last_report_s, member.is_heard = time.monotonic(), True
         if member.suspected:
             member.suspected = False
             self._exchange.suspected.discard(member.member_id)
             self.assignments.name_epoch()
             await self._add_member_event(member, "heard of again")
         if request.WhichOneof("report") == "leave":
-            reason = request.leave.reason
+            reason = cut(request.leave.reason)
             await self.leave(member, reason or "in good order", crashed=bool(reason))
         else:
             await self._reports.take(member, request)
@@ -184,7 +240,7 @@ class Pool:
         run = self._exchange.active
         if run is not None:
             async with self._lock:
-                with self._ledger.transaction():
+                with self._ledger.transaction(synced=False):  # nobody is told before a later sync
                     if what == "joined":
                         poison.forgive(self._exchange, member.member_id)
                     self._ledger.add_event(

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.run_folders import EXPORT
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import checkpoints, retention
-from services.coordinator.members import OUTBOX_SIZE, Member
+from services.coordinator.authority import Authority, cut_texts
+from services.coordinator.limits import finite_gauges, one_line
+from services.coordinator.members import Member
 from services.coordinator.places import stored
+from services.seldom import SeldomLog
 
 if TYPE_CHECKING:
     from services.coordinator.coordinator import Coordinator
     from services.coordinator.pool import Pool
 
 log = logging.getLogger(__name__)
+seldom = SeldomLog(log)
 
 
 class Reports:
@@ -31,21 +36,33 @@ class Reports:
         self._members, self._assignments = pool.members, pool.assignments
         self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
         self._lock: asyncio.Lock = runs.lock
+        self._authority = Authority(pool.assignments, runs.ledger, runs.exchange)
 
     async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
-        """Acts on one report."""
-        match request.WhichOneof("report"):
+        """Acts on one report, if it is this member's to make. Raises InvalidInput for a second Hello."""
+        kind = request.WhichOneof("report")
+        if kind == "hello":
+            raise InvalidInput("hello is the first message of a stream, and there is one")
+        cut_texts(request)
+        refusal = self._authority.refusal(member, request)
+        if refusal:
+            about = f"{kind} of {member.role_name} {member.member_id}"
+            seldom.warning(about, "ignored a %s: %s", about, one_line(refusal))
+            return
+        match kind:
             case "heartbeat":
-                member.gauges = dict(request.heartbeat.gauges)
+                member.gauges = finite_gauges(request.heartbeat.gauges)
                 member.draining = request.heartbeat.draining
             case "weight_offer":
                 receiver = self._members.get(request.weight_offer.member_id)
-                if receiver is not None:
+                if receiver is not None and receiver.role == common_pb2.ROLE_ROLLOUT:
+                    receiver.offered.append(_version(request.weight_offer.version))
                     receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
             case "weight_ack":
                 await self._on_weight_ack(member, request.weight_ack)
             case "weight_progress":
-                self._on_weight_progress(member, request.weight_progress)
+                if (learner := self._assignments.learner()) is not None:
+                    learner.direct(worker_pb2.ConnectResponse(weight_progress=request.weight_progress))
             case "run_report":
                 await self._on_run_report(member, request.run_report)
             case "checkpoint":
@@ -58,37 +75,22 @@ class Reports:
 
     async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
         run = self._exchange.active
-        if run is not None and ack.run_id == run.run_id and ack.ok:
-            member.version = Version(ack.version.session, ack.version.step)
+        if run is not None and ack.ok:
+            member.version = _version(ack.version)
             self._exchange.versions[member.member_id] = member.version
             self._journal.note_pause(ack)
             async with self._lock:
                 if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
-                    with self._ledger.transaction():
+                    with self._ledger.transaction(synced=False):
                         self._ledger.update_run(run.run_id, published_step=ack.version.step)
             self._runs.server.wake("lease")
-        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+        if (learner := self._assignments.learner()) is not None:
             learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
-
-    def _on_weight_progress(self, member: Member, progress: worker_pb2.WeightProgress) -> None:
-        """Tells the learner that a member is still at work. One of many: where the learner is slow to read, it may miss some."""
-        run = self._exchange.active
-        if run is None or progress.run_id != run.run_id or member.role != common_pb2.ROLE_ROLLOUT:
-            return
-        progress.member_id = member.member_id
-        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
-            if learner.rank == 0 and learner.outbox.qsize() < OUTBOX_SIZE // 4:
-                learner.direct(worker_pb2.ConnectResponse(weight_progress=progress))
 
     async def _on_run_report(self, member: Member, report: worker_pb2.RunReport) -> None:
         run = self._exchange.active
-        if run is None or report.run_id != run.run_id:
+        if run is None:
             return
-        if (
-            member.role == common_pb2.ROLE_LEARNER
-            and report.session != self._ledger.run(run.run_id)["session"]
-        ):
-            return  # a learner that another one has replaced
         if report.warning:
             await self._runs.warn([report.warning])
             return
@@ -100,15 +102,19 @@ class Reports:
             return
         member.ready_run, member.expelled = run.run_id, False
         await self._runs.faults.on_ready(member)
+        if report.vocab_size:
+            await self._update_run(run.run_id, vocab_size=report.vocab_size)
         if report.finished:
-            async with self._lock:
-                with self._ledger.transaction():
-                    path = stored(
-                        self._ledger.path.parent, str(self._ledger.run_directory(run.run_id) / EXPORT)
-                    )
-                    self._ledger.update_run(run.run_id, export_path=path)
+            export = self._ledger.run_directory(run.run_id) / EXPORT
+            path = stored(self._ledger.path.parent, str(export))
+            await self._update_run(run.run_id, export_path=path)
             await self._runs.learner_finished(report.session)
         self._assignments.name_epoch()
+
+    async def _update_run(self, run_id: str, **columns: Any) -> None:
+        async with self._lock:
+            with self._ledger.transaction(synced=False):
+                self._ledger.update_run(run_id, **columns)
 
     async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
         run = self._exchange.active
@@ -135,8 +141,17 @@ class Reports:
         self._journal.note_publish(report)
         if report.ok:
             return
-        log.warning("version %d did not reach %s: %s", report.version.step, report.member_id, report.error)
+        log.warning(
+            "version %d did not reach %s: %s",
+            report.version.step,
+            report.member_id[:64],
+            one_line(report.error),
+        )
         member = self._members.get(report.member_id)
         missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
         if missed and member is not None and report.epoch >= member.named_in:
             await self._pool.expel(member, report)
+
+
+def _version(said: common_pb2.PolicyVersion) -> Version:
+    return Version(said.session, said.step)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.limits import seconds
 
 KEPT_OPEN = 4
 """Newest versions whose late members are still waited for."""
@@ -52,7 +53,7 @@ class WeightRecords:
     def stage(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> list[VersionRecord]:
         """A version begins; returns the records that this ends."""
         record = VersionRecord(_version(report.version), epoch, members)
-        record.raise_to(gather_s=report.gather_s, wait_s=report.wait_s, failures=0.0)
+        record.raise_to(gather_s=seconds(report.gather_s), wait_s=seconds(report.wait_s), failures=0.0)
         self._open[record.version] = record
         return [self._open.pop(version) for version in sorted(self._open)[:-KEPT_OPEN]]
 
@@ -66,10 +67,10 @@ class WeightRecords:
             return []
         record.raise_to(
             size_bytes=float(report.size_bytes),
-            form_s=report.form_s,
-            transfer_s=report.transfer_s,
-            answer_s=report.ack_s,
-            publish_s=report.publish_s,
+            form_s=seconds(report.form_s),
+            transfer_s=seconds(report.transfer_s),
+            answer_s=seconds(report.ack_s),
+            publish_s=seconds(report.publish_s),
         )
         record.acknowledged.add(report.member_id)
         return self._done(record)
@@ -78,7 +79,7 @@ class WeightRecords:
         """A member samples from it."""
         record = self._open.get(_version(ack.version))
         if record is not None:
-            record.raise_to(swap_s=ack.swap_s, pause_s=ack.pause_s)
+            record.raise_to(swap_s=seconds(ack.swap_s), pause_s=seconds(ack.pause_s))
 
     def close(self) -> list[VersionRecord]:
         """The run is over."""

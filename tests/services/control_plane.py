@@ -94,6 +94,9 @@ class Worker:
         self._reports.put_nowait(worker_pb2.ConnectRequest(hello=worker_pb2.Hello(**fields)))
         self.call = plane.workers.Connect(self._outgoing())
 
+    secret = b""
+    """Of the Welcome, once it is heard."""
+
     def say(self, **report: Any) -> None:
         """Sends a report."""
         self._reports.put_nowait(worker_pb2.ConnectRequest(**report))
@@ -108,6 +111,8 @@ class Worker:
             while True:
                 directive = await self.call.read()
                 assert directive is not grpc.aio.EOF, f"the stream ended before {kind!r}"
+                if directive.WhichOneof("directive") == "welcome":
+                    self.secret = directive.welcome.secret
                 if directive.WhichOneof("directive") == kind:
                     return getattr(directive, kind)
 
@@ -132,6 +137,20 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value.code(), caught.value.details() or ""
+
+
+def offer(run_id: str, session: int, step: int, member_id: str = "rollout-1") -> worker_pb2.WeightOffer:
+    """The learner's offer of a version."""
+    message = worker_pb2.WeightOffer(run_id=run_id, member_id=member_id)
+    message.version.session, message.version.step = session, step
+    return message
+
+
+def ack(run_id: str, session: int, step: int, member_id: str = "rollout-1") -> worker_pb2.WeightAck:
+    """A member's word that it samples from a version."""
+    message = worker_pb2.WeightAck(run_id=run_id, member_id=member_id, ok=True)
+    message.version.session, message.version.step = session, step
+    return message
 
 
 def rollout(plane: Plane, member_id: str = "rollout-1", **hello: Any) -> Worker:

@@ -1,0 +1,75 @@
+"""Bounds on what members say about themselves: texts, names and numbers that end up in events, metrics and logs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MAX_TEXT_BYTES = 4096
+"""Of a reason, a warning, an error."""
+
+MAX_GAUGES = 100
+"""In one heartbeat."""
+
+MAX_METRICS = 500
+"""In one receipt."""
+
+MAX_NAME = 64
+"""Characters of a gauge's or metric's name."""
+
+MAX_EVENT_BYTES = 256 << 10
+"""Of one event; a page of them fits into a message to a watcher."""
+
+
+def cut(text: str, limit: int = MAX_TEXT_BYTES) -> str:
+    """At most `limit` bytes of UTF-8, with a word on what is missing."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= limit:
+        return text
+    missing = f"… ({len(data)} bytes)"
+    return data[: limit - len(missing.encode())].decode("utf-8", "ignore") + missing
+
+
+def one_line(text: str, limit: int = 500) -> str:
+    """A text for one line of a log, which it cannot end."""
+    return cut("".join(c if c.isprintable() else " " for c in text[: limit + 1]), limit)
+
+
+def finite_gauges(values: Mapping[str, float]) -> dict[str, float]:
+    """The finite ones with names of a usual length, MAX_GAUGES at most."""
+    named = bounded_metrics(values, MAX_GAUGES)
+    return {name: value for name, value in named.items() if math.isfinite(value)}
+
+
+def bounded_metrics(values: Mapping[str, float], limit: int = MAX_METRICS) -> dict[str, float]:
+    """Those with names of a usual length, `limit` at most; a loss may be anything but finite."""
+    kept: dict[str, float] = {}
+    for name, value in values.items():
+        if len(kept) == limit:
+            break
+        if len(name) <= MAX_NAME and name.isprintable():
+            kept[name] = value
+    return kept
+
+
+def seconds(value: float) -> float:
+    """A duration as a member reports it; 0 for what is none."""
+    return value if math.isfinite(value) and value >= 0 else 0.0
+
+
+def event_json(content: Mapping[str, Any]) -> str:
+    """An event as JSON, whatever it holds: texts are cut where it would be too large for a watcher."""
+    text = json.dumps(content)
+    if len(text) <= MAX_EVENT_BYTES:
+        return text
+    short = {
+        cut(name, MAX_NAME): cut(value, MAX_TEXT_BYTES) if isinstance(value, str) else value
+        for name, value in list(content.items())[:MAX_METRICS]
+    }
+    text = json.dumps(short)
+    if len(text) <= MAX_EVENT_BYTES:
+        return text
+    plain = {name: value for name, value in short.items() if isinstance(value, int | float | bool)}
+    return json.dumps(plain | {"left_out": sorted(short.keys() - plain.keys())})

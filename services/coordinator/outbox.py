@@ -1,0 +1,90 @@
+"""Directives that wait for one member to read them, bounded by what they say instead of by cutting the member off.
+
+Of directives that replace one another only the newest waits; acknowledgements that wait travel together. What is left over
+is few: a member that does not even read that many is cut off and has to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+
+from protos.paceline.v1 import worker_pb2
+
+MAX_WAITING = 256
+"""Directives that replace nothing."""
+
+ACKS_AT_ONCE = 1000
+"""Acknowledgements in one directive."""
+
+MAX_ACKS = 64 * ACKS_AT_ONCE
+REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled"})
+"""Kinds of which the newest says all."""
+
+
+class Outbox:
+    """One owner reads, on the event loop that everybody writes on."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, worker_pb2.ConnectResponse] = {}
+        """In the order in which they leave."""
+        self._acks: dict[tuple[str, int, int], worker_pb2.WeightAck] = {}
+        """By member and version; they leave after what waits."""
+        self._numbers = 0
+        self._plain = 0
+        self._ended = False
+        self._bell = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Directives that `get` would return."""
+        return len(self._waiting) + -(-len(self._acks) // ACKS_AT_ONCE)
+
+    def put(self, directive: worker_pb2.ConnectResponse) -> bool:
+        """Queues a directive; False when its member reads nothing."""
+        kind = directive.WhichOneof("directive") or ""
+        if kind == "weight_ack":
+            return self.put_ack(directive.weight_ack)
+        key: Hashable
+        if kind in REPLACING:
+            key = kind
+        elif kind == "weight_progress":
+            said = directive.weight_progress
+            key = (kind, said.member_id, said.version.session, said.version.step)
+        else:
+            self._numbers += 1
+            self._plain += 1
+            key = self._numbers
+            if self._plain > MAX_WAITING:
+                return False
+        self._waiting.pop(key, None)
+        self._waiting[key] = directive
+        self._bell.set()
+        return True
+
+    def put_ack(self, ack: worker_pb2.WeightAck) -> bool:
+        """Queues an acknowledgement; False when its member reads nothing."""
+        self._acks[ack.member_id, ack.version.session, ack.version.step] = ack
+        self._bell.set()
+        return len(self._acks) <= MAX_ACKS
+
+    def end(self) -> None:
+        """Nothing follows any more, and what waits does not leave."""
+        self._ended = True
+        self._waiting.clear()
+        self._acks.clear()
+        self._bell.set()
+
+    async def get(self) -> worker_pb2.ConnectResponse | None:
+        """The next directive; None when the stream is to end."""
+        while not self._ended and not self._waiting and not self._acks:
+            self._bell.clear()
+            await self._bell.wait()
+        if self._ended:
+            return None
+        if self._waiting:
+            key = next(iter(self._waiting))
+            self._plain -= isinstance(key, int)
+            return self._waiting.pop(key)
+        first = list(self._acks)[:ACKS_AT_ONCE]
+        acks = worker_pb2.WeightAcks(acks=[self._acks.pop(key) for key in first])
+        return worker_pb2.ConnectResponse(weight_acks=acks)

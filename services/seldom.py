@@ -1,0 +1,64 @@
+"""Log lines that a sender can cause: each kind is written at most once a second, so that no caller fills the log's disk.
+
+`unforeseen` counts exceptions that nobody foresaw, in whatever handler. They are answered to their sender and ended there: a
+service goes on, and its gauge and its log tell that something is to be fixed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+INTERVAL_S = 1.0
+MAX_KINDS = 1000
+"""Kinds that are remembered; their names may contain what a sender chose, so older ones are forgotten beyond it."""
+
+
+class SeldomLog:
+    """Writes to `log`, each kind at most once in `interval_s`; the next line tells how many were left out."""
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._log, self._interval_s, self._clock = log, interval_s, clock
+        self._kinds: dict[str, tuple[float, int]] = {}
+        """When each was written, and how many were left out since."""
+
+    def warning(self, kind: str, message: str, *args: object, error: BaseException | None = None) -> None:
+        """A warning, with the traceback of `error` if there is one."""
+        now_s = self._clock()
+        written_s, left_out = self._kinds.get(kind, (now_s - self._interval_s, 0))
+        if now_s - written_s < self._interval_s:
+            self._kinds[kind] = (written_s, left_out + 1)
+            return
+        self._kinds.pop(kind, None)
+        self._kinds[kind] = (now_s, 0)
+        while len(self._kinds) > MAX_KINDS:
+            self._kinds.pop(next(iter(self._kinds)))
+        if left_out:
+            message, args = message + " (and %d more since the last such line)", (*args, left_out)
+        self._log.warning(message, *args, exc_info=error)
+
+
+class Unforeseen:
+    """Exceptions that nobody foresaw: counted all, logged with their traceback once a second for each place and type."""
+
+    def __init__(self, log: logging.Logger):
+        self.total = 0
+        """Since the process began; a gauge."""
+        self._seldom = SeldomLog(log)
+
+    def note(self, where: str, error: BaseException) -> str:
+        """Counts one; returns what its sender is told."""
+        self.total += 1
+        kind = type(error).__name__
+        self._seldom.warning(f"{where} {kind}", "unforeseen %s in %s", kind, where, error=error)
+        return f"unforeseen {kind} in {where}; the traceback is in this service's log"
+
+
+unforeseen = Unforeseen(logging.getLogger(__name__))
+"""The process's."""

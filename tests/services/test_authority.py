@@ -1,0 +1,181 @@
+"""A report counts only from the role and the session that it belongs to; what does not fit ends nobody but its sender."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from control_plane import Plane, Worker, ack, learner, offer, refusal, rollout
+
+from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
+from services.seldom import unforeseen
+
+
+async def started(plane: Plane) -> run_pb2.Run:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    return run
+
+
+async def heard(plane: Plane, worker: Worker, member_id: str) -> None:
+    """Until the coordinator has taken what the worker said before: reports are taken in order, and it leaves at the end."""
+    worker.say(leave=worker_pb2.Leave())
+    await worker.hear_the_end()
+    assert plane.coordinator.members.get(member_id) is None
+
+
+def reward(plane: Plane, member_id: str = "reward-1") -> Worker:
+    return Worker(plane, common_pb2.ROLE_REWARD, member_id)
+
+
+async def test_an_acknowledgement_counts_from_whom_it_was_offered_to(plane: Plane) -> None:
+    run = await started(plane)
+    trainer, worker, other, scorer = (
+        learner(plane),
+        rollout(plane),
+        rollout(plane, "rollout-2"),
+        reward(plane),
+    )
+    for one in (trainer, worker, other, scorer):
+        await one.hear("run")
+    trainer.say(weight_offer=offer(run.run_id, 1, 0))
+    trainer.say(weight_offer=offer(run.run_id, 1, 7))  # the run has not come to it
+    for _ in range(2):
+        await worker.hear("weight_offer")
+    worker.say(weight_ack=ack(run.run_id, 1, 1_000_000))
+    worker.say(weight_ack=ack(run.run_id, 1, 7))
+    worker.say(weight_ack=ack(run.run_id, 1, 0, member_id="rollout-2"))
+    other.say(weight_ack=ack(run.run_id, 1, 0))
+    other.say(weight_ack=ack(run.run_id, 1, 0, member_id="rollout-2"))
+    scorer.say(weight_ack=ack(run.run_id, 1, 0, member_id="reward-1"))
+    for one, member_id in ((other, "rollout-2"), (scorer, "reward-1")):
+        await heard(plane, one, member_id)
+    assert plane.ledger.run(run.run_id)["published_step"] == -1
+    worker.say(weight_ack=ack(run.run_id, 1, 0))
+    told = (await trainer.hear("weight_acks")).acks
+    assert [(said.member_id, said.version.step) for said in told] == [("rollout-1", 0)]
+    assert plane.ledger.run(run.run_id)["published_step"] == 0
+    assert plane.coordinator.exchange.versions == {"rollout-1": (1, 0)}
+
+
+async def test_only_the_sessions_learner_speaks_for_the_run(plane: Plane) -> None:
+    run = await started(plane)
+    trainer, spare, worker = learner(plane), learner(plane, "learner-2"), rollout(plane)
+    await trainer.hear("run")
+    await worker.hear("run")
+    await spare.hear("welcome")
+    path = str(plane.directory / "evil")
+    checkpoint = worker_pb2.CheckpointReport(run_id=run.run_id, session=1, step=0, path=path, sha256="s")
+    publish = worker_pb2.PublishReport(
+        run_id=run.run_id, member_id="rollout-1", failure=worker_pb2.PUBLISH_FAILURE_LINK, epoch=99
+    )
+    publish.version.session = 1
+    member = plane.coordinator.members.get("rollout-1")
+    assert member is not None
+    for liar, member_id in ((spare, "learner-2"), (worker, "rollout-1")):
+        liar.say(checkpoint=checkpoint)
+        liar.say(weight_offer=offer(run.run_id, 1, 0))
+        liar.say(publish=publish)
+        liar.say(run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, vocab_size=7))
+        liar.say(
+            run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, finished=True, export_path="/evil")
+        )
+        await heard(plane, liar, member_id)
+    row = plane.ledger.run(run.run_id)
+    assert (row["vocab_size"], row["export_path"]) == (0, "")
+    assert plane.ledger.newest_checkpoint(run.run_id) is None
+    assert not member.expelled
+    assert not member.offered
+
+
+async def test_what_an_old_session_publishes_expels_nobody(plane: Plane) -> None:
+    run = await started(plane)
+    first = learner(plane)
+    await first.hear("run")
+    worker = rollout(plane)
+    await worker.hear("run")
+    first.say(leave=worker_pb2.Leave())
+    await first.hear_the_end()
+    second = learner(plane, "learner-2")
+    assert (await second.hear("run")).session == 2
+    report = worker_pb2.PublishReport(
+        run_id=run.run_id, member_id="rollout-1", failure=worker_pb2.PUBLISH_FAILURE_LINK, epoch=99
+    )
+    report.version.session = 1
+    second.say(publish=report)
+    await heard(plane, second, "learner-2")
+    member = plane.coordinator.members.get("rollout-1")
+    assert member is not None
+    assert not member.expelled
+
+
+async def test_the_learner_says_how_large_the_vocabulary_is(plane: Plane) -> None:
+    run = await started(plane)
+    trainer = learner(plane)
+    await trainer.hear("run")
+    trainer.say(run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, vocab_size=151_936))
+    await heard(plane, trainer, "learner-1")
+    assert plane.ledger.run(run.run_id)["vocab_size"] == 151_936
+
+
+async def test_a_member_does_not_fill_the_events_with_warnings(plane: Plane) -> None:
+    run = await started(plane)
+    worker = rollout(plane)
+    await worker.hear("run")
+    for number in range(100):
+        worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id, warning=f"{number} " + "w" * 10_000))
+    await heard(plane, worker, "rollout-1")
+    warnings = [event["json"] for event in plane.ledger.events(run.run_id, 0) if event["kind"] == "warning"]
+    assert len(warnings) == 16
+    assert all(len(warning) < 5000 for warning in warnings)
+
+
+async def test_an_unforeseen_exception_ends_its_senders_stream_and_nothing_else(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await started(plane)
+    worker, other = rollout(plane), rollout(plane, "rollout-2")
+    await worker.hear("run")
+    await other.hear("run")
+    before = unforeseen.total
+
+    def fail(_: Any) -> dict[str, float]:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("services.coordinator.reports.finite_gauges", fail)
+        worker.say(heartbeat=worker_pb2.Heartbeat())
+
+        async def read_on() -> None:
+            while await worker.call.read() is not grpc.aio.EOF:
+                pass
+
+        code, details = await refusal(read_on())
+    assert code is grpc.StatusCode.INTERNAL
+    assert "unforeseen ZeroDivisionError in Connect" in details
+    assert unforeseen.total == before + 1
+    await heard(plane, other, "rollout-2")
+
+
+async def test_a_member_whose_bookkeeping_fails_is_looked_at_again(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await started(plane)
+    coordinator = plane.coordinator
+    for member_id in ("rollout-1", "rollout-2"):
+        await rollout(plane, member_id).hear("run")
+        member = coordinator.members.get(member_id)
+        assert member is not None
+        member.last_report_s -= 100.0
+
+    def fail(*_: Any, **__: Any) -> int:
+        raise KeyError(7)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("services.coordinator.pool.leases.release_member", fail)
+        await coordinator.pool.look_after()
+        assert len(coordinator.members) == 2
+    await coordinator.pool.look_after()
+    assert len(coordinator.members) == 0

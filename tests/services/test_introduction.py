@@ -1,0 +1,82 @@
+"""Who may become a member, and who may take a member's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+from control_plane import Plane, Worker, learner, refusal, rollout
+
+from protos.paceline.v1 import common_pb2, worker_pb2
+
+
+async def test_a_stream_has_one_hello(plane: Plane) -> None:
+    worker = rollout(plane)
+    await worker.hear("welcome")
+    worker.say(hello=worker_pb2.Hello(role=common_pb2.ROLE_REWARD, member_id="another"))
+    code, details = await _end_of(worker)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "there is one" in details
+    assert plane.coordinator.members.get("another") is None
+
+
+async def test_a_living_members_place_is_not_to_be_had_without_its_secret(plane: Plane) -> None:
+    first = rollout(plane)
+    await first.hear("welcome")
+    for hello in ({}, {"secret": b"guessed"}):
+        code, details = await refusal(rollout(plane, **hello).call.read())
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "does not have its secret" in details
+    other_role = Worker(plane, common_pb2.ROLE_LEARNER, "rollout-1", secret=first.secret)
+    code, details = await refusal(other_role.call.read())
+    assert "belongs to a rollout worker" in details
+    member = plane.coordinator.members.get("rollout-1")
+    assert member is not None
+    assert member.connected, "the first one is untouched"
+
+
+async def test_a_member_that_was_heard_keeps_its_place_over_a_broken_stream(plane: Plane) -> None:
+    first = rollout(plane)
+    await first.hear("welcome")
+    first.say(heartbeat=worker_pb2.Heartbeat())
+    first.hang_up()
+    await first.hear_the_end()
+    code, _ = await refusal(rollout(plane).call.read())
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    await rollout(plane, secret=first.secret).hear("welcome")
+
+
+async def test_a_welcome_that_was_lost_costs_no_place(plane: Plane) -> None:
+    first = rollout(plane)
+    await first.hear("welcome")
+    second = rollout(plane, secret=first.secret)
+    await second.hear("welcome")  # its worker never hears it
+    again = rollout(plane, secret=first.secret)
+    await again.hear("welcome")
+    assert len({first.secret, second.secret, again.secret}) == 3
+
+
+async def test_after_a_restart_an_expected_holder_comes_back_with_any_secret(tmp_path: Path) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    await learner(plane).hear("run")
+    await plane.stop()
+    again = Plane(tmp_path)
+    await again.start()
+    try:
+        back = learner(again, session=1, run_id=run.run_id, secret=b"of the life before")
+        await back.hear("epoch")
+        assert again.ledger.run(run.run_id)["session"] == 1
+    finally:
+        await again.stop()
+
+
+async def _end_of(worker: Worker) -> tuple[grpc.StatusCode, str]:
+    async def read_on() -> None:
+        while await worker.call.read() is not grpc.aio.EOF:
+            pass
+
+    return await refusal(read_on())

@@ -1,0 +1,51 @@
+"""Log lines that a sender causes come at most once a second, and unforeseen exceptions are counted."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from services.seldom import MAX_KINDS, SeldomLog, Unforeseen
+
+log = logging.getLogger("test")
+
+
+def test_one_kind_is_written_once_a_second_and_tells_what_it_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_s = [0.0]
+    seldom = SeldomLog(log, clock=lambda: now_s[0])
+    for _ in range(5):
+        seldom.warning("a", "a said %d", 1)
+    seldom.warning("b", "b said %d", 2)
+    now_s[0] = 1.0
+    seldom.warning("a", "a said %d", 3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a said 1",
+        "b said 2",
+        "a said 3 (and 4 more since the last such line)",
+    ]
+
+
+def test_what_a_sender_chooses_as_kind_takes_no_memory() -> None:
+    seldom = SeldomLog(logging.getLogger("silent"))
+    logging.getLogger("silent").disabled = True
+    for number in range(3 * MAX_KINDS):
+        seldom.warning(f"kind {number}", "said")
+    assert len(seldom._kinds) == MAX_KINDS
+
+
+def test_unforeseen_exceptions_are_counted_and_logged_with_their_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unforeseen = Unforeseen(log)
+    for _ in range(3):
+        try:
+            {}["missing"]
+        except KeyError as error:
+            told = unforeseen.note("Get", error)
+    assert unforeseen.total == 3
+    assert told == "unforeseen KeyError in Get; the traceback is in this service's log"
+    (record,) = caplog.records
+    assert record.exc_info is not None
