@@ -62,8 +62,9 @@ async def test_an_acknowledgement_counts_from_whom_it_was_offered_to(plane: Plan
 
 async def test_only_the_sessions_learner_speaks_for_the_run(plane: Plane) -> None:
     run = await started(plane)
-    trainer, spare, worker = learner(plane), learner(plane, "learner-2"), rollout(plane)
+    trainer, worker = learner(plane), rollout(plane)
     await trainer.hear("run")
+    spare = learner(plane, "learner-2")
     await worker.hear("run")
     await spare.hear("welcome")
     path = str(plane.directory / "evil")

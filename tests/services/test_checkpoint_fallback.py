@@ -84,7 +84,11 @@ async def test_the_next_older_one_is_taken_and_in_the_end_step_0(plane: Plane) -
     warnings = [event["message"] for event in events(plane, run_id, "warning")]
     assert len(warnings) == STEPS
     assert warnings[0] == "session 2 could not begin: it is damaged; an older one is taken"
-    assert events(plane, run_id, "session")[-1] == {"session": 5, "step": 0}
+    assert events(plane, run_id, "session")[-1] == {
+        "session": 5,
+        "step": 0,
+        "member_id": "learner-1",
+    }
     assert plane.ledger.run(run_id)["state"] == "running"
 
 
