@@ -158,4 +158,5 @@ def rollout(plane: Plane, member_id: str = "rollout-1", **hello: Any) -> Worker:
 
 
 def learner(plane: Plane, member_id: str = "learner-1", **hello: Any) -> Worker:
-    return Worker(plane, common_pb2.ROLE_LEARNER, member_id, world_size=1, **hello)
+    ranks = {"world_size": int(hello.get("rank", 0)) + 1}
+    return Worker(plane, common_pb2.ROLE_LEARNER, member_id, **ranks | hello)
