@@ -23,6 +23,7 @@ import numpy as np
 import zmq
 
 from paceline.groups import Completion, Group, VersionSpan
+from paceline.token import metadata, read_token, token_path
 from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -92,7 +93,9 @@ class Members:
         outbox = self._outboxes[name] = asyncio.Queue()
         hello = worker_pb2.Hello(role=role, member_id=name, protocol=PROTOCOL)
         outbox.put_nowait(worker_pb2.ConnectRequest(hello=hello))
-        async for directive in worker_pb2_grpc.WorkerServiceStub(channel).Connect(_reports(outbox)):
+        async for directive in worker_pb2_grpc.WorkerServiceStub(channel).Connect(
+            _reports(outbox), metadata=metadata(read_token(token_path()))
+        ):
             match directive.WhichOneof("directive"):
                 case "welcome":
                     self.term, self.endpoint = directive.welcome.term, directive.welcome.exchange_endpoint

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.address import checked_address
 from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.token import open_channel
 
 if TYPE_CHECKING:
     import grpc
@@ -79,9 +80,11 @@ class Client:
         timeout_s: float = 30.0,
         wait_s: float = 0.0,
         reconnect_s: float = 60.0,
+        token_file: Path | None = None,
     ):
         """Raises InvalidInput for an address that is none. `timeout_s` limits each attempt of a call, `wait_s` is how long a
         call looks for a coordinator that is away, and `reconnect_s` how long `watch` and `wait` look for one that went away.
+        `token_file` holds the coordinator's token; by default as `paceline.token` finds it.
         """
         from protos.paceline.v1 import run_pb2_grpc, worker_pb2_grpc
 
@@ -90,7 +93,8 @@ class Client:
         self._wait_s = wait_s
         self._reconnect_s = reconnect_s
         self._closed = threading.Event()
-        self._channel = _channel(address)
+        self._token_file = token_file
+        self._channel = open_channel(address, token_file, OPTIONS)
         self._runs = run_pb2_grpc.RunServiceStub(self._channel)
         self._workers = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
@@ -241,7 +245,7 @@ class Client:
         if max_new_tokens is not None:
             request.params.max_new_tokens = max_new_tokens
         address = worker or self._address_of("ROLE_ROLLOUT")
-        with _channel(address) as channel:
+        with open_channel(address, self._token_file, OPTIONS) as channel:
             stub = rollout_pb2_grpc.RolloutServiceStub(channel)
             reply = self._call(
                 lambda: stub.Generate(request, timeout=timeout_s), f"rollout worker at {address}"
@@ -272,7 +276,7 @@ class Client:
             columns_json=json.dumps(columns or {}),
         )
         address = worker or self._address_of("ROLE_REWARD")
-        with _channel(address) as channel:
+        with open_channel(address, self._token_file, OPTIONS) as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             reply = self._call(lambda: stub.Score(request, timeout=timeout_s), f"reward worker at {address}")
         return {
@@ -348,9 +352,3 @@ def status_name(error: grpc.RpcError) -> str:
     """The name of a gRPC error's status, such as UNAVAILABLE."""
     code = getattr(error, "code", lambda: None)()
     return str(code.name) if code is not None else "UNKNOWN"
-
-
-def _channel(address: str) -> grpc.Channel:
-    import grpc
-
-    return grpc.insecure_channel(address, options=OPTIONS)

@@ -3,6 +3,8 @@
     with LocalCluster(Path("runs"), spec.cluster) as cluster:
         client = Client(cluster.address)
 
+The services and the clients of this process find the coordinator's token by the environment, which is set to its file.
+
 Promises: every service has a log file of its own under `<directory>/logs/`; one that dies is started again and the
 death is said in one line; all of them end with the cluster. A service that keeps dying is tried again ever more slowly while
 the others go on; only a coordinator that cannot even start once ends the cluster. The coordinator keeps its port over its
@@ -27,6 +29,7 @@ from paceline.errors import NotFound, PacelineError, SpecError
 from paceline.folder_lock import FolderLock
 from paceline.spec import ClusterSection
 from paceline.supervise import Service, last_lines
+from paceline.token import TOKEN_NAME, VARIABLE, token_path
 
 LOCK_NAME = "up.lock"
 NOT_READY_S = 60.0
@@ -84,6 +87,8 @@ class LocalCluster:
         self._launchers = launchers
         self._say = say
         self._max_deaths = max_deaths
+        self.token_file = token_path(self.directory / TOKEN_NAME)
+        """Where the coordinator keeps its token, for clients."""
         self._lock = FolderLock(self.directory / LOCK_NAME, "`paceline up`")
         self._failed = threading.Event()
         self._gpus = {
@@ -111,6 +116,7 @@ class LocalCluster:
         that cannot start once will not start the second time. One that waits, as for room on the disk, is waited for.
         """
         self._lock.take()
+        os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         ready_file = logs / "coordinator.address"

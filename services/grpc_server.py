@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
 from services.seldom import unforeseen
+from services.token_guard import TokenGuard
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message either way: weights manifests are the largest that travel here."""
@@ -125,8 +126,9 @@ def details_of(text: str) -> str:
 class GrpcServer:
     """One listening gRPC server with the given services."""
 
-    def __init__(self, host: str, port: int):
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+    def __init__(self, host: str, port: int, guard: TokenGuard | None = None):
+        """`guard` looks at every call first. Raises Conflict when the port is taken."""
+        self._server = grpc.aio.server(interceptors=[guard] if guard else [], options=SERVER_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]

@@ -12,6 +12,7 @@ import os
 
 import click
 
+from paceline.cli.options import token_file_option
 from services.lifeline import die_with_parent
 from services.ranks import end_as, run_ranks
 
@@ -26,6 +27,7 @@ from services.ranks import end_as, run_ranks
 @click.option("--device", default="auto", help="cpu, cuda, or auto.")
 @click.option("--grace", "grace_s", default=25.0, help="Seconds for the last checkpoint at SIGTERM.")
 @click.option("--ready-file", default="", help="Written with rank 0's address once it listens.")
+@token_file_option
 def main(
     coordinator: str,
     host: str,

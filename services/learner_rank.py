@@ -36,6 +36,7 @@ from services.member import LEAVE_WAIT_S, Membership
 from services.rank_group import form_rank_group
 from services.ready import announce
 from services.set_up import failed_set_up
+from services.token_guard import worker_guard
 
 ASSIGNMENT_POLL_S = 2.0
 
@@ -254,7 +255,7 @@ def main(
 
 
 async def _serve(rank: LearnerRank, host: str, port: int) -> GrpcServer:
-    server = GrpcServer(host, port)
+    server = GrpcServer(host, port, worker_guard())
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
     await server.start()

@@ -30,6 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.address import checked_address
 from paceline.errors import Conflict, WireError
+from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
@@ -107,7 +108,13 @@ class Membership:
                             raise Conflict(
                                 f"the coordinator refuses this worker: {error.details()}"
                             ) from None
-                        log.warning("no coordinator at %s: %s", self._coordinator, error.details())
+                        refused = error.code() == grpc.StatusCode.UNAUTHENTICATED
+                        what = (
+                            "the coordinator at %s refuses this worker: %s"
+                            if refused
+                            else "no coordinator at %s: %s"
+                        )
+                        log.warning(what, self._coordinator, error.details())
                     if self._leaving.is_set() and not broken:
                         self._left.set()
                         await asyncio.Event().wait()  # until whoever called leave() cancels this
@@ -158,7 +165,7 @@ class Membership:
     async def _stream(self) -> None:
         async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            call = stub.Connect()  # type: ignore[call-arg]  # its types know no `write`
+            call = stub.Connect(metadata=metadata(read_token(token_path())))  # type: ignore[call-arg]  # its types know no `write`
             speaking = asyncio.create_task(self._speak(call))
             try:
                 async for directive in call:

@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.options import token_file_option
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray
 from paceline.spec import RewardFunctionSection, RunSpec
@@ -38,6 +39,7 @@ from services.member import Membership
 from services.ready import announce
 from services.reward_service import RewardServicer
 from services.set_up import failed_set_up, spec_of
+from services.token_guard import worker_guard
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
@@ -306,6 +308,7 @@ async def _nobody_asks(ready: bool) -> None:
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
 )
+@token_file_option
 def main(
     coordinator: str,
     host: str,
@@ -324,7 +327,7 @@ def main(
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)
         worker = RewardWorker(coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes)
-        server = GrpcServer(host, port)
+        server = GrpcServer(host, port, worker_guard())
         servicer = RewardServicer(worker)
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"

@@ -18,6 +18,7 @@ import click
 import grpc
 import numpy as np
 
+from paceline.cli.options import token_file_option
 from paceline.errors import Conflict, EngineDied, InvalidInput
 from paceline.onednn import bound_caches
 from paceline.prompts import encode_prompt
@@ -34,6 +35,7 @@ from services.member import Membership
 from services.ready import announce
 from services.rollout_run import RolloutRun
 from services.set_up import failed_set_up, spec_of
+from services.token_guard import worker_guard
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -307,6 +309,7 @@ def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParam
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
 )
+@token_file_option
 def main(
     coordinator: str,
     host: str,
@@ -328,7 +331,7 @@ def main(
         reachable = advertised_host(host, advertise_host, coordinator)
         member_id = f"{name}-{uuid.uuid4().hex[:8]}"
         worker = RolloutWorker(coordinator, member_id, _device(device), grace_s, reachable)
-        server = GrpcServer(host, port)
+        server = GrpcServer(host, port, worker_guard())
         server.add(
             worker, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
         )

@@ -3,8 +3,11 @@ those of the real vLLM run where it is installed (`make test-vllm`)."""
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,12 @@ LONG = ("weights", "e2e", "chaos")
 # Read when torch is imported, here and in every process that a test starts: workers that compute with all cores each
 # would slow each other down, and numbers would depend on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# One token for every coordinator that a test starts as a process, for its workers and for the clients here.
+if "PACELINE_TOKEN_FILE" not in os.environ:
+    _FOLDER = tempfile.mkdtemp(prefix="paceline-token-")
+    os.environ["PACELINE_TOKEN_FILE"] = str(Path(_FOLDER, "token"))
+    atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 # A busy machine must not fail a test, and a failure must be due to the change that meets it: no deadline, the same
 # examples every time.

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from paceline.client import DEFAULT_ADDRESS
+from paceline.token import VARIABLE
 
 LEDGER_NAME = "ledger.sqlite"
 
-coordinator_option = click.option(
+
+def _use_token_file(_context: click.Context, _option: click.Parameter, path: str | None) -> None:
+    """Says it by the environment, so that whatever this process starts reads the same file."""
+    if path:
+        os.environ[VARIABLE] = path
+
+
+token_file_option = click.option(
+    "--token-file",
+    type=click.Path(dir_okay=False),
+    callback=_use_token_file,
+    expose_value=False,
+    is_eager=True,
+    help=f"File with the coordinator's token; default {VARIABLE}, else the one in the coordinator's directory (runs).",
+)
+_address_option = click.option(
     "--coordinator",
     default=DEFAULT_ADDRESS,
     envvar="PACELINE_COORDINATOR",
@@ -21,6 +39,14 @@ coordinator_option = click.option(
     metavar="HOST:PORT",
     help="Address of the coordinator.",
 )
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+def coordinator_option(command: CommandT) -> CommandT:
+    """How a command finds its coordinator: the address, and the token that it wants."""
+    return token_file_option(_address_option(command))
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 directory_option = click.option(
     "--directory",

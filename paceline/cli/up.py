@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import LEDGER_NAME, directory_option, json_option
+from paceline.cli.options import LEDGER_NAME, directory_option, json_option, token_file_option
 from paceline.cli.watching import follow
 from paceline.client import ENDED_STATES, Client
 from paceline.errors import NotFound, PacelineError
@@ -49,6 +49,7 @@ MIN_FREE_MB = 512
     show_default=True,
     help="Seconds for the services to hand back leases and write a checkpoint at Ctrl-C or SIGTERM.",
 )
+@token_file_option
 @json_option
 def up(
     spec: str | None,

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.options import token_file_option
 from paceline.freed_memory import keep_freed_memory
+from paceline.token import TOKEN_NAME, make_token, token_path
 from paceline.tracing import set_up_metrics, set_up_tracing
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.coordinator.control import RunServicer, WorkerServicer
@@ -23,6 +25,7 @@ from services.coordinator.log_keeper import LogKeeper
 from services.coordinator.members import Members
 from services.grpc_server import STOP_GRACE_S, GrpcServer, run_service
 from services.ready import announce
+from services.token_guard import TokenGuard
 
 LEDGER_NAME = "ledger.sqlite"
 NEEDED_BYTES = 4 << 20
@@ -66,6 +69,7 @@ log = logging.getLogger(__name__)
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
 )
+@token_file_option
 def main(
     directory: Path,
     host: str,
@@ -87,7 +91,11 @@ def main(
     async def serve(stop: asyncio.Event) -> None:
         await wait_for_room(directory, stop)
         ledger = Ledger(directory / LEDGER_NAME)
-        server = GrpcServer(host, port)
+        token_file = token_path(directory / TOKEN_NAME)
+        token = make_token(token_file)
+        if token_file.stat().st_mode & 0o077:
+            log.warning("others on this host can read the token in %s; chmod 600 it", token_file)
+        server = GrpcServer(host, port, TokenGuard(lambda: token, token_file))
         coordinator = Coordinator(
             ledger, directory, Members(timeout_s), host, exchange_port, min_free_mb << 20
         )

@@ -13,6 +13,7 @@ from faults import Fault
 
 from paceline.client import Client
 from paceline.errors import PacelineError
+from paceline.token import open_channel
 from paceline.up import LocalCluster
 from protos.paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc, worker_pb2
 from protos.paceline.v1.common_pb2 import Role
@@ -91,7 +92,7 @@ def phase_of(cluster: LocalCluster, fault: Fault) -> str:
 
 
 def _learner_phase(address: str) -> str:
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         stub = learner_pb2_grpc.LearnerServiceStub(channel)
         try:
             status = stub.Status(learner_pb2.LearnerServiceStatusRequest(), timeout=1.0)

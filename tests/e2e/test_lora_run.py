@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from paceline.cli import main
 from paceline.client import Client
 from paceline.spec import RunSpec
+from paceline.token import open_channel
 from paceline.up import LocalCluster
 from protos.paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc
 from services.coordinator.ledger import Ledger
@@ -35,7 +35,7 @@ AUTO: Any = AutoModelForCausalLM
 def export_now(client: Client, name: str) -> Path:
     """Orders the adapter alone from the learner while it trains."""
     address = next(m.address for m in client.members() if m.role == common_pb2.ROLE_LEARNER and m.address)
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         request = learner_pb2.ExportRequest(name=name, adapter_only=True)
         return Path(learner_pb2_grpc.LearnerServiceStub(channel).Export(request, timeout=120).path)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import zmq
 from google.protobuf import descriptor_pool, json_format, message_factory
@@ -17,6 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from paceline.client import Client
 from paceline.errors import InvalidInput, PacelineError
 from paceline.spec import RunSpec
+from paceline.token import open_channel
 from paceline.up import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]
@@ -26,7 +26,7 @@ class Reflected:
     """Calls methods by name with JSON, knowing nothing but an address: what grpcurl does."""
 
     def __init__(self, address: str):
-        self._channel = grpc.insecure_channel(address)
+        self._channel = open_channel(address)
         self._pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(self._channel))
 
     def __enter__(self) -> Reflected:

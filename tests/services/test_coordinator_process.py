@@ -19,6 +19,7 @@ import pytest
 from exchange_drivers import make_spec
 
 from paceline.spec_io import spec_to_yaml
+from paceline.token import open_channel
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -97,7 +98,7 @@ def test_sigterm_does_not_wait_for_a_watcher(start: Start, tmp_path: Path) -> No
     rows = tmp_path / "train.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     spec = f"algorithm: sft\npolicy: {{model_name: none}}\ndata: {{train: {rows}}}\n"
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         runs = run_pb2_grpc.RunServiceStub(channel)
         run = runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec), timeout=DEADLINE_S).run
         events = runs.Watch(run_pb2.WatchRequest(run_id=run.run_id), timeout=DEADLINE_S)
@@ -111,7 +112,7 @@ def test_sigterm_does_not_wait_for_a_watcher(start: Start, tmp_path: Path) -> No
 def test_a_disk_that_refuses_ends_it_with_the_reason(start: Start, tmp_path: Path) -> None:
     """A worker's stream meets the fault. It must not merely break, or workers would come back to it for ever."""
     process, address = start(tmp_path / "runs")
-    channel = grpc.insecure_channel(address)
+    channel = open_channel(address)
     spec = spec_to_yaml(make_spec(tmp_path, logger={"tensorboard": False}))
     runs = run_pb2_grpc.RunServiceStub(channel)
     run_id = runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec)).run.run_id

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 import zmq
@@ -24,6 +23,7 @@ from exchange_drivers import group_result, make_completion, make_spec
 
 from paceline.groups import Version
 from paceline.spec_io import spec_to_yaml
+from paceline.token import open_channel
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -93,7 +93,7 @@ def hand_in(address: str, directory: Path) -> list[Result]:
     """One worker leases all groups that there are, sends all results, then waits for all answers."""
     spec = make_spec(directory, grpo={"num_prompts_per_step": 16}, logger={"tensorboard": False})
     results = []
-    with grpc.insecure_channel(address) as channel, zmq.Context() as context:
+    with open_channel(address) as channel, zmq.Context() as context:
         run_pb2_grpc.RunServiceStub(channel).Submit(run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(spec)))
         reports: queue.SimpleQueue[worker_pb2.ConnectRequest] = queue.SimpleQueue()
         hello = worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout", protocol=PROTOCOL)

@@ -29,6 +29,7 @@ from paceline.groups import Version
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec_io import parse_spec
 from paceline.storage import Folder
+from paceline.token import open_channel
 from paceline.up import LocalCluster
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from protos.paceline.v1.common_pb2 import Role
@@ -331,7 +332,7 @@ class ElasticRun:
         """The learner's answer; None when there is none now."""
         for member in self.client.members():
             if member.role == Role.Value("ROLE_LEARNER") and member.address:
-                with grpc.insecure_channel(member.address) as channel, contextlib.suppress(grpc.RpcError):
+                with open_channel(member.address) as channel, contextlib.suppress(grpc.RpcError):
                     return getattr(learner_pb2_grpc.LearnerServiceStub(channel), method)(
                         request, timeout=60.0
                     )

@@ -1,0 +1,116 @@
+"""The token by which services and clients of one coordinator know each other: 32 random bytes in a file of mode 0600.
+
+Whoever can read the file may submit runs, and a run is code of the submitter's; nobody else may. The coordinator makes it in
+its directory, the others read it: from the file that `--token-file` or PACELINE_TOKEN_FILE names, else from `runs/token`. It
+travels as gRPC metadata (`authorization: Bearer …`), never on a command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from paceline.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import grpc
+
+VARIABLE = "PACELINE_TOKEN_FILE"
+TOKEN_NAME = "token"
+DEFAULT_PATH = Path("runs") / TOKEN_NAME
+"""Where commands look that know no directory: that of a coordinator which was started here without options."""
+
+KEY = "authorization"
+Metadata = tuple[tuple[str, str], ...]
+
+
+def token_path(default: str | os.PathLike[str] = DEFAULT_PATH) -> Path:
+    """The token's file: what the environment says, else `default`."""
+    return Path(os.environ.get(VARIABLE) or default)
+
+
+def make_token(path: Path) -> str:
+    """The token in a file, which is made with a new one if it is not there. Raises InvalidInput for a file without one."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        with contextlib.suppress(FileExistsError):  # another coordinator that shares the file was first
+            os.link(partial, path)
+        partial.unlink()
+    token = read_token(path)
+    if not token:
+        raise InvalidInput(
+            f"the token file {path} is empty or cannot be read; delete it, and a new one is made"
+        )
+    return token
+
+
+def read_token(path: Path) -> str:
+    """The token in a file; empty when there is none to read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def metadata(token: str) -> Metadata:
+    """What a call says with this token; nothing without one."""
+    return ((KEY, f"Bearer {token}"),) if token else ()
+
+
+def is_said(said: str, token: str) -> bool:
+    """Whether a call that said this under `authorization` has the token. Takes the same time for every wrong one."""
+    return bool(token) and hmac.compare_digest(said.encode(), f"Bearer {token}".encode())
+
+
+def open_channel(address: str, path: Path | None = None, options: Any = ()) -> grpc.Channel:
+    """A channel to a service whose calls all carry the token of the file at `path`, read anew for each call."""
+    import grpc
+
+    channel = TokenChannel(grpc.insecure_channel(address, options=options), path or token_path())
+    return cast("grpc.Channel", channel)
+
+
+class TokenChannel:
+    """What stubs need of a channel, with the token in every call."""
+
+    def __init__(self, channel: grpc.Channel, path: Path):
+        self._channel = channel
+        self._path = path
+
+    def __enter__(self) -> TokenChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all calls under way."""
+        self._channel.close()
+
+    def unary_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
+        """A call with one message each way."""
+        return self._with_token(self._channel.unary_unary(*method, **how))
+
+    def unary_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
+        """A call that is answered by a stream."""
+        return self._with_token(self._channel.unary_stream(*method, **how))
+
+    def stream_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
+        """A call that sends a stream."""
+        return self._with_token(self._channel.stream_unary(*method, **how))
+
+    def stream_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
+        """A call with a stream each way."""
+        return self._with_token(self._channel.stream_stream(*method, **how))
+
+    def _with_token(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda request, **options: call(request, metadata=metadata(read_token(self._path)), **options)

@@ -1,0 +1,160 @@
+"""Who gets an answer: a server behind the guard, its callers with and without the token, and a worker that lacks it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.client import Client
+from paceline.errors import PacelineError
+from paceline.spec import ClusterSection
+from paceline.token import make_token, open_channel
+from paceline.up import LocalCluster
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.grpc_server import GrpcServer
+from services.member import Membership
+from services.reward_service import RewardServicer
+from services.token_guard import worker_guard
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A coordinator whose token is in its own directory, as without any option or variable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_TOKEN_FILE", "")
+        patch.delenv("PACELINE_TOKEN_FILE")
+        started = LocalCluster(tmp_path_factory.mktemp("guarded"), ClusterSection())
+        try:
+            started.start_coordinator()
+            yield started
+        finally:
+            started.stop()
+
+
+@pytest.fixture
+def other_token(tmp_path: Path) -> Path:
+    """A token that is not the coordinator's."""
+    make_token(tmp_path / "other")
+    return tmp_path / "other"
+
+
+def test_the_token_lies_in_the_directory_and_the_process_that_started_the_cluster_has_it(
+    cluster: LocalCluster,
+) -> None:
+    assert cluster.token_file == cluster.directory / "token"
+    assert cluster.token_file.stat().st_mode & 0o777 == 0o600
+    with Client(cluster.address) as client:
+        assert client.runs() == []
+        assert client.members() == []
+
+
+def test_without_the_token_every_call_is_refused_with_the_file_that_would_help(
+    cluster: LocalCluster, other_token: Path, tmp_path: Path
+) -> None:
+    for path, why in ((tmp_path / "none", "no token"), (other_token, "another token")):
+        with Client(cluster.address, token_file=path) as client:
+            wanted = rf"the call has {why}; this service wants the one in its file {cluster.token_file}"
+            for call in (client.runs, client.members, lambda: client.cancel("x")):
+                with pytest.raises(PacelineError, match=wanted):
+                    call()
+            with pytest.raises(PacelineError, match=wanted):
+                list(client.watch("x"))
+
+
+def test_a_stream_without_the_token_is_refused_before_its_first_message_counts(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    hello = worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="stranger", protocol=PROTOCOL)
+    with open_channel(cluster.address, tmp_path / "none") as channel:
+        stream = worker_pb2_grpc.WorkerServiceStub(channel).Connect(
+            iter([worker_pb2.ConnectRequest(hello=hello)]), timeout=DEADLINE_S
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream)
+    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    with Client(cluster.address) as client:
+        assert client.members() == []
+
+
+def test_health_stays_open(cluster: LocalCluster) -> None:
+    with grpc.insecure_channel(cluster.address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=DEADLINE_S
+        )
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_worker_that_gets_the_token_later_belongs_then(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused at first, it says why and tries again: the file may only be on its way."""
+    late = tmp_path / "late"
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(late))
+    welcomed = asyncio.Event()
+
+    async def on_directive(directive: worker_pb2.ConnectResponse) -> None:
+        if directive.WhichOneof("directive") == "welcome":
+            welcomed.set()
+
+    hello = worker_pb2.Hello(role=common_pb2.ROLE_REWARD, member_id="reward-late", protocol=PROTOCOL)
+    membership = Membership(cluster.address, lambda: hello, on_directive)
+    refused = asyncio.Event()
+    seen = caplog.handler.emit
+
+    def emit(record: logging.LogRecord) -> None:
+        seen(record)
+        if "refuses this worker: the call has no token" in record.getMessage():
+            refused.set()
+
+    monkeypatch.setattr(caplog.handler, "emit", emit)
+    belonging = asyncio.create_task(membership.run())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await refused.wait()
+            late.write_text(cluster.token_file.read_text())
+            await welcomed.wait()
+    finally:
+        belonging.cancel()
+        await asyncio.wait((belonging,))
+
+
+async def test_a_workers_own_service_wants_the_same_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "token"
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(path))
+    server = GrpcServer("127.0.0.1", 0, worker_guard())
+    server.add(
+        RewardServicer(cast(Any, SimpleNamespace(functions=()))),
+        reward_pb2_grpc.add_RewardServiceServicer_to_server,
+        "paceline.v1.RewardService",
+    )
+
+    def ask() -> int:
+        with open_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = reward_pb2_grpc.RewardServiceStub(channel)
+            return len(stub.ListFunctions(reward_pb2.ListFunctionsRequest(), timeout=DEADLINE_S).functions)
+
+    def ask_as_a_stranger() -> str:
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = reward_pb2_grpc.RewardServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ListFunctions(reward_pb2.ListFunctionsRequest(), timeout=DEADLINE_S)
+            return str(caught.value.details())  # type: ignore[attr-defined]
+
+    async with server:
+        assert "this service has no token" in await asyncio.to_thread(ask_as_a_stranger)
+        make_token(path)
+        assert "the call has no token" in await asyncio.to_thread(ask_as_a_stranger)
+        assert await asyncio.to_thread(ask) > 0
