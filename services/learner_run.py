@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -98,7 +98,7 @@ class LearnerRun:
             self._rank.report(failed_set_up(self.run_id, error, self.session))
             return
         self.ready = True
-        self._report(self._run_report())
+        self._report(self._run_report(vocab_size=self._vocabulary))
         self._publish(last=False)
         try:
             while self.step < self._spec.max_num_steps:
@@ -336,6 +336,12 @@ class LearnerRun:
     def _fail(self, message: str, **facts: Any) -> None:
         log.error("run %s: %s", self.run_id, message)
         self._rank.report(self._run_report(error=message, step=self.step, **facts))
+
+    @property
+    def _vocabulary(self) -> int:
+        """Rows of the model's embedding: token ids are below this."""
+        embedding = cast(torch.nn.Embedding, self._trainer.model.get_input_embeddings())
+        return int(embedding.weight.shape[0])
 
     def _run_report(self, **facts: Any) -> worker_pb2.ConnectRequest:
         report = worker_pb2.RunReport(run_id=self.run_id, session=self.session, **facts)

@@ -91,24 +91,30 @@ class Coordinator:
         active = self.ledger.active_run()
         if active is not None and active["state"] == "paused" and self.ledger.is_retried(active["run_id"]):
             self._retried = active["run_id"]
-        self.pool.expect_holders()
         await self._start_next()
 
     async def run_forever(self) -> None:
         """Starts queued runs and expires silent members, until cancelled. Raises LedgerFault when the disk has refused a
         transaction, whosever it was: a worker that is told of it would only come back for ever.
         """
-        while True:
-            if self._fault is not None:
-                raise self._fault
-            for duty in (self._start_next, self.pool.look_after, self._look_on, self._tidy_up):
-                try:
-                    await duty()
-                except (LedgerFault, sqlite3.Error):
-                    raise
-                except Exception as error:  # one member's or one run's; the next tick tries again
-                    unforeseen.note("the coordinator's duties", error)
-            await asyncio.sleep(TICK_S)
+        watching = asyncio.create_task(self.pool.lag.watch())
+        try:
+            while True:
+                await self._tick()
+                await asyncio.sleep(TICK_S)
+        finally:
+            watching.cancel()
+
+    async def _tick(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        for duty in (self._start_next, self.pool.look_after, self._look_on, self._tidy_up):
+            try:
+                await duty()
+            except (LedgerFault, sqlite3.Error):
+                raise
+            except Exception as error:  # one member's or one run's; the next tick tries again
+                unforeseen.note("the coordinator's duties", error)
 
     async def _look_on(self) -> None:
         await self.faults.look(time.monotonic())

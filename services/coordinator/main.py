@@ -112,6 +112,7 @@ def main(
         )
         await coordinator.recover()
         await server.start()
+        coordinator.pool.expect_holders()
         try:
             announce(ready_file, f"{host}:{server.port}")
             log.info(

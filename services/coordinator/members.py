@@ -127,6 +127,11 @@ class Members:
         """Every member."""
         return list(self._members.values())
 
+    def forgive(self, pause_s: float, now_s: float) -> None:
+        """Nobody could be heard for `pause_s` seconds: they are nobody's silence."""
+        for member in self._members.values():
+            member.last_report_s = min(now_s, member.last_report_s + pause_s)
+
     def quiet(self, now_s: float) -> list[Member]:
         """Members with a stream, not suspected yet, that were not heard of for half the time-out."""
         return [

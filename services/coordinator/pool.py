@@ -23,6 +23,7 @@ from services.coordinator.assignments import Assignments
 from services.coordinator.exchange import ActiveRun
 from services.coordinator.introduction import check_place
 from services.coordinator.limits import cut, one_line
+from services.coordinator.loop_lag import LoopLag
 from services.coordinator.members import Member, Members
 from services.coordinator.reports import Reports
 from services.seldom import unforeseen
@@ -39,13 +40,15 @@ class Pool:
     def __init__(self, runs: Coordinator, members: Members):
         self.members = members
         self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
+        self.lag = LoopLag()
         self._runs = runs
         self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
         self._lock: asyncio.Lock = runs.lock
         self._reports = Reports(runs, self)
 
     def expect_holders(self) -> None:
-        """After a restart: whoever holds leases has the usual time to come back before they are taken away."""
+        """After a restart, once it can be reached: whoever holds leases, and the learner that has the newest session, has the usual
+        time to come back before they are taken away."""
         for member_id, role in self._ledger.holders():
             # As if its stream stood: one that broke would have half the time, less than a worker's longest back-off.
             self._expect(member_id, role)
@@ -61,6 +64,9 @@ class Pool:
     async def look_after(self) -> None:
         """Suspects and ends members that are not heard of."""
         now_s = time.monotonic()
+        if pause_s := self.lag.take():
+            log.warning("the coordinator stood still for %.1f s, which counts as nobody's silence", pause_s)
+            self.members.forgive(pause_s, now_s)
         for member in self.members.silent(now_s):
             with self._fault_of(member):
                 # A process that dies closes its stream; one that is stopped or cut off does not.

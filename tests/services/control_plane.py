@@ -43,6 +43,7 @@ class Plane:
         """Recovers, then listens."""
         await self.coordinator.recover()
         await self.server.start()
+        self.coordinator.pool.expect_holders()
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
         self.runs = run_pb2_grpc.RunServiceStub(self.channel)
         self.workers = worker_pb2_grpc.WorkerServiceStub(self.channel)
