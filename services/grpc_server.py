@@ -126,9 +126,14 @@ def details_of(text: str) -> str:
 class GrpcServer:
     """One listening gRPC server with the given services."""
 
-    def __init__(self, host: str, port: int, guard: TokenGuard | None = None):
-        """`guard` looks at every call first. Raises Conflict when the port is taken."""
-        self._server = grpc.aio.server(interceptors=[guard] if guard else [], options=SERVER_OPTIONS)
+    def __init__(self, host: str, port: int, guard: TokenGuard | None = None, max_connections: int = 0):
+        """`guard` looks at every call first; beyond `max_connections` (0: any number) a new connection is closed at once.
+        Raises Conflict when the port is taken.
+        """
+        limits = [("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []
+        self._server = grpc.aio.server(
+            interceptors=[guard] if guard else [], options=[*SERVER_OPTIONS, *limits]
+        )
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]

@@ -28,6 +28,7 @@ from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
 from services.advertise import advertised_host
 from services.background import BackgroundLoop
+from services.file_limit import raise_file_limit
 from services.grpc_server import GrpcServer
 from services.learner_run import LearnerRun
 from services.learner_service import LearnerServicer, Orders
@@ -228,6 +229,7 @@ def main(
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("learner")
+    raise_file_limit()
     bound_caches()
     try:
         reachable = advertised_host(host, advertise_host, checked_address(coordinator))

@@ -32,6 +32,7 @@ from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.advertise import advertised_host
+from services.file_limit import raise_file_limit
 from services.growing_pause import GrowingPause
 from services.grpc_server import GrpcServer, run_service
 from services.lifeline import die_with_parent
@@ -323,6 +324,7 @@ def main(
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("reward")
+    raise_file_limit()
 
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)

@@ -28,6 +28,7 @@ from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker
 from rollout.engine import GenerationRequest, SamplingParams, sample_seed
 from services.advertise import advertised_host
 from services.endpoint.server import Endpoint
+from services.file_limit import raise_file_limit
 from services.growing_pause import GrowingPause
 from services.grpc_server import GrpcServer, run_service, with_status
 from services.lifeline import die_with_parent
@@ -325,6 +326,7 @@ def main(
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("rollout")
+    raise_file_limit()
     bound_caches()
 
     async def serve(stop: asyncio.Event) -> None:

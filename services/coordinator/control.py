@@ -15,6 +15,7 @@ from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grp
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.introduction import check_hello
 from services.coordinator.members import Member
+from services.file_limit import Capacity
 from services.grpc_server import with_status, with_stream_status
 
 HEARTBEAT_INTERVAL_S = 1.0
@@ -109,15 +110,19 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The stream by which workers belong."""
 
-    def __init__(self, coordinator: Coordinator, exchange_endpoint: str):
+    def __init__(self, coordinator: Coordinator, exchange_endpoint: str, capacity: Capacity | None = None):
+        """`capacity` says how many members fit; None is any number."""
         self._coordinator = coordinator
         self._exchange_endpoint = exchange_endpoint
+        self._capacity = capacity
 
     @with_stream_status
     async def Connect(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        member = await self._coordinator.pool.join(await _hello(request_iterator))
+        hello = await _hello(request_iterator)
+        self._check_room(hello.member_id)
+        member = await self._coordinator.pool.join(hello)
         reports = asyncio.create_task(self._read(member, request_iterator))
         try:
             yield self._welcome(member)
@@ -159,6 +164,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             member.stream_error = error
         finally:
             member.end_stream()
+
+    def _check_room(self, member_id: str) -> None:
+        """Raises Unavailable for a member too many; it tries again, and others may have left by then."""
+        members = self._coordinator.members
+        if self._capacity is None or members.get(member_id) is not None:
+            return
+        if refusal := self._capacity.refusal(len(members)):
+            raise Unavailable(refusal)
 
     def _welcome(self, member: Member) -> worker_pb2.ConnectResponse:
         return worker_pb2.ConnectResponse(

@@ -23,6 +23,7 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.ledger import Ledger
 from services.coordinator.log_keeper import LogKeeper
 from services.coordinator.members import Members
+from services.file_limit import Capacity, raise_file_limit
 from services.grpc_server import STOP_GRACE_S, GrpcServer, run_service
 from services.ready import announce
 from services.token_guard import TokenGuard
@@ -85,6 +86,7 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("coordinator")
     set_up_metrics("coordinator")
+    capacity = Capacity(raise_file_limit())
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -95,7 +97,8 @@ def main(
         token = make_token(token_file)
         if token_file.stat().st_mode & 0o077:
             log.warning("others on this host can read the token in %s; chmod 600 it", token_file)
-        server = GrpcServer(host, port, TokenGuard(lambda: token, token_file))
+        guard = TokenGuard(lambda: token, token_file)
+        server = GrpcServer(host, port, guard, capacity.max_connections)
         coordinator = Coordinator(
             ledger, directory, Members(timeout_s), host, exchange_port, min_free_mb << 20
         )
@@ -106,7 +109,7 @@ def main(
             _name(run_pb2, "RunService"),
         )
         server.add(
-            WorkerServicer(coordinator, exchange_endpoint or endpoint),
+            WorkerServicer(coordinator, exchange_endpoint or endpoint, capacity),
             worker_pb2_grpc.add_WorkerServiceServicer_to_server,
             _name(worker_pb2, "WorkerService"),
         )

@@ -19,6 +19,7 @@ from services.coordinator.control import RunServicer, WorkerServicer
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Members
+from services.file_limit import Capacity
 from services.grpc_server import GrpcServer
 
 DEADLINE_S = 20.0
@@ -27,12 +28,15 @@ DEADLINE_S = 20.0
 class Plane:
     """A coordinator with its control plane on a free port, as main.py wires it; its loops run when asked."""
 
-    def __init__(self, directory: Path, timeout_s: float = 60.0):
+    def __init__(self, directory: Path, timeout_s: float = 60.0, capacity: Capacity | None = None):
         self.directory = directory
         self.ledger = Ledger(directory / "ledger.sqlite")
         self.coordinator = Coordinator(self.ledger, directory, Members(timeout_s), "127.0.0.1", 0)
         self.server = GrpcServer("127.0.0.1", 0)
-        runs, workers = RunServicer(self.coordinator), WorkerServicer(self.coordinator, "tcp://127.0.0.1:1")
+        runs, workers = (
+            RunServicer(self.coordinator),
+            WorkerServicer(self.coordinator, "tcp://127.0.0.1:1", capacity),
+        )
         self.server.add(runs, run_pb2_grpc.add_RunServiceServicer_to_server, "paceline.v1.RunService")
         self.server.add(
             workers, worker_pb2_grpc.add_WorkerServiceServicer_to_server, "paceline.v1.WorkerService"
