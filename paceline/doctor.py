@@ -44,6 +44,7 @@ def examine(directory: Path) -> list[Finding]:
         _package("pyzmq", "zmq"),
         _package("transformers"),
         *_torch(),
+        *_division(),
         _vllm(),
     ]
 
@@ -179,6 +180,15 @@ def _no_gpu(built_for: str | None, warning: str) -> Finding:
     return Finding(
         "GPU", "fault", f"torch for CUDA {built_for} cannot use it: {warning or 'no reason given'}", remedy
     )
+
+
+def _division() -> list[Finding]:
+    """What `paceline up` would do with the GPUs of this machine, for a spec that names none."""
+    from paceline.gpus import divide, visible_gpus
+    from paceline.spec import ClusterSection
+
+    _, sentence = divide(ClusterSection(), len(visible_gpus()))
+    return [Finding("paceline up", "ok", sentence)] if sentence else []
 
 
 def _vllm() -> Finding:

@@ -25,8 +25,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from paceline.backoff import MAX_BACKOFF_S
-from paceline.errors import NotFound, PacelineError, SpecError
+from paceline.errors import NotFound, PacelineError
 from paceline.folder_lock import FolderLock
+from paceline.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
 from paceline.spec import ClusterSection
 from paceline.supervise import Service, last_lines
 from paceline.token import TOKEN_NAME, VARIABLE, token_path
@@ -65,12 +66,14 @@ class LocalCluster:
         launchers: Mapping[str, Sequence[str]] = NOTHING_ELSE,
         say: Callable[[str], None] = log.warning,
         max_deaths: int | None = None,
+        gpus: Sequence[str] | None = None,
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free one; `grace_s` is every service's
         `--grace`; `options` are further ones of a role's command line, and `launchers` what a role's services are started
         by, such as `ip netns exec NAME`; `say` gets one line for each death. With `max_deaths` a service that dies so often
-        in a row is given up, and `check` raises: for whoever would rather fail than wait. Raises SpecError when the
-        GPUs cannot be shared out.
+        in a row is given up, and `check` raises: for whoever would rather fail than wait. `gpus` are
+        this host's, as CUDA_VISIBLE_DEVICES calls them; by default they are looked for. Services get those that `cluster`
+        names. Raises SpecError when these cannot be shared out.
         """
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -94,8 +97,9 @@ class LocalCluster:
         self._gpus = {
             "rollout": share_gpus(cluster.rollout_gpus, cluster.rollout_workers),
             "reward": share_gpus(cluster.reward_gpus, cluster.reward_workers, "reward"),
-            "learner": [_learner_gpus(cluster)],
+            "learner": [learner_gpus(cluster)],
         }
+        self._visible = gpus if gpus is not None else visible_gpus()
         self._services: dict[str, list[Service]] = {role: [] for role in ROLES}
 
     def __enter__(self) -> LocalCluster:
@@ -142,6 +146,11 @@ class LocalCluster:
 
     def start_workers(self) -> None:
         """Starts the workers and the learner; they find the coordinator by themselves."""
+        if self._visible and not named_in(self.cluster) and self.cluster.device != "cpu":
+            self._say(
+                f"everything runs on CPUs, and this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
+                "cluster.rollout_gpus"
+            )
         for role, number in (
             ("rollout", self.cluster.rollout_workers),
             ("reward", self.cluster.reward_workers),
@@ -156,6 +165,11 @@ class LocalCluster:
         """
         name = f"{role}-{len(self._services[role])}"
         own = {"learner": ["--ranks", str(self.cluster.learner_ranks)], "rollout": ["--http-port", "0"]}
+        if role in own and any(self._gpus[role]):
+            own[role] += [
+                "--device",
+                "cuda",
+            ]  # one that cannot use its GPU says so, and does not go on without
         options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *own.get(role, [])]
         command = [f"services.{role}", "--coordinator", self.address, *options]
         self._add(role, [*command, *self._options.get(role, ())], self._max_deaths)
@@ -226,7 +240,7 @@ class LocalCluster:
     def _environment(self, gpus: tuple[int, ...]) -> dict[str, str]:
         return os.environ | {
             "OMP_NUM_THREADS": str(self.cluster.threads_per_process),
-            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
+            "CUDA_VISIBLE_DEVICES": for_cuda(gpus, self._visible),
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",  # a user's learner.py in the working directory must not shadow ours
         }
@@ -242,27 +256,3 @@ class LocalCluster:
             self.failure = reason
             self._failed.set()
             self.on_failure()
-
-
-def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> list[tuple[int, ...]]:
-    """The GPUs of each worker: equal parts, or one GPU for several workers. Raises SpecError when that leaves a rest."""
-    if not gpus:
-        return [()] * workers
-    if len(gpus) % workers == 0:
-        each = len(gpus) // workers
-        return [gpus[index * each : (index + 1) * each] for index in range(workers)]
-    if workers % len(gpus) == 0:
-        return [(gpus[index % len(gpus)],) for index in range(workers)]
-    raise SpecError(
-        f"cluster.{role}_gpus has {len(gpus)} GPUs for cluster.{role}_workers {workers}; one number has to divide "
-        "the other"
-    )
-
-
-def _learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
-    if cluster.learner_gpus and len(cluster.learner_gpus) != cluster.learner_ranks:
-        raise SpecError(
-            f"cluster.learner_gpus has {len(cluster.learner_gpus)} GPUs for cluster.learner_ranks "
-            f"{cluster.learner_ranks}; a rank needs one each"
-        )
-    return cluster.learner_gpus

@@ -16,7 +16,8 @@ from paceline.cli.options import LEDGER_NAME, directory_option, json_option, tok
 from paceline.cli.watching import follow
 from paceline.client import ENDED_STATES, Client
 from paceline.errors import NotFound, PacelineError
-from paceline.spec import RunSpec
+from paceline.gpus import divide, visible_gpus
+from paceline.spec import ClusterSection, RunSpec
 from paceline.up import GRACE_S, LocalCluster
 
 USUAL_PORT = 7070
@@ -108,9 +109,23 @@ def run_here(
             update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
         )
     say = functools.partial(click.echo, err=True)
+    gpus = visible_gpus()
+    named = sizes
+    sizes, division = divide(sizes, len(gpus), rollout=sizes.rollout_workers > 0)
+    if division:
+        say(division)
+    if spec is not None and sizes is not named:
+        spec = _with_division(spec, sizes)
     options = {"coordinator": ("--min-free-mb", str(min_free_mb))}
     cluster = LocalCluster(
-        directory, sizes, host=host, port=_port(host, port), grace_s=grace_s, options=options, say=say
+        directory,
+        sizes,
+        host=host,
+        port=_port(host, port),
+        grace_s=grace_s,
+        options=options,
+        say=say,
+        gpus=gpus,
     )
     with _ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(cluster.stop)
@@ -135,6 +150,13 @@ def run_here(
             cluster.check()  # a service that was given up is the cause of whatever failed here
             raise
         cluster.check()
+
+
+def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
+    """The spec with what each role was given, so that a run goes on with the same division later."""
+    roles = ("learner",) if spec.examples is not None else ("learner", "rollout")
+    given = {key: value for key, value in sizes if key.startswith(roles)}
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=given)})
 
 
 def open_runs(ledger_path: Path) -> list[tuple[str, RunSpec]]:

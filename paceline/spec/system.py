@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from paceline.spec.section import STORED, PositiveFloat, PositiveInt, Section
+from paceline.spec.section import STORED, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class WeightsSection(Section):
@@ -91,11 +91,19 @@ class ClusterSection(Section):
     """Reward services."""
     learner_ranks: PositiveInt = 1
     """Ranks of the learner."""
-    rollout_gpus: tuple[int, ...] = ()
-    """GPUs for rollout, split evenly over the workers; empty means CPU."""
-    learner_gpus: tuple[int, ...] = ()
-    """GPUs for the learner, one per rank; empty means CPU."""
-    reward_gpus: tuple[int, ...] = ()
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: where no GPUs are named, `paceline up` divides those of the host and says how. cpu: it uses none."""
+    rollout_gpus: tuple[NonNegativeInt, ...] = ()
+    """GPUs for rollout, split evenly over the workers."""
+    learner_gpus: tuple[NonNegativeInt, ...] = ()
+    """GPUs for the learner, one per rank."""
+    reward_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the reward workers, split evenly over them; empty means CPU."""
     threads_per_process: PositiveInt = 1
     """Compute threads of each process on a CPU."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ClusterSection:
+        if self.device == "cpu" and (self.rollout_gpus or self.learner_gpus or self.reward_gpus):
+            raise ValueError("device is 'cpu', and GPUs are named in *_gpus; remove one of the two")
+        return self

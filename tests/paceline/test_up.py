@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from paceline.client import Client
-from paceline.errors import Conflict, NotFound, PacelineError, SpecError
+from paceline.errors import Conflict, NotFound, PacelineError
 from paceline.spec import ClusterSection
 from paceline.supervise import Service
-from paceline.up import LocalCluster, share_gpus
+from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
 
 DEADLINE_S = 20.0
@@ -203,26 +203,6 @@ def test_children_die_with_their_supervisor(tmp_path: Path) -> None:
         assert not gone(child)
         supervisor.kill()
     until(lambda: gone(child))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "workers", "shares"),
-    [
-        ((), 2, [(), ()]),
-        ((0, 1, 2, 3), 2, [(0, 1), (2, 3)]),
-        ((4, 5), 2, [(4,), (5,)]),
-        ((0,), 3, [(0,), (0,), (0,)]),
-    ],
-)
-def test_gpus_are_shared_evenly(gpus: tuple[int, ...], workers: int, shares: list[tuple[int, ...]]) -> None:
-    assert share_gpus(gpus, workers) == shares
-
-
-def test_gpus_that_leave_a_rest_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"rollout_gpus has 3 GPUs for cluster.rollout_workers 2"):
-        LocalCluster(tmp_path, ClusterSection(rollout_gpus=(0, 1, 2), rollout_workers=2))
-    with pytest.raises(SpecError, match=r"learner_gpus has 1 GPUs for cluster.learner_ranks 2"):
-        LocalCluster(tmp_path, ClusterSection(learner_gpus=(0,), learner_ranks=2))
 
 
 def test_the_coordinator_keeps_its_address_over_a_death(tmp_path: Path) -> None:

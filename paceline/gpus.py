@@ -1,0 +1,160 @@
+"""The GPUs of this host: which there are, and who of `paceline up`'s processes gets which.
+
+The promise: a host with GPUs never trains on CPUs without a word. Where a spec names no GPUs they are divided by a rule that
+is said on the screen, and what cannot be divided is refused with the keys to set. Nothing heavy is imported: torch is not
+asked.
+
+A GPU has the number by which CUDA would know it in this process: among those of CUDA_VISIBLE_DEVICES, where that is set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from paceline.errors import SpecError
+from paceline.spec import ClusterSection
+
+LISTING_S = 20.0
+"""For `nvidia-smi -L`, which may have to wake the driver."""
+
+NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
+
+
+def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -> int:
+    """How many GPUs the driver shows here, visible to CUDA or not."""
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        try:
+            listed = subprocess.run(
+                [program, "-L"], capture_output=True, text=True, timeout=LISTING_S, check=True
+            )
+            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+        except (OSError, subprocess.SubprocessError):
+            pass  # it is there and does not work: the driver's own folder says more
+    try:
+        return len(list(folder.iterdir()))
+    except OSError:
+        return len([path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+
+
+def visible_gpus(
+    environment: Mapping[str, str] = os.environ, installed: Callable[[], int] = installed_gpus
+) -> tuple[str, ...]:
+    """Each GPU that CUDA would show to this process, by what CUDA_VISIBLE_DEVICES calls it."""
+    number = installed()
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None or not number:
+        return tuple(str(gpu) for gpu in range(number))
+    visible: list[str] = []
+    for name in (part.strip() for part in wanted.split(",")):
+        is_number = name.isdecimal()
+        if (is_number and int(name) >= number) or (not is_number and not name.startswith(("GPU-", "MIG-"))):
+            break  # as CUDA does: the first one that does not exist ends the list
+        visible.append(name)
+    return tuple(visible)
+
+
+def named_in(cluster: ClusterSection) -> tuple[int, ...]:
+    """All GPUs that a spec names."""
+    return (*cluster.rollout_gpus, *cluster.learner_gpus, *cluster.reward_gpus)
+
+
+def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
+    """The cluster on a host with `number` GPUs, and a sentence that says who got which; empty where there are none.
+
+    What the spec names stays. Else one GPU is shared by all; of several the learner gets half, one for each rank, and the
+    rollout workers the others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without
+    `rollout` the learner gets all. Raises SpecError for what cannot be divided, with the keys to set.
+    """
+    if cluster.device == "cpu":
+        unused = f"cluster.device is cpu: {_count(number)} of this host not used" if number else ""
+        return cluster, unused
+    if named_in(cluster):
+        missing = [gpu for gpu in named_in(cluster) if gpu >= number]
+        if missing:
+            raise SpecError(
+                f"cluster.*_gpus name GPU {missing[0]}, and this host shows {_count(number)}, counted from 0; look at "
+                "CUDA_VISIBLE_DEVICES, name others, or empty the keys ('cluster.learner_gpus=[]') for CPUs"
+            )
+        return cluster, ""
+    if not number:
+        return cluster, ""
+    divided = _divided(cluster, number, rollout)
+    return divided, _sentence(divided, number, rollout)
+
+
+def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSection:
+    own = cluster.model_fields_set
+    shares = rollout and number > 1
+    room = number - 1 if shares else number
+    ranks = cluster.learner_ranks if "learner_ranks" in own else max(1, number // 2 if shares else number)
+    if ranks > room:
+        raise SpecError(
+            f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs one"
+            f"{' and the rollout workers another' if shares else ''}; lower it, name GPUs in cluster.learner_gpus and "
+            "cluster.rollout_gpus, or set cluster.device to cpu"
+        )
+    learner = tuple(range(ranks))
+    changed: dict[str, object] = {"learner_ranks": ranks, "learner_gpus": learner}
+    if rollout:
+        left = tuple(range(ranks, number)) if shares else (0,)
+        workers = cluster.rollout_workers if "rollout_workers" in own else len(left)
+        fitting = next(n for n in range(len(left), 0, -1) if n % workers == 0 or workers % n == 0)
+        changed |= {"rollout_workers": workers, "rollout_gpus": left[:fitting]}
+    return cluster.model_copy(update=changed)
+
+
+def _sentence(cluster: ClusterSection, number: int, rollout: bool) -> str:
+    parts = [f"learner {_numbers(cluster.learner_gpus)} (one for each rank)"]
+    if rollout:
+        parts.append(f"rollout {_numbers(cluster.rollout_gpus)} ({cluster.rollout_workers} workers)")
+    idle = number - len({*cluster.learner_gpus, *cluster.rollout_gpus})
+    if idle:
+        parts.append(f"{idle} left idle")
+    return (
+        f"{_count(number)} here: {', '.join(parts)}; cluster.learner_gpus and cluster.rollout_gpus divide them otherwise, "
+        "cluster.device=cpu uses none"
+    )
+
+
+def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> list[tuple[int, ...]]:
+    """The GPUs of each worker: equal parts, or one GPU for several workers. Raises SpecError when that leaves a rest."""
+    if not gpus:
+        return [()] * workers
+    if len(gpus) % workers == 0:
+        each = len(gpus) // workers
+        return [gpus[index * each : (index + 1) * each] for index in range(workers)]
+    if workers % len(gpus) == 0:
+        return [(gpus[index % len(gpus)],) for index in range(workers)]
+    raise SpecError(
+        f"cluster.{role}_gpus has {len(gpus)} GPUs for cluster.{role}_workers {workers}; one number has to divide "
+        "the other"
+    )
+
+
+def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
+    """One GPU for each rank, or none. Raises SpecError for another number."""
+    if cluster.learner_gpus and len(cluster.learner_gpus) != cluster.learner_ranks:
+        raise SpecError(
+            f"cluster.learner_gpus has {len(cluster.learner_gpus)} GPUs for cluster.learner_ranks "
+            f"{cluster.learner_ranks}; a rank needs one each"
+        )
+    return cluster.learner_gpus
+
+
+def for_cuda(gpus: Sequence[int], visible: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that gets `gpus`."""
+    return ",".join(visible[gpu] if gpu < len(visible) else str(gpu) for gpu in gpus)
+
+
+def _count(number: int) -> str:
+    return f"{number} GPU{'s' if number != 1 else ''}"
+
+
+def _numbers(gpus: Sequence[int]) -> str:
+    return "GPU " + (f"{gpus[0]}" if len(gpus) == 1 else f"{gpus[0]} to {gpus[-1]}")
