@@ -157,7 +157,11 @@ def make_spec(folder: Path, max_age: int) -> RunSpec:
     data.write_text("".join(json.dumps({"prompt": str(i), "answer": str(i)}) + "\n" for i in range(1000)))
     return parse_spec(
         {
-            "policy": {"model_name": "none", "max_total_sequence_length": 1_000_000},
+            "policy": {
+                "model_name": "none",
+                "max_total_sequence_length": 1_000_000,
+                "generation": {"max_new_tokens": 500_000},
+            },
             "data": {"train": str(data)},
             "grpo": {
                 "num_prompts_per_step": GROUPS_PER_STEP,

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import safetensors.numpy
@@ -29,6 +29,9 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 MAX_TENSOR_HEADER_BYTES = 64 << 10
 """Largest JSON header of a payload frame; five arrays need a few hundred bytes."""
+
+MAX_VERSION = 2**31 - 1
+"""Largest session and step of a version: the learner keeps them in 32 bits."""
 
 DTYPES = {
     name: np.dtype(code)
@@ -80,14 +83,34 @@ def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion]) 
     )
 
 
+class CompletionArrays(NamedTuple):
+    """What a payload frame of a group says, as views into it; `exchange.proto`, GroupResult, names the arrays."""
+
+    prompt_ids: IntArray
+    token_ids: IntArray
+    lengths: IntArray
+    logprobs: FloatArray
+    spans: np.ndarray
+
+    @classmethod
+    def of(cls, payload: Buffer) -> CompletionArrays:
+        """Those of a frame. Raises WireError."""
+        arrays = _load(payload)
+        return cls(
+            _array(arrays, "prompt_ids", "i4", 1),
+            _array(arrays, "token_ids", "i4", 1),
+            _array(arrays, "lengths", "i4", 1),
+            _array(arrays, "logprobs", "f4", 1),
+            _array(arrays, "spans", "i8", 2),
+        )
+
+
 def decode_completions(
-    payload: Buffer, finish_reasons: Sequence[str], texts: Sequence[str]
+    payload: Buffer | CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
     """Prompt tokens and completions of a payload frame. Raises WireError when anything does not fit together."""
-    arrays = _load(payload)
-    prompt_ids, token_ids = _array(arrays, "prompt_ids", "i4", 1), _array(arrays, "token_ids", "i4", 1)
-    lengths, logprobs = _array(arrays, "lengths", "i4", 1), _array(arrays, "logprobs", "f4", 1)
-    spans = _array(arrays, "spans", "i8", 2)
+    arrays = payload if isinstance(payload, CompletionArrays) else CompletionArrays.of(payload)
+    prompt_ids, token_ids, lengths, logprobs, spans = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
             f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
@@ -195,10 +218,10 @@ def _no_safetensors(payload: Buffer, why: str) -> WireError:
 
 def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan]]:
     rows = spans.tolist()
-    if spans.shape[1] != 5 or any(min(row) < 0 or row[0] >= count for row in rows):
+    if spans.shape[1] != 5 or any(min(row) < 0 or max(row) > MAX_VERSION or row[0] >= count for row in rows):
         raise WireError(
-            f"spans of shape {spans.shape} have to be rows (completion, session, step, start, end), none negative, "
-            f"of the {count} completions"
+            f"spans of shape {spans.shape} have to be rows (completion, session, step, start, end), from 0 to "
+            f"{MAX_VERSION}, of the {count} completions"
         )
     by_completion: list[list[VersionSpan]] = [[] for _ in range(count)]
     for index, *span in rows:

@@ -28,6 +28,9 @@ from services.coordinator.ledger import Ledger
 from services.coordinator.payloads import Frame, StoredFrame, read_frame
 from services.coordinator.senders import Senders
 
+MAX_GROUP_ID = 2**63 - 1
+"""SQLite's largest integer."""
+
 BATCH_DUE = "whether the next batch can be fixed"
 """What a transaction has found out about it, until a group is scored."""
 
@@ -110,6 +113,8 @@ class Exchange:
         """Of these the ones that may be gone: what they hold is still theirs, but no batch waits for it."""
         self.versions: dict[str, Version] = {}
         """Version that each rollout worker acknowledged, by member id."""
+        self.offered: dict[str, Version] = {}
+        """Newest version that is, or was, on its way to each: it may sample from it before it has said so."""
         self.notices: list[Notice] = []
         self.first_asked_s: dict[int, float] = {}
         """When the batch of a step was first asked for, and (negative key) first could have been fixed."""
@@ -139,6 +144,23 @@ class Exchange:
         notices, self.notices = self.notices, []
         return notices
 
+    # Versions
+
+    def offer(self, member_id: str, version: Version) -> None:
+        """A version is on its way to a rollout worker."""
+        self.offered[member_id] = max(version, self.offered.get(member_id, version))
+
+    def newest_of(self, member_id: str) -> Version | None:
+        """The newest version that a worker's tokens can be of; None where nothing is known of it."""
+        known = [held[member_id] for held in (self.versions, self.offered) if member_id in held]
+        return max(known, default=None)
+
+    def newest_version(self) -> Version:
+        """Newest session and newest step among the versions that are known of."""
+        known = [*self.versions.values(), *self.offered.values()]
+        sessions, steps = [version.session for version in known], [version.step for version in known]
+        return Version(max(sessions, default=0), max(steps, default=-1))
+
     # What the handlers share
 
     def paused(self, run: ActiveRun) -> bool:
@@ -164,7 +186,9 @@ class Exchange:
         return range(1, self.ledger.run(run.run_id)["session"] + 1)
 
     def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
-        """The row of a group."""
+        """The row of a group, if there is one of that number."""
+        if group_id > MAX_GROUP_ID:
+            return None
         row: sqlite3.Row | None = self.db.execute(
             "SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, group_id)
         ).fetchone()
@@ -272,6 +296,7 @@ class Exchange:
             self.active = None
             self.first_asked_s.clear()
             self.reserved.clear()
+            self.offered.clear()
 
     # Replies
 

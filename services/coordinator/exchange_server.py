@@ -33,6 +33,7 @@ from paceline.errors import LedgerFault, WireError
 from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import batches, damage
+from services.coordinator.checks import Limits
 from services.coordinator.exchange import Exchange, Notice, Outcome
 from services.coordinator.exchange_socket import ExchangeSocket, Message, Waiting, parse
 from services.coordinator.handlers import handle, handle_leases, turn_away
@@ -224,6 +225,8 @@ class ExchangeServer:
             self._socket.send(waiting.identity, refusal.reply)
             return
         if waiting.arrived.has_bulk:
+            run = self._exchange.active
+            waiting.arrived.limits = Limits.of(run.spec) if run is not None else None
             self._pending_bytes += waiting.size
             self._checks.put(waiting)
             return

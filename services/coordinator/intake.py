@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
-from paceline.wire import Buffer, decode_completions, decode_reference, parse_message
+from paceline.wire import Buffer, CompletionArrays, decode_completions, decode_reference, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.checks import Limits, check_arrays, check_texts
 from services.coordinator.payloads import PayloadStore, Place, Record
+
+FINISHED, ABORTED = ("stop", "length"), ("abort",)
+"""Why a completion ended; an aborted one is to be continued."""
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +31,14 @@ class Arrived:
 
     request: pb.ExchangeRequest
     frames: Sequence[Buffer] = field(default_factory=list)
+    limits: Limits | None = None
+    """Of the run, for what is generated; None when there is no run."""
     kind: str = field(init=False)
     """Name of the request's body; empty without one."""
     group: Group | None = None
-    """The group without its texts, if its bytes make sense; its arrays are views into the frame."""
+    """The group without its texts, or what was begun of it, if its bytes make sense; its arrays are views into the frame."""
+    max_id: int = 0
+    """Its largest token id."""
     reference: FloatArray | None = None
     """[ΣT] the reference's log-probabilities that came with a score, if its bytes make sense."""
     record: Record | None = None
@@ -46,7 +54,7 @@ class Arrived:
     @property
     def has_bulk(self) -> bool:
         """Whether it brings arrays that the ledger keeps, so that they come before its transaction."""
-        return self.kind == "group" or (self.kind == "score" and bool(self.frames))
+        return self.kind == "group" or (self.kind in ("score", "lease_return") and bool(self.frames))
 
 
 def look_at(arrived: Arrived) -> None:
@@ -56,6 +64,13 @@ def look_at(arrived: Arrived) -> None:
             arrived.group = _decode(arrived)
             arrays, texts = arrived.frames
             arrived.record = Record.of(texts, arrays)
+        elif arrived.kind == "lease_return":
+            arrived.group = _decode_begun(arrived)
+            returned = arrived.request.lease_return
+            header = pb.LeaseReturn(
+                group_id=returned.group_id, attempt=returned.attempt, finish_reasons=returned.finish_reasons
+            )
+            arrived.record = Record.of(header.SerializeToString(), arrived.frames[0])
         elif len(arrived.frames) != 1:
             raise WireError(f"a score has one payload frame at most, not {len(arrived.frames)}")
         else:
@@ -82,14 +97,25 @@ def _decode(arrived: Arrived) -> Group:
     result, frames = arrived.request.group, arrived.frames
     if len(frames) != 2:
         raise WireError(f"a group result has two payload frames, not {len(frames)}")
-    said = parse_message(pb.Texts, frames[1])
+    said, arrays = parse_message(pb.Texts, frames[1]), CompletionArrays.of(frames[0])
+    arrived.max_id = check_arrays(arrays, arrived.limits)
+    check_texts(len(frames[1]), len(arrays.token_ids), said.finish_reasons, FINISHED)
     unread = [""] * len(said.texts)  # what the texts are, nobody here needs to know
-    prompt_ids, completions = decode_completions(frames[0], said.finish_reasons, unread)
-    group = Group(result.group_id, prompt_ids, completions)
+    group = Group(result.group_id, *decode_completions(arrays, said.finish_reasons, unread))
     if group.digest(like=result.digest) != result.digest:
         raise WireError(f"the digest of group {result.group_id} does not match its arrays")
-    if any(completion.finish_reason not in ("stop", "length") for completion in completions):
-        raise WireError(f"group {result.group_id} has unfinished completions; hand the lease back")
     if group.num_tokens == 0:
         raise WireError(f"group {result.group_id} has no tokens")
     return group
+
+
+def _decode_begun(arrived: Arrived) -> Group:
+    """What a lease that is handed back has begun. Raises WireError."""
+    returned, frames = arrived.request.lease_return, arrived.frames
+    if len(frames) != 1:
+        raise WireError(f"a lease is handed back with one payload frame at most, not {len(frames)}")
+    arrays, reasons = CompletionArrays.of(frames[0]), returned.finish_reasons
+    arrived.max_id = check_arrays(arrays, arrived.limits)
+    size_bytes = sum(map(len, returned.texts))
+    check_texts(size_bytes, len(arrays.token_ids), reasons, FINISHED + ABORTED)
+    return Group(returned.group_id, *decode_completions(arrays, reasons, [""] * len(reasons)))

@@ -315,6 +315,7 @@ def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False)
         poison.on_crash(exchange, exchange.active, member_id)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
     exchange.versions.pop(member_id, None)
+    exchange.offered.pop(member_id, None)
     exchange.suspected.discard(member_id)
     released = exchange.db.execute(
         "UPDATE groups SET state = 'admitted' WHERE member_id = ? AND state = 'leased'",

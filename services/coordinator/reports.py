@@ -56,7 +56,9 @@ class Reports:
             case "weight_offer":
                 receiver = self._members.get(request.weight_offer.member_id)
                 if receiver is not None and receiver.role == common_pb2.ROLE_ROLLOUT:
-                    receiver.offered.append(_version(request.weight_offer.version))
+                    version = _version(request.weight_offer.version)
+                    receiver.offered.append(version)
+                    self._exchange.offer(receiver.member_id, version)
                     receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
             case "weight_ack":
                 await self._on_weight_ack(member, request.weight_ack)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 
-from paceline.groups import Group
-from paceline.wire import decode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import evaluation, poison
+from services.coordinator.checks import fault_of_beginning, fault_of_ids, fault_of_versions
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
 from services.coordinator.leases import held_by
@@ -44,11 +43,14 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         return exchange.refuse(
             request, f"group {result.group_id} has {len(group.completions)} completions, not {expected}"
         )
-    if row["class"] == "train":
-        exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
-    elif not evaluation.is_pinned(exchange, run, row, group):
+    if row["class"] != "train" and not evaluation.is_pinned(exchange, run, row, group):
         exchange.set_group(run, result.group_id, state="admitted", member_id=None)
         return exchange.stale(request, "tokens of another version than the evaluation's")
+    fault = _fault(exchange, run, arrived, row, result.attempt)
+    if fault:
+        return exchange.refuse(request, f"group {result.group_id}: {fault}")
+    if row["class"] == "train":
+        exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
     if row["attempt"] > 1:  # what an earlier one handed back
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.db.execute(
@@ -71,7 +73,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
 
 def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """A lease handed back: by a worker that drains, perhaps with unfinished samples, or because of a bad prompt."""
-    request, frames = arrived.request, arrived.frames
+    request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
     if row is not None and row["state"] == "admitted" and row["member_id"] == request.member_id:
@@ -91,22 +93,38 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         )
     if returned.data_error:
         return _failed(exchange, run, request, row)
-    if frames and row["class"] == "train":
-        prompt_ids, completions = decode_completions(frames[0], returned.finish_reasons, returned.texts)
+    if arrived.frames and row["class"] == "train":
+        begun = arrived.group
+        if begun is None or arrived.place is None:
+            return exchange.refuse(request, arrived.fault)
         expected = run.spec.grpo.num_generations_per_prompt
-        if len(frames) != 1 or len(completions) != expected:
+        if len(begun.completions) != expected:
             return exchange.refuse(
                 request,
-                f"group {returned.group_id} came back with {len(completions)} samples, not {expected}",
+                f"group {returned.group_id} came back with {len(begun.completions)} samples, not {expected}",
             )
+        fault = _fault(exchange, run, arrived, row, returned.attempt)
+        if fault:
+            return exchange.refuse(request, f"what was begun of group {returned.group_id}: {fault}")
         exchange.db.execute(
-            "INSERT OR REPLACE INTO payloads (run_id, group_id, kind, header, arrays) VALUES (?, ?, 'prefix', ?, ?)",
-            (run.run_id, returned.group_id, returned.SerializeToString(), frames[0]),
+            "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'prefix', x'', x'', ?, ?, ?, ?, ?, ?)",
+            (run.run_id, returned.group_id, *arrived.place),
         )
-        oldest = Group(returned.group_id, prompt_ids, completions).oldest_step
+        oldest = begun.oldest_step
         exchange.set_group(run, returned.group_id, oldest_step=oldest if oldest >= 0 else row["lease_step"])
     exchange.set_group(run, returned.group_id, state="admitted", member_id=None)
     return exchange.committed(request)
+
+
+def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
+    """Why what this attempt generated cannot be true by the ledger; empty where it can."""
+    group, member_id = arrived.group, arrived.request.member_id
+    assert group is not None
+    return (
+        fault_of_ids(exchange, run, arrived.max_id)
+        or fault_of_versions(exchange, run, group.completions, member_id, attempt)
+        or fault_of_beginning(exchange, run, row, attempt, group)
+    )
 
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:

@@ -59,7 +59,7 @@ class Writer:
             self.exchange.senders.enter(
                 Member(role, number, "", 0, 0.0, session=1 if role == "learner" else 0)
             )
-        self.exchange.versions["rollout"] = Version(1, 0)
+        self.exchange.versions["rollout"] = Version(1, 1)
 
     def send(self, member_id: str, frames: list[bytes] | None = None, **body: Any) -> Outcome:
         """One request in a transaction of its own."""

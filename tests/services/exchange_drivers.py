@@ -16,10 +16,15 @@ from paceline.data import open_prompts
 from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_to_yaml
-from paceline.wire import PROTOCOL, decode_result, encode_completions, encode_result
+from paceline.wire import PROTOCOL, decode_completions, decode_result, encode_completions, encode_result
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
+<<<<<<< HEAD
 from services.coordinator import evaluation, pruning
+=======
+from services.coordinator import evaluation
+from services.coordinator.checks import Limits
+>>>>>>> 710e16f (exchange: check a group's ids, lengths, versions, log-probabilities and beginning before it is committed)
 from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
 from services.coordinator.handlers import handle
 from services.coordinator.intake import Arrived, look_at, store
@@ -30,6 +35,7 @@ from services.coordinator.members import Member
 OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
 DUPLICATE, STALE, INVALID = pb.REPLY_STATUS_DUPLICATE, pb.REPLY_STATUS_STALE, pb.REPLY_STATUS_INVALID
 PROMPT_IDS = np.array([5, 6, 7], np.int32)
+MAX_NEW_TOKENS = 16
 
 
 def write_prompts(path: Path, number: int = 7) -> Path:
@@ -51,7 +57,7 @@ def make_spec(directory: Path, *, grpo: Any = (), async_grpo: Any = (), **sectio
     } | dict(grpo)
     tree: dict[str, Any] = {
         "name": "test",
-        "policy": {"model_name": "none", "generation": {"max_new_tokens": 16}},
+        "policy": {"model_name": "none", "generation": {"max_new_tokens": MAX_NEW_TOKENS}},
         "data": data,
         "grpo": grpo,
         "async_grpo": dict(async_grpo),
@@ -65,6 +71,8 @@ class World:
 
     def __init__(self, directory: Path, spec: RunSpec, run_id: str = "test-1"):
         self.path = directory / "ledger.sqlite"
+        self.begun: dict[tuple[int, int], tuple[Completion, ...]] = {}
+        """What leases came with, by group and attempt."""
         self.spec = spec
         self.run_id = run_id
         self.now_s = 1000.0
@@ -82,7 +90,7 @@ class World:
         """A world whose ledger is in `directory` already, as after a power cut: nobody is a member."""
         world = cls.__new__(cls)
         world.path, world.spec, world.run_id = directory / "ledger.sqlite", spec, run_id
-        world.now_s, world.notices, world.check = 1000.0, [], True
+        world.now_s, world.notices, world.check, world.begun = 1000.0, [], True, {}
         world.ledger = Ledger(world.path)
         world._activate()
         for member_id, _ in world.ledger.holders():  # their time-out passes without a word from them
@@ -94,9 +102,11 @@ class World:
         self.ledger.close()
         self.ledger = Ledger(self.path)
         known, senders, versions = self._known, self.exchange.senders, self.exchange.versions
+        held = self._versions
         self._activate()
         # They come back and say so.
         self._known, self.exchange.senders, self.exchange.versions = known, senders, versions
+        self._versions = held
 
     def close(self) -> None:
         """Closes the ledger."""
@@ -110,14 +120,20 @@ class World:
         request.member_id = request.member_id or "anybody"
         request.secret = request.secret or self._secret(request)
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
-        arrived = Arrived(parsed, list(frames))
+        arrived = Arrived(parsed, list(frames), Limits.of(self.spec))
         if arrived.has_bulk:
             look_at(arrived)
             store(self.ledger.payloads, [arrived])
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, self.now_s)
         self.notices += self.exchange.take_notices()
-        return replace(outcome, payloads=list(outcome.read()))
+        payloads = list(outcome.read())
+        for lease in outcome.reply.lease.leases:
+            if lease.prefix_frame:
+                reasons = lease.prefix_finish_reasons
+                _, begun = decode_completions(payloads[lease.prefix_frame - 1], reasons, [""] * len(reasons))
+                self.begun[lease.group_id, lease.attempt] = begun
+        return replace(outcome, payloads=payloads)
 
     def enter(
         self, member_id: str, role: common_pb2.Role.ValueType = common_pb2.ROLE_ROLLOUT, **fields: Any
@@ -126,11 +142,17 @@ class World:
         self._known[member_id] = enter(self.exchange, member_id, role, **fields)
         return self._known[member_id]
 
+    def acknowledge(self, member_id: str, version: Version) -> None:
+        """A rollout worker samples from a version."""
+        self._versions[member_id] = self.exchange.versions[member_id] = version
+
     def _secret(self, request: pb.ExchangeRequest) -> bytes:
         """Its sender's. A worker that was taken for gone comes back before it hands anything in."""
         known = self._known.get(request.member_id)
         back = request.WhichOneof("body") in ("group", "lease_return", "score")
         if known is not None and back and self.exchange.senders.get(request.member_id) is None:
+            if request.member_id in self._versions:
+                self.exchange.versions[request.member_id] = self._versions[request.member_id]
             return self.enter(request.member_id, known.role).secret
         return known.secret if known is not None else b""
 
@@ -200,6 +222,8 @@ class World:
         self.exchange = Exchange(self.ledger)
         self._known: dict[str, Member] = {}
         """Whoever was a member once."""
+        self._versions: dict[str, Version] = {}
+        """What rollout workers hold, members or not."""
         self.enter("anybody")
         grpo = self.spec.algorithm == "grpo"
         prompts = open_prompts(self.spec.data, self.spec.seed) if grpo else None
@@ -236,6 +260,20 @@ def make_completion(version: Version, length: int, seed: int, text: str = "t") -
     return Completion(tokens_T, logprobs_T, (VersionSpan(*version, 0, length),), "stop", text)
 
 
+def go_on(begun: Completion, fresh: Completion) -> Completion:
+    """A completion that another worker began, and this one ends after MAX_NEW_TOKENS at most."""
+    start = len(begun.token_ids)
+    new = slice(0, MAX_NEW_TOKENS - start)
+    tokens_T = np.concatenate([begun.token_ids, fresh.token_ids[new]])
+    if begun.finish_reason != "abort" or len(tokens_T) == start:
+        reason = "length" if begun.finish_reason == "abort" else begun.finish_reason
+        return replace(begun, finish_reason=reason, text=fresh.text)
+    version = fresh.spans[0]
+    spans = (*begun.spans, VersionSpan(version.session, version.step, start, len(tokens_T)))
+    logprobs_T = np.concatenate([begun.logprobs, fresh.logprobs[new]])
+    return Completion(tokens_T, logprobs_T, spans, "stop", fresh.text)
+
+
 def group_result(
     group_id: int, attempt: int, completions: Sequence[Completion], prompt_ids: IntArray = PROMPT_IDS
 ) -> tuple[pb.ExchangeRequest, list[bytes]]:
@@ -260,7 +298,7 @@ class Rollout:
     def hold(self, step: int, session: int = 1) -> None:
         """Acknowledges a version."""
         self.version = Version(session, step)
-        self.world.exchange.versions[self.member_id] = self.version
+        self.world.acknowledge(self.member_id, self.version)
 
     def ask(self, room: int = 2) -> Outcome:
         """Asks for leases."""
@@ -273,7 +311,9 @@ class Rollout:
     def completions(self, lease: pb.Lease, length: int = 4) -> list[Completion]:
         """What it generates for a lease: completion i has length + i tokens."""
         seeds = [lease.group_id * 100 + lease.attempt * 10 + i for i in range(lease.num_generations)]
-        return [make_completion(self.version, length + i, seed, f"{seed}") for i, seed in enumerate(seeds)]
+        fresh = [make_completion(self.version, length + i, seed, f"{seed}") for i, seed in enumerate(seeds)]
+        begun = self.world.begun.get((lease.group_id, lease.attempt))
+        return fresh if begun is None else [go_on(*pair) for pair in zip(begun, fresh, strict=True)]
 
     def result(self, lease: pb.Lease, length: int = 4) -> tuple[pb.ExchangeRequest, list[bytes]]:
         """The message for a finished lease."""

@@ -21,7 +21,7 @@ from paceline.groups import Version
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOUT, Role
-from services.coordinator import exchange_server, exchange_socket
+from services.coordinator import exchange_server, exchange_socket, scores
 from services.coordinator.exchange import Notice
 from services.coordinator.exchange_server import ExchangeServer
 
@@ -255,7 +255,13 @@ async def test_an_oversized_frame_ends_its_connection_and_no_other(
     assert len((await rollout.receive()).lease.leases) == 1
 
 
-async def test_a_request_that_breaks_its_handler_undoes_nothing_else(service: Service) -> None:
+async def test_a_request_that_breaks_its_handler_undoes_nothing_else(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("no such column")
+
+    monkeypatch.setattr(scores, "take_result", broken)
     vandal, rollout = service.peer("vandal", ROLE_REWARD), service.rollout("rollout")
     score = pb.ScoreResult(group_id=2**64 - 1)
     await vandal.send(pb.ExchangeRequest(score=score), number=1)

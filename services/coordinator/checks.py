@@ -1,0 +1,165 @@
+"""What a group must be before it is committed: everything that the learner relies on and that a worker could get wrong.
+
+`check_arrays` looks at every number, beside the event loop and before anything is stored. The `fault_of_…` functions compare
+what it found with the ledger, inside the transaction: few numbers for each group. What they find is answered INVALID, with the
+field, its value and the bound.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.errors import SpecError, WireError
+from paceline.groups import Completion, Group, Version
+from paceline.spec import RunSpec
+from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, decode_completions, parse_message
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange import ActiveRun, Exchange
+
+MAX_LOGPROB = 1e-3
+"""A log-probability is at most 0, but for rounding."""
+
+MIN_LOGPROB = -1e5
+"""Far below that of any token that a sampler draws: a probability of 1e-45 is the least that float32 holds."""
+
+MAX_TEXT_BYTES = 1024
+"""Of a token's text; the longest of known vocabularies have some hundred."""
+
+ARRAY_BYTES = 8
+"""Of a token in a payload frame: its id and its log-probability."""
+
+
+class Limits(NamedTuple):
+    """What the spec allows a group to be."""
+
+    max_new_tokens: int
+    max_total_tokens: int
+    """Prompt and completion together."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Limits:
+        """Those of a run."""
+        return cls(spec.policy.generation.max_new_tokens, spec.policy.max_total_sequence_length)
+
+
+def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
+    """Looks at every number of a group; returns its largest token id. Raises WireError."""
+    num_prompt = len(arrays.prompt_ids)
+    if num_prompt == 0:
+        raise WireError("prompt_ids is empty, but a prompt has at least one token")
+    for name, ids in (("prompt_ids", arrays.prompt_ids), ("token_ids", arrays.token_ids)):
+        if ids.min(initial=0) < 0:
+            raise WireError(f"{name} holds {ids.min()}, but ids begin at 0")
+    longest = int(arrays.lengths.max(initial=0))
+    if limits is not None and longest > limits.max_new_tokens:
+        raise WireError(
+            f"a completion of {longest} tokens is longer than policy.generation.max_new_tokens {limits.max_new_tokens}"
+        )
+    if limits is not None and num_prompt + longest > limits.max_total_tokens:
+        raise WireError(
+            f"a prompt of {num_prompt} tokens and a completion of {longest} are together longer than "
+            f"policy.max_total_sequence_length {limits.max_total_tokens}"
+        )
+    lowest, highest = arrays.logprobs.min(initial=0), arrays.logprobs.max(initial=MIN_LOGPROB)
+    if not (lowest >= MIN_LOGPROB and highest <= MAX_LOGPROB):  # in this form it holds for not-a-number
+        raise WireError(
+            f"logprobs goes from {lowest} to {highest}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
+        )
+    return int(max(arrays.prompt_ids.max(), arrays.token_ids.max(initial=0)))
+
+
+def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allowed: Collection[str]) -> None:
+    """Looks at what a group says beside its arrays. Raises WireError."""
+    most = MAX_TEXT_BYTES * (num_tokens + len(reasons) + 1)
+    if size_bytes > most:
+        raise WireError(f"texts of {size_bytes} bytes for {num_tokens} tokens, but {most} are the most")
+    for reason in reasons:
+        if reason not in allowed:
+            raise WireError(f"a finish_reason is {reason[:64]!r}, but has to be one of {', '.join(allowed)}")
+
+
+def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
+    """Why the learner could not look up the largest token id; empty where it can, or where its vocabulary is not known yet."""
+    vocab_size = exchange.ledger.run(run.run_id)["vocab_size"]
+    if vocab_size and max_id >= vocab_size:
+        return f"token id {max_id} is not below the vocabulary's size {vocab_size}"
+    return ""
+
+
+def fault_of_versions(
+    exchange: Exchange, run: ActiveRun, completions: Sequence[Completion], member_id: str, attempt: int
+) -> str:
+    """Why the versions of a group's tokens cannot be true; empty where they can.
+
+    A worker's own tokens are of versions that it acknowledged, or that are on their way to it; those that an earlier holder
+    handed back are of any that exist.
+    """
+    versions = {Version(span.session, span.step) for c in completions for span in c.spans}
+    newest = max(versions, default=Version(0, 0))
+    session, step = newest.session, max((version.step for version in versions), default=0)
+    row = exchange.ledger.run(run.run_id)
+    if session > row["session"] or step > row["published_step"]:  # else there is no need to ask each worker's
+        known = exchange.newest_version()
+        if session > (bound := max(row["session"], known.session)):
+            return f"session {session} in spans is beyond the newest, {bound}"
+        if step > (bound := max(row["published_step"], known.step)):
+            return f"step {step} in spans is beyond the newest version's, {bound}"
+    held = exchange.newest_of(member_id)
+    if attempt == 1 and held is not None and newest > held:
+        return f"version {tuple(newest)} in spans is newer than {tuple(held)}, the newest that {member_id} acknowledged"
+    return ""
+
+
+def fault_of_beginning(
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, group: Group
+) -> str:
+    """Why a group does not go on from what its lease came with; empty where it does, or where the lease came with nothing."""
+    if row["attempt"] < 2:
+        return ""
+    stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")
+    if stored is None:
+        return ""
+    header, arrays = stored.read()
+    returned = parse_message(pb.LeaseReturn, header)
+    if attempt <= returned.attempt:
+        return ""  # leased before that was handed back
+    reasons = returned.finish_reasons
+    prompt_ids, begun = decode_completions(arrays, reasons, [""] * len(reasons))
+    if not np.array_equal(prompt_ids, group.prompt_ids):
+        return "prompt_ids are not those that the lease came with"
+    for index, (before, now) in enumerate(zip(begun, group.completions, strict=True)):
+        size = len(before.token_ids)
+        if before.finish_reason != "abort" and len(now.token_ids) != size:
+            return f"completion {index} has {len(now.token_ids)} tokens, but was finished with {size}"
+        same = (
+            np.array_equal(before.token_ids, now.token_ids[:size])
+            and np.array_equal(before.logprobs, now.logprobs[:size])
+            and np.array_equal(_versions_T(before), _versions_T(now)[:size])
+        )
+        if not same:
+            return f"completion {index} does not begin with the {size} tokens that the lease came with"
+    return ""
+
+
+def _versions_T(completion: Completion) -> np.ndarray:
+    """[T, 2] session and step of each token."""
+    spans = completion.spans
+    versions = np.array([(span.session, span.step) for span in spans], np.int64).reshape(-1, 2)
+    return np.repeat(versions, [span.end - span.start for span in spans], axis=0)
+
+
+def refuse_large_groups(spec: RunSpec) -> None:
+    """Raises SpecError for a run whose groups no message could carry."""
+    if spec.examples is not None:
+        return
+    completions, tokens = spec.grpo.num_generations_per_prompt, spec.policy.generation.max_new_tokens
+    size_bytes = completions * tokens * ARRAY_BYTES + spec.policy.max_total_sequence_length * ARRAY_BYTES
+    if size_bytes > MAX_MESSAGE_BYTES:
+        raise SpecError(
+            f"grpo.num_generations_per_prompt {completions} x policy.generation.max_new_tokens {tokens} make groups of up to "
+            f"{size_bytes >> 20} MiB, but a message carries {MAX_MESSAGE_BYTES >> 20} MiB; lower one of the two"
+        )
