@@ -19,6 +19,7 @@ from paceline.spec import RunSpec
 from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, decode_completions, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import ActiveRun, Exchange
+from services.coordinator.payloads import DamagedRecord
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
@@ -120,10 +121,13 @@ def fault_of_beginning(
     """Why a group does not go on from what its lease came with; empty where it does, or where the lease came with nothing."""
     if row["attempt"] < 2:
         return ""
-    stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")
-    if stored is None:
-        return ""
-    header, arrays = stored.read()
+    try:
+        stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")
+        if stored is None:
+            return ""
+        header, arrays = stored.read()
+    except DamagedRecord:
+        return ""  # what it was, nobody knows any more; the result replaces it
     returned = parse_message(pb.LeaseReturn, header)
     if attempt <= returned.attempt:
         return ""  # leased before that was handed back

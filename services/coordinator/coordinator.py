@@ -25,6 +25,7 @@ from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_ledger, spec_to_yaml, submitted_spec
 from paceline.storage import Folder
 from services.coordinator import checkpoints, evaluation, pruning
+from services.coordinator.checks import refuse_large_groups
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.exchange_server import ExchangeServer
 from services.coordinator.faults import AGAIN, Faults
@@ -143,6 +144,7 @@ class Coordinator:
         Raises SpecError, DataError.
         """
         spec = submitted_spec(spec_yaml)
+        refuse_large_groups(spec)
         await asyncio.to_thread(_open_data, spec)
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)

@@ -19,12 +19,8 @@ from paceline.spec_io import spec_to_yaml
 from paceline.wire import PROTOCOL, decode_completions, decode_result, encode_completions, encode_result
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-<<<<<<< HEAD
 from services.coordinator import evaluation, pruning
-=======
-from services.coordinator import evaluation
 from services.coordinator.checks import Limits
->>>>>>> 710e16f (exchange: check a group's ids, lengths, versions, log-probabilities and beginning before it is committed)
 from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
 from services.coordinator.handlers import handle
 from services.coordinator.intake import Arrived, look_at, store

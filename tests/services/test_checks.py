@@ -216,6 +216,17 @@ def test_an_attempt_from_before_the_hand_back_need_not_go_on_from_it(world: Worl
     assert slow.finish(lease) == COMMITTED
 
 
+def test_a_beginning_that_is_damaged_by_now_refuses_no_result(world: World) -> None:
+    _, lease = begun_by_another(world)
+    row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
+    world.ledger.payloads.forget(row["segment"], row["start"])
+    (segment,) = world.ledger.payloads.folder.glob("*.seg")
+    segment.write_bytes(bytes(segment.stat().st_size))
+    request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
+    request.member_id = "second"
+    assert world.send(request, frames).reply.status == COMMITTED
+
+
 def test_what_is_handed_back_lies_in_a_segment(world: World) -> None:
     begun_by_another(world)
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()

@@ -60,12 +60,7 @@ def test_a_rank_does_not_train_what_arrived_changed(world: World) -> None:
     changed = pb.BatchReply.FromString(batch.SerializeToString())
     changed.groups[1].rewards[0] += 0.5
     with pytest.raises(WireError, match="the scores of group 1 of step 0 arrived changed"):
-<<<<<<< HEAD
         Part.of(changed, [first, second])
-=======
-        Part.of(batch, [first, second])
-    batch.groups[1].rewards[0] -= 0.5
->>>>>>> 710e16f (exchange: check a group's ids, lengths, versions, log-probabilities and beginning before it is committed)
     arrivals = [[second, first], [first[:-4], second], [first, second]]
     line = SimpleNamespace(wait=lambda *_: (pb.ExchangeReply(status=OK, batch=batch), arrivals.pop(0)))
     rank = SimpleNamespace(
