@@ -7,6 +7,7 @@ waits no longer than its grace.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
-REQUEST_TIMEOUT_S = 3600.0
+REQUEST_TIMEOUT_S = math.inf
+"""The connection tries for as long as this rank lives; `check` in `BackgroundLoop.wait` notices one that has given up."""
 
 
 class Part(NamedTuple):

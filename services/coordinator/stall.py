@@ -37,6 +37,8 @@ class Facts:
     """B: groups in a step."""
     max_age: int
     """η."""
+    asked: bool = True
+    """Whether the learner has asked for the batch of `step`; if not, `waited_s` is how long it has had none to train."""
     admission_closed: str = ""
     """Why no group is admitted, when that is so."""
 
@@ -48,6 +50,11 @@ def explain(facts: Facts) -> str:
         return (
             f"no learner has worked on step {facts.step} for {waited}: none is connected. "
             "Start one, or read the log of the last one"
+        )
+    if not facts.asked:
+        return (
+            f"the learner has not asked for the data of step {facts.step} for {waited}: it loads, saves or publishes, or one "
+            "of its ranks hangs. Read the logs of its ranks"
         )
     reason, advice = _why(facts)
     return f"learner has waited {waited} for the data of step {facts.step}: {reason}. {advice}"

@@ -28,6 +28,8 @@ class Watchdog:
         self._min_free_bytes = min_free_bytes
         self._moving_s: float | None = None
         """When a learner was there and the run was not paused, last."""
+        self._idle: tuple[int, int, float] | None = None
+        """Session and step whose batch nobody has asked for, though there is none to train, and since when."""
         self._step = -1
         self._next_warning_s = 0.0
         """Seconds of waiting for `_step` after which to speak again."""
@@ -58,14 +60,15 @@ class Watchdog:
         if self._moving_s is None or row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps:
             self._moving_s, self._step = now_s, -1
             return []
-        since_s = self._moving_s
+        since_s, asked = self._moving_s, True
         if learners:
             asked_s = self._exchange.first_asked_s.get(step)
-            self._moving_s = now_s
-            if asked_s is None:  # it has its batch, or does something else
-                self._step = -1
+            self._moving_s, asked = now_s, asked_s is not None
+            has_work = row["next_batch"] > row["next_step"] or run.prompts is None
+            if asked_s is None and has_work and any(m.ready_run == run.run_id for m in learners):
+                self._step, self._idle = -1, None
                 return []
-            since_s = asked_s
+            since_s = self._idle_since(row["session"], step, now_s) if asked_s is None else asked_s
         waited_s, warn_s = now_s - since_s, run.spec.logger.stall_warning_s
         if step != self._step:
             self._step, self._next_warning_s = step, warn_s
@@ -73,9 +76,15 @@ class Watchdog:
             return []
         while self._next_warning_s <= waited_s:
             self._next_warning_s *= 2
-        return [stall.explain(self._facts(run, step, waited_s, len(learners)))]
+        return [stall.explain(self._facts(run, step, waited_s, len(learners), asked))]
 
-    def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int) -> stall.Facts:
+    def _idle_since(self, session: int, step: int, now_s: float) -> float:
+        """When this session was first seen to ask for nothing, though it has no batch to train."""
+        if self._idle is None or self._idle[:2] != (session, step):
+            self._idle = (session, step, now_s)
+        return self._idle[2]
+
+    def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int, asked: bool) -> stall.Facts:
         rollouts, rewards = self._connected(common_pb2.ROLE_ROLLOUT), self._connected(common_pb2.ROLE_REWARD)
         held = self._ledger.held()
         groups = self._ledger.groups_by_state(run.run_id)
@@ -83,6 +92,7 @@ class Watchdog:
             waited_s=waited_s,
             step=step,
             learners=learners,
+            asked=asked,
             rollouts=len(rollouts),
             ready_rollouts=sum(member.ready_run == run.run_id for member in rollouts),
             versions=tuple(version.step for version in self._exchange.versions.values()),

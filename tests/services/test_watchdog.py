@@ -80,6 +80,23 @@ def test_a_stall_is_told_after_a_minute_then_after_two_and_four(world: World) ->
     assert watchdog.look(world.now_s + 10_000) == []  # it has what it asked for
 
 
+def test_a_session_that_never_asks_is_told_of(world: World) -> None:
+    watchdog, members = make_watchdog(world)
+    watchdog.look(world.now_s)
+    ranks = Learner(world)
+    member = Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session)
+    members.add(member)
+    told = [watchdog.look(world.now_s + s) for s in range(1, 130)]
+    (first, second) = [messages[0] for messages in told if messages]
+    assert first.startswith("the learner has not asked for the data of step 0 for 60 s")
+    assert "120 s" in second
+    member.ready_run = world.run_id
+    fill(Rollout(world), Reward(world), 2)
+    ranks.ask(0)
+    assert world.row["next_batch"] == 1
+    assert watchdog.look(world.now_s + 10_000) == [], "it trains"
+
+
 def test_a_paused_run_and_one_without_learner(world: World) -> None:
     watchdog, _ = make_watchdog(world)
     watchdog.look(0.0)

@@ -1,0 +1,66 @@
+"""A rank waits for a coordinator that is away for as long as it takes, unless it was told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.errors import Unavailable
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.background import BackgroundLoop
+from services.learner_parts import Parts
+
+
+class Away:
+    """A membership whose coordinator answers once `back` is set."""
+
+    def __init__(self) -> None:
+        self.back = asyncio.Event()
+
+    async def request(self, request: pb.ExchangeRequest, payloads: Any = ()) -> Any:
+        await self.back.wait()
+        reply = pb.ExchangeReply(status=pb.REPLY_STATUS_OK)
+        reply.batch.state = pb.BATCH_STATE_END
+        return reply, []
+
+
+@pytest.fixture
+def rank() -> Any:
+    background = BackgroundLoop()
+    yield SimpleNamespace(
+        rank=0,
+        world_size=1,
+        background=background,
+        membership=Away(),
+        stopping=threading.Event(),
+        grace_s=0.01,
+    )
+    background.close()
+    background.loop.close()
+
+
+def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, looks = 0.0, 0
+
+    def monotonic() -> float:
+        nonlocal now_s, looks
+        now_s, looks = now_s + 3000.0, looks + 1
+        if looks == 20:
+            rank.background.loop.call_soon_threadsafe(rank.membership.back.set)
+        return now_s
+
+    monkeypatch.setattr("services.background.time", SimpleNamespace(monotonic=monotonic))
+    part = Parts("run-1", 1, rank).ask(0)
+    assert part is not None
+    assert part.is_end
+    assert now_s > 20 * 3000.0 - 1
+
+
+def test_a_rank_that_was_told_to_stop_waits_no_longer_than_its_grace(rank: Any) -> None:
+    rank.stopping.set()
+    with pytest.raises(Unavailable, match="before this rank had to go"):
+        Parts("run-1", 1, rank).ask(0)
