@@ -10,6 +10,7 @@ PacelineError
 ├── Conflict              the state does not allow it (a stale term, a run that ended, a locked ledger)
 ├── CheckpointFault       a checkpoint that a session cannot begin from; an older one may do
 ├── LedgerFault           the ledger cannot be read or written; the coordinator ends with it
+├── Busy                  as many requests as there is room for are under way; the same one may be taken later
 ├── Unavailable           the other side does not answer (now); trying again may help
 └── NonFiniteLoss         a training step met NaN or infinity; names the groups
 """
@@ -57,6 +58,10 @@ class LedgerFault(PacelineError):
 
 class Unavailable(PacelineError):
     """The other side does not answer now; the same call may succeed later."""
+
+
+class Busy(PacelineError):
+    """As many requests as there is room for are under way; the same one may be taken later."""
 
 
 class NonFiniteLoss(PacelineError):

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
+from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
 from services.seldom import unforeseen
 from services.token_guard import TokenGuard
 
@@ -56,6 +56,7 @@ STATUS = (
     (WireError, grpc.StatusCode.INVALID_ARGUMENT),
     (NotFound, grpc.StatusCode.NOT_FOUND),
     (Conflict, grpc.StatusCode.FAILED_PRECONDITION),
+    (Busy, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
     (PacelineError, grpc.StatusCode.INTERNAL),
 )

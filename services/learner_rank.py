@@ -6,6 +6,7 @@ rank has its own connection to the exchange, for its parts of batches and its re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from learner.collectives import broadcast_bytes, end_process
 from paceline.address import checked_address
-from paceline.errors import PacelineError, Unavailable
+from paceline.errors import Busy, PacelineError, Unavailable
 from paceline.onednn import bound_caches
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
@@ -174,7 +175,8 @@ class LearnerRank:
                 if run is not None:
                     run.keep_checkpoints(directive.keep_checkpoints)
             case "checkpoint":
-                self.orders.ask_checkpoint()
+                with contextlib.suppress(Busy):  # enough of them wait
+                    self.orders.ask_checkpoint()
             case "drain":
                 self.stop()
 

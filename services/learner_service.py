@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 
 from learner.export import check_has_adapter
-from paceline.errors import Conflict, InvalidInput
+from paceline.errors import Busy, Conflict, InvalidInput
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from services.grpc_server import with_status
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ORDER_TIMEOUT_S = 600.0
+MAX_ORDERS = 16
 
 
 class ExportOrder(NamedTuple):
@@ -39,16 +41,18 @@ class Orders:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_checkpoint(self) -> Future[tuple[str, int]]:
-        """Path and step of a checkpoint made after the current step."""
+        """Path and step of a checkpoint made after the current step. Raises Busy."""
         future: Future[tuple[str, int]] = Future()
         with self._lock:
+            _check_room(self.checkpoint)
             self.checkpoint.append(future)
         return future
 
     def ask_export(self, order: ExportOrder) -> Future[str]:
-        """Path of an export made after the current step."""
+        """Path of an export made after the current step. Raises Busy."""
         future: Future[str] = Future()
         with self._lock:
+            _check_room(self.export)
             self.export.append((order, future))
         return future
 
@@ -70,6 +74,11 @@ class Orders:
             future.set_exception(Conflict(reason))
         for _, export in self.take_exports():
             export.set_exception(Conflict(reason))
+
+
+def _check_room(orders: Sequence[object]) -> None:
+    if len(orders) >= MAX_ORDERS:
+        raise Busy(f"{len(orders)} such orders wait for the current step to end; one is enough")
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):

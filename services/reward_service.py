@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from paceline.errors import Conflict, InvalidInput, Unavailable
+from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
 from paceline.spec import RewardFunctionSection
 from protos.paceline.v1 import reward_pb2, reward_pb2_grpc
 from reward.builtin import BUILTIN_FUNCTIONS
@@ -20,16 +20,27 @@ if TYPE_CHECKING:
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+MAX_CALLS = 4
+MAX_FUNCTIONS = 64
+MAX_COMPLETIONS = 4096
+MAX_BYTES = 16 << 20
+
+
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """Answers on behalf of a worker; each call has processes of its own, so tasks of the run do not wait for it."""
 
     def __init__(self, worker: RewardWorker):
         self._worker = worker
+        self._calls = 0
+        """Under way; each has a process."""
 
     @with_status
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
+        _check_bounds(request)
         functions = self._functions(list(request.functions))
         count = len(request.completions)
+        if request.prompts and len(request.prompts) != count:
+            raise InvalidInput(f"prompts has {len(request.prompts)} values for {count} completions")
         prompts = list(request.prompts) or [""] * count
         try:
             columns = json.loads(request.columns_json or "{}")
@@ -37,10 +48,18 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             raise InvalidInput(f"columns_json is not valid JSON: {error}") from None
         if not isinstance(columns, dict):
             raise InvalidInput(f"columns_json is {type(columns).__name__}, it has to be an object of lists")
-        async with RewardRunner(functions) as runner:
-            result = await runner.score(
-                prompts, list(request.completions), [[] for _ in range(count)], columns
+        if self._calls >= MAX_CALLS:
+            raise Busy(
+                f"{self._calls} calls are being scored here, at most {MAX_CALLS} are; try again later, or ask another worker"
             )
+        self._calls += 1
+        try:
+            async with RewardRunner(functions) as runner:
+                result = await runner.score(
+                    prompts, list(request.completions), [[] for _ in range(count)], columns
+                )
+        finally:
+            self._calls -= 1
         if result.failure is not None:
             passing = result.failure.kind in ("unavailable", "killed")
             raise (Unavailable if passing else InvalidInput)(result.failure.message)
@@ -75,3 +94,16 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     f"no reward function {name!r}; there are {sorted({*used, *BUILTIN_FUNCTIONS})}"
                 )
         return [used.get(name, RewardFunctionSection(function=name)) for name in names or used]
+
+
+def _check_bounds(request: reward_pb2.ScoreRequest) -> None:
+    """Raises InvalidInput for a request that is larger than a group could be."""
+    bounds = (
+        ("functions", len(request.functions), MAX_FUNCTIONS),
+        ("completions", len(request.completions), MAX_COMPLETIONS),
+        ("prompts", len(request.prompts), MAX_COMPLETIONS),
+        ("bytes", request.ByteSize(), MAX_BYTES),
+    )
+    for name, number, most in bounds:
+        if number > most:
+            raise InvalidInput(f"the request has {number} {name}, at most {most} are scored in one call")

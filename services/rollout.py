@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.cli.options import token_file_option
 from paceline.errors import Conflict, EngineDied, InvalidInput
+from paceline.groups import Completion
 from paceline.onednn import bound_caches
 from paceline.prompts import encode_prompt
 from paceline.tracing import set_up_tracing, shut_down_tracing
@@ -27,8 +28,10 @@ from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 from rollout.engine import GenerationRequest, SamplingParams, sample_seed
 from services.advertise import advertised_host
+from services.endpoint.requests import MAX_CHOICES
 from services.endpoint.server import Endpoint
 from services.file_limit import raise_file_limit
+from services.gathering import gathered
 from services.growing_pause import GrowingPause
 from services.grpc_server import GrpcServer, run_service, with_status
 from services.lifeline import die_with_parent
@@ -37,6 +40,10 @@ from services.ready import announce
 from services.rollout_run import RolloutRun
 from services.set_up import failed_set_up, spec_of
 from services.token_guard import worker_guard
+
+MAX_CHARS_PER_TOKEN = 64
+"""A prompt of more characters for each token of the longest sequence is not even tokenized."""
+MAX_STOP_IDS = 256
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -206,20 +213,27 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         run = self._run
         if run is None or run.engine.version is None:
             raise Conflict("this worker holds no weights yet; try again when a run has started")
+        _check_bounds(request, run.spec.policy.max_total_sequence_length)
         if request.prompt_ids:
             prompt_ids = np.array(request.prompt_ids, np.int32)
         else:
-            prompt_ids = encode_prompt(run.tokenizer, request.prompt, run.spec.data.apply_chat_template)
-        params = _params(request.params, run) if request.HasField("params") else run.params
-        call = uuid.uuid4().hex
-        completions = await asyncio.gather(
-            *(
-                run.ask(
-                    GenerationRequest(f"call/{call}/{i}", prompt_ids, params, sample_seed(request.seed, 0, i))
-                )
-                for i in range(request.n or 1)
+            prompt_ids = await asyncio.to_thread(
+                encode_prompt, run.tokenizer, request.prompt, run.spec.data.apply_chat_template
             )
-        )
+        params = _params(request.params, run) if request.HasField("params") else run.params
+        call, gate = uuid.uuid4().hex, self.endpoint.gate_of(run)
+        if request.n > gate.capacity:
+            raise InvalidInput(
+                f"n is {request.n}, at most {gate.capacity} completions are made for one call here"
+            )
+
+        async def sample(index: int) -> Completion:
+            seed = sample_seed(request.seed, 0, index)
+            async with gate.place():
+                return await run.ask(GenerationRequest(f"call/{call}/{index}", prompt_ids, params, seed))
+
+        with gate.admitted(request.n or 1):
+            completions = await gathered(sample(i) for i in range(request.n or 1))
         response = rollout_pb2.GenerateResponse()
         for completion in completions:
             generated = response.completions.add(
@@ -272,6 +286,20 @@ def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None:
+    """Raises InvalidInput for a request whose numbers or texts are larger than anything that could be generated."""
+    bounds = (
+        ("n", request.n, MAX_CHOICES),
+        ("the number of prompt_ids", len(request.prompt_ids), max_tokens),
+        ("the length of prompt", len(request.prompt), MAX_CHARS_PER_TOKEN * max_tokens),
+        ("the number of stop_token_ids", len(request.params.stop_token_ids), MAX_STOP_IDS),
+        ("min_new_tokens", request.params.min_new_tokens, max_tokens),
+    )
+    for name, value, most in bounds:
+        if value > most:
+            raise InvalidInput(f"{name} is {value}, at most {most} are possible for this run")
 
 
 def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParams:

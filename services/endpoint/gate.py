@@ -9,17 +9,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
-from paceline.errors import PacelineError
+from paceline.errors import Busy
 
 SHARE = 8
 """Visitors get one in so many of the engine's places (at least one)."""
 
 QUEUE = 16
 """Sequences that may be under way or wait, in multiples of that."""
-
-
-class Busy(PacelineError):
-    """The queue is full; the same request may be taken later."""
 
 
 class Gate:

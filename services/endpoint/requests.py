@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from paceline.errors import InvalidInput
 from rollout.engine import SamplingParams
+from services.endpoint.messages import Message, Unsupported
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -47,14 +48,6 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 
 Stops = tuple[str, ...]
 Ids = list[Annotated[int, Field(ge=0)]]
-
-
-class Unsupported(InvalidInput):
-    """A field of the API that this endpoint does not have."""
-
-    def __init__(self, message: str, field: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 class _StreamOptions(BaseModel):
@@ -169,22 +162,10 @@ class CompletionAsk(Ask):
         return list(self.prompt)
 
 
-class _Part(BaseModel):
-    type: str
-    text: str = ""
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: str | list[_Part]
-
-
 class ChatAsk(Ask):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -199,9 +180,7 @@ class ChatAsk(Ask):
                 )
             self.max_tokens = self.max_completion_tokens
         for message in self.messages:
-            for part in message.content if isinstance(message.content, list) else []:
-                if part.type != "text":
-                    raise Unsupported(f"messages has a part of type {part.type!r}; text only", "messages")
+            message.check()
         return self
 
     @property
@@ -211,7 +190,7 @@ class ChatAsk(Ask):
 
     def prompts(self) -> list[Any]:
         """See `Ask`."""
-        return [[{"role": message.role, "content": _text(message.content)} for message in self.messages]]
+        return [[message.rendered() for message in self.messages]]
 
 
 def read_ask(kind: type[Ask], body: Any) -> Ask:
@@ -224,7 +203,3 @@ def read_ask(kind: type[Ask], body: Any) -> Ask:
         first = error.errors()[0]
         field = str(first["loc"][0]) if first["loc"] else ""
         raise Unsupported(f"{field}: {first['msg']} (it is {first['input']!r:.60})", field) from None
-
-
-def _text(content: str | list[_Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

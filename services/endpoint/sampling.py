@@ -18,6 +18,7 @@ from paceline.prompts import encode_prompt
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams
 from rollout.text import TextStream
+from services.endpoint.messages import check_template
 
 
 class Served(Protocol):
@@ -178,9 +179,14 @@ def served_names(served: Served) -> str:
 
 
 def encode(served: Served, prompt: Any, *, chat: bool) -> IntArray:
-    """[P] tokens of one prompt. A chat goes through the chat template, a text of `/v1/completions` never does."""
+    """[P] tokens of one prompt. A chat goes through the chat template, a text of `/v1/completions` never does.
+
+    Raises InvalidInput: a field of a message that the template does not render, or what `encode_prompt` raises.
+    """
     if isinstance(prompt, list) and not chat:
         return np.array(prompt, np.int32)
+    if chat:
+        check_template(prompt, served.tokenizer.chat_template)
     return encode_prompt(served.tokenizer, prompt, "auto" if chat else "never")
 
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from aiohttp import web
 
-from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.groups import Version
 from rollout.engine import sample_seed
 from services.endpoint.answers import Answer, Json
-from services.endpoint.gate import Busy, Gate
-from services.endpoint.requests import Ask, ChatAsk, CompletionAsk, Unsupported, read_ask
+from services.endpoint.gate import Gate
+from services.endpoint.messages import Unsupported
+from services.endpoint.requests import Ask, ChatAsk, CompletionAsk, read_ask
 from services.endpoint.sampling import (
     Choice,
     Delta,

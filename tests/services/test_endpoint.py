@@ -452,6 +452,79 @@ async def test_what_chat_cannot_do_is_refused_with_the_field(client: AsyncOpenAI
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}"
+    "{% if m.role == 'tool' %}({{ m.tool_call_id }}){% endif %}{% endfor %}<a>"
+)
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+CALLED = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "2"}]},
+]
+
+
+async def chat(client: AsyncOpenAI, messages: Any, **fields: Any) -> Any:
+    body = {"model": RUN, "messages": messages, "max_tokens": 1, "return_token_ids": True} | fields
+    return await client.post("/chat/completions", body=body, cast_to=object)
+
+
+async def test_calls_and_results_of_tools_are_rendered_as_the_template_does(
+    client: AsyncOpenAI, run: Run
+) -> None:
+    run.tokenizer.chat_template = TOOL_TEMPLATE
+    answer = await chat(client, CALLED)
+    prompt = run.tokenizer.decode(answer["choices"][0]["prompt_token_ids"])
+    assert prompt == '<user>1+1?<assistant>[add{"x": 1}]<tool>2(c1)<a>'
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            "'tool_calls', which the chat template",
+        ),
+        (
+            {"role": "assistant", "content": "x", "tool_calls": [CALL]},
+            "'tool_calls', which the chat template",
+        ),
+        ({"role": "tool", "content": "2", "tool_call_id": "c1"}, "'tool_call_id', which the chat template"),
+        ({"role": "tool", "content": "2"}, "role 'tool'"),
+        ({"role": "user", "content": "x", "name": "Ann"}, "'name', which the chat template"),
+        ({"role": "user", "content": None}, "without content or tool_calls"),
+        ({"role": "user"}, "without content or tool_calls"),
+        ({"role": "user", "content": [{"type": "text"}]}, "part of type 'text'"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, "another form than a function's"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]},
+            "arguments are no JSON",
+        ),
+    ],
+)
+async def test_what_the_template_would_leave_out_is_refused_by_name(
+    client: AsyncOpenAI, message: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        await chat(client, [*MESSAGES, message])
+    assert refused.value.param == "messages"
+
+
+async def test_fields_that_say_nothing_change_nothing(client: AsyncOpenAI, run: Run) -> None:
+    plain = await chat(client, [{"role": "user", "content": "Why?"}])
+    echoed = {"role": "user", "content": "Why?", "refusal": None, "tool_calls": None, "name": None}
+    same = await chat(client, [echoed])
+    ids = [answer["choices"][0]["prompt_token_ids"] for answer in (plain, same)]
+    assert ids[0] == ids[1]
+
+
+async def test_a_chat_that_the_template_refuses_is_the_client_s_fault(client: AsyncOpenAI, run: Run) -> None:
+    run.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+        await chat(client, MESSAGES)
+
+
 @pytest.fixture
 def no_run() -> Callable[[], None]:
     return lambda: None

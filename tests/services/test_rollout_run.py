@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -14,10 +15,12 @@ from exchange_drivers import make_spec
 
 from paceline.demo.model import make_tokenizer
 from paceline.errors import EngineDied
-from paceline.groups import Completion, VersionSpan
+from paceline.groups import Completion, Version, VersionSpan
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1 import rollout_pb2
 from rollout.engine import GenerationRequest, empty_completion
+from services.rollout import RolloutWorker
 from services.rollout_run import MAX_UNEXPECTED, RolloutRun
 
 PATIENCE_S = 30.0
@@ -204,3 +207,72 @@ async def test_what_an_earlier_worker_left_and_nobody_can_read_is_made_anew(
     result = await bench.exchange.next()
     assert isinstance(result, pb.GroupResult)
     assert all(request.prefix is None for request in bench.engine.asked)
+
+
+# Visitors
+
+
+class Context:
+    """Of a call; `abort` ends it."""
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise Aborted(code, details)
+
+
+class Aborted(Exception):
+    def __init__(self, code: grpc.StatusCode, details: str):
+        super().__init__(details)
+        self.code = code
+
+
+@pytest_asyncio.fixture
+async def worker(bench: Bench) -> AsyncIterator[RolloutWorker]:
+    """A worker that serves the bench's run."""
+    worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1")
+    worker.membership._context.term()
+    bench.engine.version = Version(1, 0)  # type: ignore[assignment]
+    worker._run = bench.run
+    yield worker
+
+
+async def generate(worker: RolloutWorker, **request: Any) -> rollout_pb2.GenerateResponse:
+    context: Any = Context()
+    return await worker.Generate(rollout_pb2.GenerateRequest(**request), context)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"prompt": "1", "n": 400_000}, "n is 400000, at most 128"),
+        ({"prompt_ids": [1] * 100_000}, "number of prompt_ids is 100000"),
+        ({"prompt": "1" * 1_000_000}, "length of prompt is 1000000"),
+        ({"prompt": "1", "params": {"stop_token_ids": [1] * 1000}}, "stop_token_ids is 1000"),
+        ({"prompt": "1", "params": {"min_new_tokens": 1 << 31}}, "min_new_tokens"),
+        ({"prompt": "1", "params": {"max_new_tokens": 1 << 31}}, "max_new_tokens"),
+    ],
+)
+async def test_a_caller_s_numbers_have_bounds(
+    worker: RolloutWorker, bench: Bench, request_: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(Aborted, match=words) as refused:
+        await generate(worker, **request_)
+    assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert bench.engine.asked == []
+
+
+async def test_callers_share_the_gate_and_end_with_their_call(worker: RolloutWorker, bench: Bench) -> None:
+    gate = worker.endpoint.gate_of(bench.run)
+    bench.engine.held = asyncio.Event()
+    call = asyncio.create_task(generate(worker, prompt="1", n=gate.capacity))
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(gate.places):
+            await bench.engine.began.get()
+    assert bench.engine.began.empty(), "the others wait for a place"
+    with pytest.raises(Aborted) as refused:
+        await generate(worker, prompt="1")
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    call.cancel()
+    await asyncio.wait((call,))
+    bench.engine.held.set()
+    assert len((await generate(worker, prompt="1", n=2)).completions) == 2
+    assert len(bench.engine.asked) == gate.places + 2
