@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> N
     from paceline.spec_io import spec_from_yaml
 
     path, run_id = find_run(run, directory)
-    with contextlib.closing(open_ledger(path)) as opened:
+    with opened_ledger(path) as opened:
         spec = spec_from_yaml(opened.run(run_id)["spec_yaml"])
         weights = [reward.weight for reward in spec.rewards]
         rows = export_samples(opened, run_id, weights, destination)
@@ -64,7 +65,7 @@ def show(run: str, step: int, directory: Path, as_json: bool) -> None:
     from paceline.cli.samples import samples_of_step
 
     path, run_id = find_run(run, directory)
-    with contextlib.closing(open_ledger(path)) as opened:
+    with opened_ledger(path) as opened:
         opened.run(run_id)  # says which runs there are when this is none
         groups = samples_of_step(opened, run_id, step)
     for group in groups:
@@ -80,22 +81,33 @@ def ledger() -> None:
 
 
 @ledger.command()
-@click.argument("run")
+@click.argument("run", required=False)
 @click.option("--deep", is_flag=True, help="Read the contents of every checkpoint, not of the newest alone.")
+@click.option(
+    "--repair", "repairs", is_flag=True, help="Do what can be done about damage first; stop the coordinator."
+)
 @directory_option
 @json_option
-def verify(run: str, deep: bool, directory: Path, as_json: bool) -> None:
-    """Compare everything that was recorded of RUN (its id, or its folder); exit status 1 if anything disagrees."""
+def verify(run: str | None, deep: bool, repairs: bool, directory: Path, as_json: bool) -> None:
+    """Compare everything that was recorded of RUN (its id, or its folder; default all runs); exit status 1 if anything
+    disagrees."""
+    from services.coordinator.repair import repair
     from services.coordinator.verify import verify as verify_records
 
-    path, run_id = find_run(run, directory)
-    with contextlib.closing(open_ledger(path)) as opened:
-        report = verify_records(opened, run_id, deep=deep)
+    path, run_id = find_run(run, directory) if run else (directory / LEDGER_NAME, "")
+    done: list[str] = []
+    if repairs:
+        repair(path, done.append if as_json else click.echo)
+    with opened_ledger(path) as opened:
+        run_ids = [run_id] if run_id else [row["run_id"] for row in opened.runs()]
+        reports = {run_id: verify_records(opened, run_id, deep=deep) for run_id in run_ids}
+    found = {run_id: {"problems": each.problems, "facts": each.facts} for run_id, each in reports.items()}
     if as_json:
-        print_json({"problems": report.problems, "facts": report.facts})
+        print_json((found[run_id] if run_id else {"runs": found}) | ({"repaired": done} if repairs else {}))
     else:
-        click.echo(view.verify_text(run_id, report.problems, report.facts))
-    if report.problems:
+        for each, report in reports.items():
+            click.echo(view.verify_text(each, report.problems, report.facts))
+    if any(report.problems for report in reports.values()):
         raise click.exceptions.Exit(1)
 
 
@@ -107,7 +119,7 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
     """Write a consistent copy of the ledger to the file DESTINATION, also while the coordinator runs."""
     from services.coordinator.backup import back_up
 
-    with contextlib.closing(open_ledger(directory / LEDGER_NAME)) as opened:
+    with opened_ledger(directory / LEDGER_NAME) as opened:
         size_bytes = back_up(opened, destination)
     if as_json:
         print_json({"path": str(destination), "size_bytes": size_bytes})
@@ -136,7 +148,7 @@ def export(
     if adapter and dtype:
         raise click.UsageError("--dtype goes with whole models; an adapter is always float32")
     path, run_id = find_run(run, directory)
-    with contextlib.closing(open_ledger(path)) as opened:
+    with opened_ledger(path) as opened:
         spec = spec_from_yaml(opened.run(run_id)["spec_yaml"])
         checkpoint = opened.newest_checkpoint(run_id)
     if checkpoint is None:
@@ -166,6 +178,16 @@ def export(
         print_json(facts)
     else:
         click.echo(f"{destination}: the weights of {run_id} after {checkpoint.step} steps")
+
+
+@contextlib.contextmanager
+def opened_ledger(path: Path) -> Iterator[Ledger]:
+    """The ledger at `path`, read-only; what cannot be read in it because the file is damaged is said so. Raises NotFound,
+    LedgerFault."""
+    from services.coordinator.file_damage import explained
+
+    with contextlib.closing(open_ledger(path)) as opened, explained(opened):
+        yield opened
 
 
 def open_ledger(path: Path) -> Ledger:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ import click
 import yaml
 
 from paceline.cli.options import directory_option, find_run, json_option, print_json
-from paceline.cli.records import open_ledger
+from paceline.cli.records import opened_ledger
 from paceline.errors import Conflict, PacelineError
 from paceline.spec import RunSpec
 from paceline.spec_io import apply_override, parse_spec, spec_to_yaml
@@ -55,7 +54,7 @@ def replay(
     from services.replay import plan_replay, recorded_losses
 
     path, run_id = find_run(run, directory)
-    with contextlib.closing(open_ledger(path)) as opened:
+    with opened_ledger(path) as opened:
         plan = plan_replay(opened, run_id, start, end)
         recorded = recorded_losses(opened, run_id)
     spec = overridden(plan.spec, overrides)

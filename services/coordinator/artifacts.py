@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import TYPE_CHECKING, Any
 
 from paceline.storage import Folder
 from services.coordinator.verify_report import VerifyReport
 
 if TYPE_CHECKING:
+    from services.coordinator.ledger import KnownCheckpoint
     from services.coordinator.verify import Record
 
 MANIFEST_NAME = "manifest.json"
@@ -36,18 +36,17 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
         if row["removed"] or row["damaged"]:
             continue
         with report.reading(subject):
-            folder = Folder(record.ledger.known_checkpoint(row).path)
-            on_disk += _compare_checkpoint(report, subject, folder, row, record.deep or row is usable[-1])
+            known = record.ledger.known_checkpoint(row)
+            on_disk += compare_checkpoint(report, subject, known, record.deep or row is usable[-1])
     report.facts |= {"checkpoints": len(rows), "manifests_on_disk": on_disk}
     damaged = {str(row["path"]): str(row["damaged"]) for row in rows if row["damaged"] and not row["removed"]}
     if damaged:
         report.facts["checkpoints_marked_damaged"] = damaged
 
 
-def _compare_checkpoint(
-    report: VerifyReport, subject: str, folder: Folder, row: sqlite3.Row, contents: bool
-) -> bool:
-    """Whether its manifest is there."""
+def compare_checkpoint(report: VerifyReport, subject: str, known: KnownCheckpoint, contents: bool) -> bool:
+    """Its folder is there with the manifest that was registered and the manifest's files; whether a manifest is there."""
+    folder = Folder(known.path)
     if not folder.exists():
         report.problem(
             subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it"
@@ -57,8 +56,8 @@ def _compare_checkpoint(
         report.problem(subject, f"it has no {MANIFEST_NAME}")
         return False
     digest = folder.sha256(MANIFEST_NAME)
-    report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, row["sha256"])
-    if digest == row["sha256"]:
+    report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, known.sha256)
+    if digest == known.sha256:
         compare_files(report, subject, folder, json.loads(folder.read(MANIFEST_NAME))["files"], contents)
     return True
 

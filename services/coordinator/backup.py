@@ -12,7 +12,10 @@ import sqlite3
 from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
+from services.coordinator.file_damage import sentence
+from services.coordinator.integrity import check_file
 from services.coordinator.ledger import Ledger
+from services.coordinator.verify_report import VerifyReport
 
 ATTEMPTS = 5
 """Pruning may take a segment away between the copy of the tables and that of the segment; then both are made anew."""
@@ -22,7 +25,7 @@ def back_up(ledger: Ledger, destination: Path) -> int:
     """A consistent copy of the ledger; returns its size in bytes.
 
     The copy appears whole under its name or not at all. Raises NotFound when the destination's folder is not there,
-    LedgerFault when a segment is damaged.
+    LedgerFault when the ledger is damaged: what is copied would be so too.
     """
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")
@@ -33,6 +36,8 @@ def back_up(ledger: Ledger, destination: Path) -> int:
             try:
                 _copy(ledger, partial)
                 break
+            except sqlite3.DatabaseError as error:
+                raise LedgerFault(sentence(ledger.path, error)) from error
             except LedgerFault:
                 if attempt == ATTEMPTS:
                     raise
@@ -59,3 +64,7 @@ def _copy(ledger: Ledger, partial: Path) -> None:
                 (*record, row["rowid"]),
             )
         copy.execute("COMMIT")
+        report = VerifyReport()
+        check_file(copy, report)
+        if report.found:
+            raise LedgerFault(f"no copy was made: {sentence(ledger.path, report.problems[0])}")

@@ -21,6 +21,8 @@ class DamagedRow(NamedTuple):
 
     table: Table
     values: dict[str, Any]
+    seal: int | None
+    """As the file has it."""
     change: seals.Change | None
     """The one bit that has changed, if it is one."""
 
@@ -38,6 +40,25 @@ class DamagedRow(NamedTuple):
 
 def check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
     """Notes whatever SQLite itself finds, and every row that is not as it was written. Reads the whole file."""
+    with tolerant(db):
+        _check_file(db, report)
+
+
+@contextlib.contextmanager
+def tolerant(db: sqlite3.Connection) -> Iterator[None]:
+    """Text that is no UTF-8 any more is read as it is."""
+    factory, db.text_factory = db.text_factory, _decoded
+    try:
+        yield
+    finally:
+        db.text_factory = factory
+
+
+def _decoded(content: bytes) -> str:
+    return content.decode(errors="surrogateescape")
+
+
+def _check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
     with report.reading("the SQLite file"):
         for (line,) in db.execute("PRAGMA integrity_check(20)").fetchall():
             if line != "ok":
@@ -71,7 +92,7 @@ def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
         change = None
         if seal is not None and searched < MAX_SEARCHED_ROWS:
             searched, change = searched + 1, seals.find_change(table, values, seal)
-        yield DamagedRow(table, dict(zip(columns, cells, strict=True)), change)
+        yield DamagedRow(table, dict(zip(columns, cells, strict=True)), seal, change)
 
 
 def _describe(damaged: DamagedRow) -> str:

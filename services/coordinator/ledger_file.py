@@ -23,8 +23,10 @@ from typing import IO, Any, TypeVar
 
 from paceline.errors import Conflict, LedgerFault, NotFound
 from services.coordinator import seals
+from services.coordinator.file_damage import check_open_runs, is_damage
 from services.coordinator.payloads import PayloadStore, sync_folder
 from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
+from services.coordinator.verify_report import REMEDY as RESTORE
 
 KnownT = TypeVar("KnownT")
 REMEDY = "make room, or repair the disk, then start the coordinator again"
@@ -61,18 +63,19 @@ class LedgerFile:
             self.db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._locks = _lock(path)
+            self._locks = lock_ledger(path)
             self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self.db.row_factory = sqlite3.Row
         seals.install(self.db)
         try:
             self._open_schema(read_only)
             if not read_only:
+                check_open_runs(self.db, path)
                 seals.keep(self.db)
             self.term = self._meta("term") if read_only else self._next_term()
         except sqlite3.DatabaseError as error:
             self.close()
-            raise Conflict(f"{path} is no ledger, or a damaged one: {error}; restore a backup") from None
+            raise Conflict(f"{path} is no ledger, or a damaged one: {error}; {RESTORE}") from None
         except BaseException:
             self.close()
             raise
@@ -185,7 +188,10 @@ class LedgerFile:
         try:
             yield
         except sqlite3.Error as error:
-            raise self._fault(f"cannot be written: {error}; {REMEDY}") from error
+            damaged = f"is damaged: {error}; {RESTORE}"
+            raise self._fault(
+                damaged if is_damage(error) else f"cannot be written: {error}; {REMEDY}"
+            ) from error
 
     def _fault(self, why: str) -> LedgerFault:
         fault = LedgerFault(f"the ledger {self.path} {why}")
@@ -241,7 +247,7 @@ class LedgerFile:
         return int(row["value"]) if row else 0
 
 
-def _lock(path: Path) -> list[IO[bytes]]:
+def lock_ledger(path: Path) -> list[IO[bytes]]:
     """Holds the ledger at `path` for this process until both files are closed. Raises Conflict when another one does.
 
     The lock that counts is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open file:

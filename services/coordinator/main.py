@@ -20,6 +20,7 @@ from paceline.tracing import set_up_metrics, set_up_tracing
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.coordinator.control import RunServicer, WorkerServicer
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.file_damage import damage_in, sentence
 from services.coordinator.ledger import Ledger
 from services.coordinator.log_keeper import LogKeeper
 from services.coordinator.members import Members
@@ -147,7 +148,9 @@ def main(
         keep_freed_memory()
         gc.freeze()  # what the imports made stays: looking through it again and again takes tens of milliseconds
         run_service(serve)
-    except (sqlite3.OperationalError, OSError, ExceptionGroup) as error:
+    except (sqlite3.DatabaseError, OSError, ExceptionGroup) as error:
+        if (damage := damage_in(error)) is not None:
+            raise click.ClickException(sentence(directory / LEDGER_NAME, damage)) from None
         if not is_disk_full(error):
             raise
         raise click.ClickException(
@@ -169,7 +172,7 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(is_disk_full(each) for each in error.exceptions)
     if isinstance(error, sqlite3.OperationalError):
-        return error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+        return getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

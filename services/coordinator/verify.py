@@ -18,7 +18,7 @@ from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_ledger
 from services.coordinator import artifacts, evidence, side_records
 from services.coordinator.batch_chain import batch_digest, extend_chain
-from services.coordinator.integrity import check_file
+from services.coordinator.integrity import check_file, tolerant
 from services.coordinator.ledger import OPEN_STATES, Ledger
 from services.coordinator.verify_report import REMEDY, VerifyReport
 
@@ -73,26 +73,26 @@ def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
 
 
 def _look(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
-    """Once, in one snapshot. Text that is no UTF-8 any more is read as it is."""
-    report, factory = VerifyReport(), ledger.db.text_factory
-    ledger.db.text_factory = lambda content: content.decode(errors="surrogateescape")
-    try:
-        with report.reading("the SQLite file"):
-            ledger.db.execute("BEGIN")
-        check_file(ledger.db, report)
-        record = _read(ledger, run_id, deep, report)
-        if record is not None:
-            report.facts |= {"run_id": run_id, "state": record.run["state"], "steps": record.run["next_step"]}
-            for (
-                name,
-                comparison,
-            ) in COMPARISONS.items():  # damage that one meets does not keep the others from theirs
-                with report.reading(name, "a record"):
-                    comparison(record, report)
-    finally:
-        if ledger.db.in_transaction:
-            ledger.db.execute("ROLLBACK")
-        ledger.db.text_factory = factory
+    """Once, in one snapshot."""
+    report = VerifyReport()
+    with tolerant(ledger.db):
+        try:
+            with report.reading("the SQLite file"):
+                ledger.db.execute("BEGIN")
+            check_file(ledger.db, report)
+            record = _read(ledger, run_id, deep, report)
+            if record is not None:
+                report.facts |= {
+                    "run_id": run_id,
+                    "state": record.run["state"],
+                    "steps": record.run["next_step"],
+                }
+                for name, comparison in COMPARISONS.items():  # what one cannot read does not keep the others
+                    with report.reading(name, "a record"):
+                        comparison(record, report)
+        finally:
+            if ledger.db.in_transaction:
+                ledger.db.execute("ROLLBACK")
     return report
 
 

@@ -1,0 +1,159 @@
+"""A damaged SQLite file is one sentence that says what helps, whoever opens it."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
+
+from paceline.cli import main as paceline
+from paceline.errors import Conflict, LedgerFault
+from services.coordinator.backup import back_up
+from services.coordinator.ledger import Ledger
+from services.coordinator.main import main as coordinator
+
+HELP = "restore a backup, or run `paceline ledger verify --repair`"
+
+
+@pytest.fixture
+def folder(make_world: MakeWorld, tmp_path: Path) -> Path:
+    """Where a run of one trained step lies; its coordinator has ended."""
+    world = make_world()
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 4)
+    learner.train(0)
+    with world.ledger.transaction():
+        world.ledger.add_event(world.run_id, "state", {"state": "running"})
+    world.ledger.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    copy.joinpath("ledger.sqlite").write_bytes(world.path.read_bytes())
+    segments = world.path.with_name("ledger.sqlite-segments")
+    (copy / segments.name).mkdir()
+    for segment in segments.iterdir():
+        (copy / segments.name / segment.name).write_bytes(segment.read_bytes())
+    return copy
+
+
+def change(folder: Path, statement: str) -> None:
+    """As the disk would: no checksum follows."""
+    with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        assert db.execute(statement).rowcount > 0
+        db.commit()
+
+
+def zero_header(folder: Path) -> None:
+    with (folder / "ledger.sqlite").open("r+b") as file:
+        file.write(bytes(100))
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "ledger.sqlite").open("r+b") as file:
+        file.truncate(3 * 4096 + 17)
+
+
+def smash_groups(folder: Path) -> None:
+    path = folder / "ledger.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
+    with path.open("r+b") as file:
+        file.seek((page - 1) * 4096)
+        file.write(b"\xff" * 4096)
+
+
+def damage_spec(folder: Path) -> None:
+    change(folder, "UPDATE runs SET spec_yaml = replace(spec_yaml, 'mixed_kl_weight', '-ixed_kl_weight')")
+
+
+def damage_text(folder: Path) -> None:
+    change(folder, "UPDATE groups SET functions = CAST(x'fe' AS TEXT)")
+
+
+DAMAGES: list[Callable[[Path], None]] = [zero_header, truncate, smash_groups, damage_text]
+COMMANDS = {
+    "samples": ["samples", "test-1", "--step", "0"],
+    "backup": ["ledger", "backup", "{folder}/copy.sqlite"],
+    "verify": ["ledger", "verify", "test-1"],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
+def test_a_command_says_that_the_file_is_damaged(
+    folder: Path, command: list[str], damage: Callable[[Path], None]
+) -> None:
+    damage(folder)
+    arguments = [part.format(folder=folder) for part in command]
+    result = CliRunner().invoke(paceline, [*arguments, "--directory", str(folder)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "damaged" in result.output or "malformed" in result.output or "checksum" in result.output
+    assert HELP in result.output
+    assert not (folder / "copy.sqlite").exists()
+
+
+def test_a_copy_of_damaged_rows_is_not_made_in_silence(folder: Path) -> None:
+    change(folder, "UPDATE events SET json = '{}'")
+    with (
+        contextlib.closing(Ledger(folder / "ledger.sqlite", read_only=True)) as ledger,
+        pytest.raises(LedgerFault, match="table events, row run_id 'test-1', sequence 1"),
+    ):
+        back_up(ledger, folder / "copy.sqlite")
+    assert sorted(path.name for path in folder.glob("copy*")) == []
+
+
+@pytest.mark.parametrize("damage", [zero_header, damage_spec])
+def test_a_coordinator_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path], None]) -> None:
+    """It obeys no spec that is not what was submitted."""
+    damage(folder)
+    with pytest.raises(
+        Conflict, match=r"damaged.*restore a backup, or run `paceline ledger verify --repair`"
+    ):
+        Ledger(folder / "ledger.sqlite")
+    result = CliRunner().invoke(coordinator, ["--directory", str(folder), "--port", "0"])
+    assert result.exit_code == 1
+    assert "unknown key" not in result.output
+    assert HELP in result.output
+
+
+def test_a_run_that_is_over_keeps_nobody_from_others(folder: Path) -> None:
+    with contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
+        ledger.update_run("test-1", state="succeeded")
+    damage_spec(folder)
+    Ledger(folder / "ledger.sqlite").close()
+
+
+def test_a_coordinator_that_meets_a_broken_page_says_so(folder: Path) -> None:
+    smash_groups(folder)
+    with contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
+
+        def update() -> None:
+            with ledger.transaction():
+                ledger.db.execute("UPDATE groups SET tokens = 1")
+
+        with pytest.raises(
+            LedgerFault, match="is damaged: database disk image is malformed; restore a backup, or run"
+        ):
+            update()
+
+
+@pytest.mark.parametrize("damage", [damage_spec, smash_groups])
+def test_verify_repairs_and_says_it(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    result = CliRunner().invoke(paceline, ["ledger", "verify", "--repair", "--directory", str(folder)])
+    assert "is a copy of the SQLite file as it was" in result.output
+    if damage is damage_spec:
+        assert "column spec_yaml" in result.output
+        assert result.exit_code == 0, result.output
+        assert "all records agree" in result.output
+
+
+def test_verify_of_all_runs(folder: Path) -> None:
+    result = CliRunner().invoke(paceline, ["ledger", "verify", "--json", "--directory", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert '"test-1": {' in result.output
