@@ -30,3 +30,14 @@ def watch(socket: zmq.Socket[Any]) -> None:
         (zmq.CONNECT_TIMEOUT, CONNECT_S),
     ):
         socket.setsockopt(option, int(seconds * 1000))
+
+
+def use_ipv6(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Lets a socket be bound or connected to an endpoint whose host is an IPv6 address, as `tcp://[::1]:7071`; before it is."""
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+
+
+def in_brackets(host: str) -> str:
+    """A host as an endpoint has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

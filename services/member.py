@@ -34,7 +34,7 @@ from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
-from services.exchange_link import watch
+from services.exchange_link import use_ipv6, watch
 from services.grpc_server import CHANNEL_OPTIONS
 
 MAX_BACKOFF_S = 5.0
@@ -42,7 +42,15 @@ LEAVE_WAIT_S = 2.0
 """How long a worker that leaves waits, unless it says otherwise, for the coordinator to have taken its last words."""
 
 RESEND_S = 60.0
-"""A request without reply for this long is sent again; longer than any wait that a request may ask for."""
+"""A request without reply for this long is sent again, and then each time after twice as long; longer than any wait that a
+request may ask for. What is slow to answer gets no faster by being sent more often."""
+
+MAX_SENDINGS = 16
+"""Sendings of one request to which a reply still counts."""
+
+ONE_ANSWER = frozenset({"lease", "task"})
+"""Kinds of which only a reply to the newest sending counts: that one said what the worker holds, so what an earlier one was
+given has been taken back."""
 
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
@@ -58,6 +66,9 @@ class Pending:
     request: pb.ExchangeRequest
     payloads: list[bytes]
     reply: asyncio.Future[tuple[pb.ExchangeReply, list[bytes]]]
+    terms: dict[int, int] = field(default_factory=dict)
+    """Term of each sending whose reply counts, by its number."""
+    pause_s: float = field(default_factory=lambda: RESEND_S)
     sent_s: float = field(default_factory=time.monotonic)
 
 
@@ -80,8 +91,10 @@ class Membership:
         """Taken from there; the stream may break before it is written."""
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._exchange_stands = False
+        self._stands = asyncio.Event()
+        """Whether there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
+        """By the number of each sending whose reply counts."""
         self._numbers = itertools.count(1)
         self.term = 0
         self._secret = b""
@@ -158,7 +171,7 @@ class Membership:
             await self._send(pending)
             return await pending.reply
         finally:
-            self._pending.pop(request.request_id, None)
+            self._forget(pending)
 
     # The control stream
 
@@ -195,7 +208,7 @@ class Membership:
                         self._unsaid = self._unsaid or await self._outbox.get()
                 except TimeoutError:
                     beat_s = time.monotonic()
-                    if self._exchange_stands:
+                    if self._stands.is_set():
                         beat = worker_pb2.Heartbeat(gauges=self._gauges(), draining=self.draining)
                         await call.write(worker_pb2.ConnectRequest(heartbeat=beat))
                 else:
@@ -210,26 +223,35 @@ class Membership:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         watch(socket)
-        socket.connect(_reachable(welcome.exchange_endpoint, self._coordinator))
+        # Before there is anything to hear of: a handshake that has ended by then would never be heard of.
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)
+        endpoint = _reachable(welcome.exchange_endpoint, self._coordinator)
+        use_ipv6(socket, endpoint)
+        socket.connect(endpoint)
         self._socket = socket
         self._reader = asyncio.create_task(self._read(socket))
         self._reader.add_done_callback(self._fail_pending)
-        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)
         self._mender = asyncio.create_task(self._mend(self._monitor))
         self._welcomed.set()
         log.info("member of %s, term %d", self._coordinator, self.term)
-        for pending in list(self._pending.values()):
+        for pending in self._unanswered():
             await self._send(pending)
 
     # The exchange
 
     async def _send(self, pending: Pending) -> None:
-        """Sends a request, under a number of its own each time: a reply to an earlier sending is not the answer."""
-        self._pending.pop(pending.request.request_id, None)
-        pending.request.request_id = next(self._numbers)
-        self._pending[pending.request.request_id] = pending
-        pending.request.term, pending.request.secret = self.term, self._secret
+        """Sends a request, under a number of its own each time."""
+        if pending.reply.done():
+            return
+        request, one_answer = pending.request, pending.request.WhichOneof("body") in ONE_ANSWER
+        request.again = bool(pending.terms) and not one_answer
+        while len(pending.terms) >= (1 if one_answer else MAX_SENDINGS):
+            oldest = next(iter(pending.terms))
+            del self._pending[oldest], pending.terms[oldest]
+        request.request_id = next(self._numbers)
+        request.term, request.secret = self.term, self._secret
+        self._pending[request.request_id], pending.terms[request.request_id] = pending, self.term
         pending.sent_s = time.monotonic()
         if self._socket is not None:
             await self._socket.send_multipart([pending.request.SerializeToString(), *pending.payloads])
@@ -245,9 +267,18 @@ class Membership:
             pending = self._pending.get(reply.request_id)
             if pending is None or pending.reply.done():
                 continue
-            if reply.status == pb.REPLY_STATUS_STALE and reply.term != pending.request.term:
+            if reply.status == pb.REPLY_STATUS_STALE and reply.term != pending.terms[reply.request_id]:
                 continue  # it was sent before a Welcome that is due, or here by now: then it is sent again
             pending.reply.set_result((reply, payloads))
+
+    def _unanswered(self) -> list[Pending]:
+        """Every request that waits, once."""
+        return list({id(pending): pending for pending in self._pending.values()}.values())
+
+    def _forget(self, pending: Pending) -> None:
+        """No reply to it counts any more."""
+        for number in pending.terms:
+            del self._pending[number]
 
     def _fail_pending(self, reader: asyncio.Task[None]) -> None:
         """Nobody waits for replies that nobody reads any more."""
@@ -261,21 +292,24 @@ class Membership:
         broken = False
         while True:
             event = (await recv_monitor_message(monitor))["event"]
-            self._exchange_stands = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if not self._exchange_stands:
+            if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stands.clear()
                 broken = True
-            elif broken:
+                continue
+            self._stands.set()
+            if broken:
                 broken = False
-                log.warning("the connection to the exchange was mended")
-                for pending in list(self._pending.values()):
+                log.warning("the connection to the exchange stands again")
+                for pending in self._unanswered():
                     await self._send(pending)
 
     async def _resend(self) -> None:
         """A reply can be lost without a connection that breaks: ask again after a while."""
         while True:
             await asyncio.sleep(RESEND_S / 4)
-            for pending in list(self._pending.values()):
-                if time.monotonic() - pending.sent_s > RESEND_S:
+            for pending in self._unanswered():
+                if time.monotonic() - pending.sent_s > pending.pause_s:
+                    pending.pause_s *= 2
                     await self._send(pending)
 
     def _close_socket(self) -> None:
@@ -285,7 +319,8 @@ class Membership:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()
-            self._socket, self._exchange_stands = None, False
+            self._socket = None
+            self._stands.clear()
 
 
 def _reachable(endpoint: str, coordinator: str) -> str:

@@ -34,6 +34,7 @@ from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import batches, damage
 from services.coordinator.checks import Limits
+from services.coordinator.door import Door
 from services.coordinator.exchange import Exchange, Notice, Outcome
 from services.coordinator.exchange_socket import ExchangeSocket, Message, Waiting, parse
 from services.coordinator.handlers import handle, handle_leases, turn_away
@@ -63,6 +64,9 @@ MAX_TRANSACTIONS = 1024
 
 TICK_S = 0.2
 """How often parked requests are looked at though nothing happened: some answers change with time alone."""
+
+PARKED_AT_ONCE = 64
+"""Parked requests for leases that are looked at when nothing has happened, the longest unseen first: there may be thousands."""
 
 WAKES = {
     "group": {"task"},
@@ -117,6 +121,7 @@ class ExchangeServer:
         self._act = act
         self._socket = ExchangeSocket(host, port)
         self.port = self._socket.port
+        self._door = Door(exchange)
         self._parked: dict[tuple[str, str, int], Waiting] = {}
         self._wake: set[str] = set()
         self._readable, self._room = asyncio.Event(), asyncio.Event()
@@ -126,6 +131,8 @@ class ExchangeServer:
         """Requests for leases. They come first: a sampler without work waits for them."""
         self._others: deque[Waiting] = deque()
         """What else can be answered: group results that are on the disk, and every other kind."""
+        self._ticked = False
+        """Some time has passed since parked requests were looked at."""
         self._leases_were_alone = False
         """In the last transaction; the others come next."""
         self._damaged: deque[ToRead] = deque()
@@ -219,14 +226,20 @@ class ExchangeServer:
             self._socket.send(message.identity, reply)
             return
         refusal = turn_away(self._exchange, waiting.request)
-        if (
-            refusal is not None
-        ):  # before anything is kept of it: neither bytes on the disk nor a place to wait in
+        if refusal is None and (fault := self._door.fault(waiting)):
+            refusal = self._exchange.refuse(waiting.request, fault)
+        if refusal is not None:  # before anything is kept of it: no bytes on the disk, no place to wait in
             self._socket.send(waiting.identity, refusal.reply)
             return
-        if waiting.arrived.has_bulk:
+        arrived = waiting.arrived
+        if arrived.has_bulk and self._door.is_under_way(waiting):
+            return
+        if arrived.has_bulk and self._door.is_known(waiting):
+            arrived.is_known, arrived.frames, waiting.size = True, [], 0
+        self._door.let_in(waiting)
+        if arrived.has_bulk:
             run = self._exchange.active
-            waiting.arrived.limits = Limits.of(run.spec) if run is not None else None
+            arrived.limits = Limits.of(run.spec) if run is not None else None
             self._pending_bytes += waiting.size
             self._checks.put(waiting)
             return
@@ -264,9 +277,9 @@ class ExchangeServer:
                     pass
             kinds, woken, self._wake = set(self._wake), self._wake, set()
             if time.monotonic() - tick_s > TICK_S:
-                kinds |= {"lease", "task", "batch"}
-                tick_s = time.monotonic()
-            if self._leases or self._others or self._damaged or (kinds and self._parked):
+                kinds |= {"task", "batch"}
+                tick_s, self._ticked = time.monotonic(), True
+            if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self._parked):
                 await self._transact(kinds, woken)
                 await asyncio.sleep(0)  # everybody else has a turn
 
@@ -299,8 +312,12 @@ class ExchangeServer:
                     kinds.add("lease")
                 if "batch" in kinds - woken and not self._batch_may_be_served(now_s):
                     kinds.discard("batch")
+                leases = len(self._parked) if "lease" in kinds else PARKED_AT_ONCE * self._ticked
+                self._ticked = False
                 for key, waiting in list(self._parked.items()):
-                    if waiting.kind in kinds or waiting.deadline_s <= now_s:
+                    due = leases > 0 if waiting.kind == "lease" else waiting.kind in kinds
+                    if due or waiting.deadline_s <= now_s:
+                        leases -= waiting.kind == "lease"
                         del self._parked[key]
                         if waiting.kind == "lease":
                             self._leases.append(waiting)
@@ -362,6 +379,7 @@ class ExchangeServer:
     ) -> None:
         """Answers a request, or parks it when nothing could be given yet. What its sender asked before is answered empty: it
         knows nothing of what is given now."""
+        self._door.settled(waiting)
         earlier = self._parked.pop(waiting.key, None)
         if earlier is not None and earlier.request.request_id != waiting.request.request_id:
             answers.append((earlier, self._nothing(earlier)))

@@ -13,7 +13,10 @@ from paceline.errors import Conflict
 from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.intake import Arrived
-from services.exchange_link import watch
+from services.exchange_link import in_brackets, use_ipv6, watch
+
+MAX_UNREAD = 4
+"""Messages of one peer that have arrived and are not read."""
 
 MAX_WAIT_S = 30.0
 """Longest time for which a request is parked, whatever it asks for."""
@@ -30,6 +33,9 @@ class Waiting:
     deadline_s: float
     size: int = 0
     """Bytes of its payload frames."""
+    header_size: int = 0
+    is_counted: bool = False
+    """Whether it is among its member's requests that wait for an answer."""
 
     @property
     def request(self) -> pb.ExchangeRequest:
@@ -66,6 +72,8 @@ class ExchangeSocket:
         self._socket.setsockopt(zmq.LINGER, 1000)
         # Every reply was asked for; their number is bounded by the requests.
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        # For each peer. What is not read yet stays with its sender; MAX_PENDING_BYTES bounds what is.
+        self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         watch(self._socket)
         self.port = self._bind(host, port)
 
@@ -102,9 +110,11 @@ class ExchangeSocket:
 
     def _bind(self, host: str, port: int) -> int:
         try:
+            address = f"tcp://{in_brackets(host)}"
+            use_ipv6(self._socket, address)
             if not port:
-                return self._socket.bind_to_random_port(f"tcp://{host}")
-            self._socket.bind(f"tcp://{host}:{port}")
+                return self._socket.bind_to_random_port(address)
+            self._socket.bind(f"{address}:{port}")
             return port
         except zmq.ZMQError as error:
             self.close()
@@ -120,4 +130,4 @@ def parse(message: Message) -> Waiting:
     # In this order: not-a-number becomes the limit.
     wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
     size = sum(map(len, message.payloads))
-    return Waiting(message.identity, arrived, time.monotonic() + wait_s, size)
+    return Waiting(message.identity, arrived, time.monotonic() + wait_s, size, len(message.header))

@@ -47,6 +47,8 @@ class Arrived:
     """Where it is on the disk."""
     fault: str = ""
     """Why it can never be accepted."""
+    is_known: bool = False
+    """It was sent again, and the ledger had the end of what it is about: its frames were not kept."""
 
     def __post_init__(self) -> None:
         self.kind = self.request.WhichOneof("body") or ""
@@ -54,6 +56,8 @@ class Arrived:
     @property
     def has_bulk(self) -> bool:
         """Whether it brings arrays that the ledger keeps, so that they come before its transaction."""
+        if self.is_known:
+            return False
         return self.kind == "group" or (self.kind in ("score", "lease_return") and bool(self.frames))
 
 

@@ -18,6 +18,9 @@ from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.payloads import DamagedRecord, Frame, Payload, read_frame
 
+MAX_ROOM = 1 << 16
+"""Completions that one answer is about at most, whatever room a worker says that it has."""
+
 ADMITTED_AT_ONCE = 64
 """Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
 
@@ -27,7 +30,7 @@ def give(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeReque
     place first. What they have in common is read once and written once.
     """
     _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
-    lending = _Lending(exchange, run, [request.lease.room for request in requests])
+    lending = _Lending(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
     outcomes = [lending.give(request) for request in requests]
     lending.write_down()
     return outcomes
@@ -68,7 +71,7 @@ class _Lending:
         if poison.suspects(exchange, run):
             self.write_down()  # who holds what decides now
         payloads: list[Frame] = []
-        room, reserved = request.lease.room, poison.num_reserved(exchange)
+        room, reserved = min(request.lease.room, MAX_ROOM), poison.num_reserved(exchange)
         measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
         for row in poison.choose(exchange, run, request.member_id, measured, room):
             self._lease(request.member_id, row, version, reply, payloads, pinned=version)

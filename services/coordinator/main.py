@@ -24,6 +24,7 @@ from services.coordinator.file_damage import damage_in, sentence
 from services.coordinator.ledger import Ledger
 from services.coordinator.log_keeper import LogKeeper
 from services.coordinator.members import Members
+from services.exchange_link import in_brackets
 from services.file_limit import Capacity, raise_file_limit
 from services.grpc_server import STOP_GRACE_S, GrpcServer, run_service
 from services.ready import announce
@@ -103,7 +104,7 @@ def main(
         coordinator = Coordinator(
             ledger, directory, Members(timeout_s), host, exchange_port, min_free_mb << 20
         )
-        endpoint = f"tcp://{host}:{coordinator.server.port}"
+        endpoint = f"tcp://{in_brackets(host)}:{coordinator.server.port}"
         server.add(
             RunServicer(coordinator),
             run_pb2_grpc.add_RunServiceServicer_to_server,

@@ -141,6 +141,11 @@ class Payload(NamedTuple):
         return read_frame(self.header), read_frame(self.arrays)
 
 
+def frame_size(frame: Frame) -> int:
+    """Bytes of a frame, wherever they are."""
+    return frame.size if isinstance(frame, StoredFrame) else len(frame)
+
+
 def read_frame(frame: Frame) -> Buffer:
     """The bytes of a frame, wherever they are. Raises LedgerFault."""
     return frame.read() if isinstance(frame, StoredFrame) else frame

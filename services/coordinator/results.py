@@ -32,12 +32,14 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
             request,
             f"attempt {result.attempt} of group {result.group_id} was never leased to {request.member_id}",
         )
-    if group is None or arrived.place is None:
-        return exchange.refuse(request, arrived.fault)
-    if row["state"] not in ("admitted", "leased"):
-        if result.digest != row["digest"]:  # else it is the winner, sent again
+    if row["state"] not in ("admitted", "leased") and (arrived.is_known or group is not None):
+        if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
         return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
+    if arrived.is_known:  # until a moment ago: it was put back, and is generated again
+        return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
+    if group is None or arrived.place is None:
+        return exchange.refuse(request, arrived.fault)
     expected = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
     if len(group.completions) != expected:
         return exchange.refuse(

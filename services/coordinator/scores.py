@@ -7,14 +7,20 @@ import sqlite3
 
 import numpy as np
 
-from paceline.groups import FloatArray, scores_digest, with_holder
+from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import damage, evaluation, poison
 from services.coordinator.exchange import BATCH_DUE, ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
-from services.coordinator.payloads import DamagedRecord, Frame
+from services.coordinator.payloads import DamagedRecord, Frame, frame_size
+
+MAX_ROOM = 1024
+"""Tasks in one answer, whatever room a worker says that it has."""
+
+MAX_TASK_BYTES = 32 << 20
+"""Of the groups in one answer, but for one group: a longer answer arrives later than each part of it could."""
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -26,13 +32,14 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     if request.task.HasField("held"):
         _release_lost(exchange, run, request)
     payloads: list[Frame] = []
+    room = min(request.task.room, MAX_ROOM)
     rows = exchange.db.execute(
         "SELECT g.*, p.prompt_json, p.columns_json FROM (SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ?"
         " AND state = 'generated' AND scorer_id IS NULL ORDER BY score_failures, slot, group_id LIMIT ?) g"
         " JOIN prompts p USING (run_id, group_id) ORDER BY score_failures, slot, group_id",
-        (run.run_id, request.task.room + poison.num_reserved(exchange)),
+        (run.run_id, room + poison.num_reserved(exchange)),
     ).fetchall()
-    chosen = poison.choose(exchange, run, request.member_id, rows, request.task.room)
+    chosen, size_bytes = poison.choose(exchange, run, request.member_id, rows, room), 0
     for row in chosen:
         try:
             payload = exchange.ledger.payload(run.run_id, row["group_id"])
@@ -40,6 +47,9 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
             damage.put_back(exchange, run, damaged)
             continue
         assert payload is not None
+        size_bytes += frame_size(payload.arrays) + frame_size(payload.header)
+        if size_bytes > MAX_TASK_BYTES and reply.task.tasks:
+            break  # the next request gets it
         reply.task.tasks.add(
             group_id=row["group_id"],
             attempt=row["score_attempt"] + 1,
@@ -68,6 +78,11 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     row = exchange.group(run, score.group_id)
     if row is None:
         return exchange.stale(request, f"no group {score.group_id} in run {run.run_id}")
+    if not _held_by(row, request):
+        return exchange.stale(
+            request,
+            f"attempt {score.attempt} at scoring group {score.group_id} was never {request.member_id}'s",
+        )
     if row["state"] != "generated":
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
@@ -165,6 +180,11 @@ def has_variance(totals_C: FloatArray) -> bool:
 def _holds(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
     """Whether the sender has the task now. A failure that is sent again must not count again."""
     return bool(row["scorer_id"] == request.member_id and row["score_attempt"] == request.score.attempt)
+
+
+def _held_by(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
+    """Whether the sender was given this attempt at the scoring, however long ago."""
+    return _holds(row, request) or held_attempt(row["scorers"], request.score.attempt) == request.member_id
 
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:

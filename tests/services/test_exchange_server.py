@@ -24,6 +24,7 @@ from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOU
 from services.coordinator import exchange_server, exchange_socket, scores
 from services.coordinator.exchange import Notice
 from services.coordinator.exchange_server import ExchangeServer
+from services.exchange_link import in_brackets, use_ipv6
 
 DEADLINE_S = 20.0
 FOREVER_S = 30.0
@@ -37,7 +38,7 @@ class Peer:
         self,
         context: zmq.asyncio.Context,
         world: World,
-        port: int,
+        endpoint: str,
         member_id: str,
         role: Role.ValueType = ROLE_ROLLOUT,
     ):
@@ -46,7 +47,8 @@ class Peer:
         self.member_id = member_id
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(f"tcp://127.0.0.1:{port}")
+        use_ipv6(self.socket, endpoint)
+        self.socket.connect(endpoint)
         world.enter(member_id, role)
 
     async def send(
@@ -77,18 +79,20 @@ class Peer:
 class Service:
     """The server on a free port, its peers, and the notices that it left."""
 
-    def __init__(self, world: World, context: zmq.asyncio.Context):
+    def __init__(self, world: World, context: zmq.asyncio.Context, host: str):
         self.world = world
+        self.host = host
         self.context = context
         self.notices: list[Notice] = []
         self.peers: list[Peer] = []
         self.server = ExchangeServer(
-            world.exchange, asyncio.Lock(), lambda _: None, self._on_notices, "127.0.0.1", 0
+            world.exchange, asyncio.Lock(), lambda _: None, self._on_notices, host, 0
         )
 
     def peer(self, member_id: str, role: Role.ValueType = ROLE_ROLLOUT) -> Peer:
         """A new connection of a member."""
-        peer = Peer(self.context, self.world, self.server.port, member_id, role)
+        endpoint = f"tcp://{in_brackets(self.host)}:{self.server.port}"
+        peer = Peer(self.context, self.world, endpoint, member_id, role)
         self.peers.append(peer)
         return peer
 
@@ -103,9 +107,9 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(world: World) -> AsyncIterator[Service]:
+async def serving(world: World, host: str = "127.0.0.1") -> AsyncIterator[Service]:
     context = zmq.asyncio.Context()
-    service = Service(world, context)
+    service = Service(world, context, host)
     loop = asyncio.create_task(service.server.serve())
     try:
         yield service

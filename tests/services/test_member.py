@@ -15,6 +15,7 @@ import zmq.asyncio
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
+from services import member
 from services.grpc_server import GrpcServer
 from services.member import Membership
 
@@ -193,6 +194,97 @@ async def test_what_came_with_an_earlier_secret_is_sent_again_with_the_next(
     assert again[1].lease == first[1].lease
     await coordinator.answer(again, 2, pb.REPLY_STATUS_OK)
     assert await result(asked) == pb.REPLY_STATUS_OK
+
+
+async def until_resent(coordinator: Coordinator, number: int) -> list[tuple[bytes, pb.ExchangeRequest]]:
+    """The next sendings."""
+    return [await coordinator.hear() for _ in range(number)]
+
+
+SCORE = pb.ExchangeRequest(run_id="run-1", score=pb.ScoreResult(group_id=1, attempt=1))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "RESEND_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_reply_to_any_sending_of_a_result_counts(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    asked = asyncio.create_task(membership.request(SCORE))
+    first, second = await until_resent(coordinator, 2)
+    assert (first[1].again, second[1].again) == (False, True)
+    assert first[1].score == second[1].score
+    await coordinator.answer(first, 1, pb.REPLY_STATUS_COMMITTED)
+    assert await result(asked) == pb.REPLY_STATUS_COMMITTED
+    assert membership._pending == {}
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_of_a_request_for_leases_only_the_reply_to_the_newest_sending_counts(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    """What the first was given is taken back when the second says that it is not held."""
+    asked = ask(membership)
+    first, second = await until_resent(coordinator, 2)
+    await coordinator.answer(first, 1, pb.REPLY_STATUS_OK)
+    other = asyncio.create_task(membership.request(SCORE))
+    for heard in [second, *await until_resent(coordinator, 1)]:
+        if heard[1].WhichOneof("body") == "score":
+            await coordinator.answer(heard, 1, pb.REPLY_STATUS_COMMITTED)
+    while not other.done():
+        heard = await coordinator.hear()
+        if heard[1].WhichOneof("body") == "score":
+            await coordinator.answer(heard, 1, pb.REPLY_STATUS_COMMITTED)
+    assert not asked.done()  # though the answer to its first sending came before
+    asked.cancel()
+    await asyncio.wait((asked,))
+    assert membership._pending == {}
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_each_pause_before_a_sending_is_twice_as_long(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    asked = asyncio.create_task(membership.request(SCORE))
+    await until_resent(coordinator, 3)
+    (pending,) = membership._unanswered()
+    assert pending.pause_s >= 0.2
+    asked.cancel()
+    await asyncio.wait((asked,))
+
+
+async def test_the_numbers_of_a_request_that_is_never_answered_are_bounded(
+    coordinator: Coordinator, membership: Membership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "MAX_SENDINGS", 3)
+    asked = asyncio.create_task(membership.request(SCORE))
+    await coordinator.hear()
+    (pending,) = membership._unanswered()
+    for _ in range(10):
+        await membership._send(pending)
+    assert len(membership._pending) == len(pending.terms) == 3
+    asked.cancel()
+    await asyncio.wait((asked,))
+
+
+async def test_every_connection_is_heard_of(coordinator: Coordinator) -> None:
+    """A handshake can end before the next statement runs."""
+
+    async def ignore(_: worker_pb2.ConnectResponse) -> None: ...
+
+    made = Membership("127.0.0.1:1", worker_pb2.Hello, ignore)
+    try:
+        for term in range(300):
+            welcome = worker_pb2.Welcome(term=term, exchange_endpoint=f"tcp://127.0.0.1:{coordinator.port}")
+            await made._on_welcome(welcome)
+            async with asyncio.timeout(DEADLINE_S):
+                await made._stands.wait()
+    finally:
+        made._close_socket()
+        made._context.term()
 
 
 async def test_what_waits_is_sent_again_when_the_connection_was_mended(

@@ -107,7 +107,7 @@ def test_secrets_of_the_past_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_each_welcome_brings_another_secret(plane: Plane) -> None:
     first = (await rollout(plane, "rollout-1").hear("welcome")).secret
     rank = (await learner(plane, "learner-1-rank1", rank=1).hear("welcome")).secret
-    again = (await rollout(plane, "rollout-1").hear("welcome")).secret
+    again = (await rollout(plane, "rollout-1", secret=first).hear("welcome")).secret
     assert len({first, rank, again}) == 3
     assert min(map(len, (first, rank, again))) >= 16
     standing = plane.coordinator.exchange.senders.standing

@@ -102,6 +102,7 @@ class ExchangeRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     LEASE_RETURN_FIELD_NUMBER: _builtins.int
@@ -125,6 +126,8 @@ class ExchangeRequest(_message.Message):
     """Secret from the last Welcome. A request without a secret of its member_id is refused; one with that of an earlier Welcome
     is stale, and is sent again after the next.
     """
+    again: _builtins.bool
+    """The same request was sent before and has no answer yet: the exchange may have what it brings already."""
     @_builtins.property
     def lease(self) -> Global___LeaseRequest:
         """Prompts to generate for."""
@@ -163,6 +166,7 @@ class ExchangeRequest(_message.Message):
         run_id: _builtins.str = ...,
         session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
+        again: _builtins.bool = ...,
         lease: Global___LeaseRequest | None = ...,
         group: Global___GroupResult | None = ...,
         lease_return: Global___LeaseReturn | None = ...,
@@ -173,7 +177,7 @@ class ExchangeRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "receipt", b"receipt", "score", b"score", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "member_id", b"member_id", "protocol", b"protocol", "receipt", b"receipt", "request_id", b"request_id", "run_id", b"run_id", "score", b"score", "secret", b"secret", "session", b"session", "task", b"task", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "batch", b"batch", "body", b"body", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "member_id", b"member_id", "protocol", b"protocol", "receipt", b"receipt", "request_id", b"request_id", "run_id", b"run_id", "score", b"score", "secret", b"secret", "session", b"session", "task", b"task", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["lease", "group", "lease_return", "task", "score", "batch", "receipt"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015

@@ -1,0 +1,255 @@
+"""What is let in over the socket: nothing useless, nothing without bound, nothing twice; and how parked requests are looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Sequence
+
+import pytest
+from exchange_drivers import COMMITTED, DUPLICATE, INVALID, OK, MakeWorld, Reward, Rollout, World
+from test_exchange_server import DEADLINE_S, FOREVER_S, Peer, Service, lease, serving
+
+from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOUT
+from services.coordinator import door, exchange_server, scores
+from services.coordinator.exchange import Exchange, Outcome
+from services.coordinator.intake import Arrived
+
+REQUESTS = {
+    "lease": (ROLE_ROLLOUT, pb.ExchangeRequest(lease=pb.LeaseRequest(room=2, wait_s=FOREVER_S)), 0),
+    "group": (ROLE_ROLLOUT, pb.ExchangeRequest(group=pb.GroupResult(group_id=0, attempt=1)), 2),
+    "lease_return": (
+        ROLE_ROLLOUT,
+        pb.ExchangeRequest(lease_return=pb.LeaseReturn(group_id=0, attempt=1)),
+        1,
+    ),
+    "task": (ROLE_REWARD, pb.ExchangeRequest(task=pb.TaskRequest(room=2, wait_s=FOREVER_S)), 0),
+    "score": (ROLE_REWARD, pb.ExchangeRequest(score=pb.ScoreResult(group_id=0, attempt=1)), 1),
+    "batch": (
+        ROLE_LEARNER,
+        pb.ExchangeRequest(batch=pb.BatchRequest(step=0, world_size=1, wait_s=FOREVER_S)),
+        0,
+    ),
+    "receipt": (ROLE_LEARNER, pb.ExchangeRequest(receipt=pb.Receipt(step=0, world_size=1)), 0),
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+async def test_more_frames_than_a_kind_has_use_for_are_refused_and_not_parked(
+    world: World, kind: str
+) -> None:
+    role, request, frames = REQUESTS[kind]
+    request = pb.ExchangeRequest.FromString(request.SerializeToString())
+    async with serving(world) as service:
+        reply = await service.peer("sender", role).ask(request, [b"x" * 1000] * (frames + 1))
+        assert reply.status == INVALID
+        assert f"{frames} payload frames" in reply.message
+        assert service.server._parked == {}
+
+
+@pytest.mark.parametrize("kind", ["lease", "task"])
+async def test_a_worker_holds_so_many_groups_at_most(world: World, kind: str) -> None:
+    role, _, _ = REQUESTS[kind]
+    async with serving(world) as service:
+        sender = service.peer("sender", role)
+        for number, status in ((door.MAX_HELD + 1, INVALID), (door.MAX_HELD, OK)):
+            held = pb.Held(group_ids=range(number))
+            body = pb.LeaseRequest(held=held) if kind == "lease" else pb.TaskRequest(held=held)
+            assert (await sender.ask(pb.ExchangeRequest(**{kind: body}))).status == status
+
+
+async def test_a_header_is_no_place_for_bulk(world: World) -> None:
+    async with serving(world) as service:
+        request = lease(FOREVER_S)
+        request.run_id = ""
+        request.lease.held.SetInParent()
+        padded = pb.ExchangeRequest.FromString(
+            request.SerializeToString() + b"\xfa\x3f" + b"\x80\x80\x20" + bytes(1 << 19)
+        )
+        reply = await service.rollout("rollout", step=None).ask(padded)
+        assert reply.status == INVALID
+        assert "header of a lease request" in reply.message
+
+
+async def test_a_learner_has_so_many_ranks_at_most(world: World) -> None:
+    async with serving(world) as service:
+        asked = pb.BatchRequest(step=0, world_size=2**32 - 1)
+        reply = await service.peer("learner", ROLE_LEARNER).ask(pb.ExchangeRequest(batch=asked))
+        assert reply.status == INVALID
+        assert "ranks" in reply.message
+
+
+async def test_one_members_unanswered_requests_are_bounded_and_others_are_served(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "MAX_UNANSWERED", 5)
+    async with serving(world) as service:
+        flood, other = service.rollout("flood"), service.rollout("other")
+        async with service.server._lock:  # nothing is answered meanwhile
+            for number in range(6):
+                await flood.send(pb.ExchangeRequest(lease_return=pb.LeaseReturn()), number=number + 1)
+            reply = await flood.receive()
+            assert (reply.request_id, reply.status) == (6, INVALID)
+            assert "wait for an answer" in reply.message
+            await other.send(lease())
+        assert (await other.receive()).status == OK
+        assert [(await flood.receive()).request_id for _ in range(5)] == [1, 2, 3, 4, 5]
+        assert (await flood.ask(lease())).status == OK  # what is answered counts no more
+        assert not service.server._door._unanswered
+
+
+async def test_whatever_room_is_said_the_answer_is_bounded(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    leases = rollout.lease(2**32 - 1)
+    assert len(leases) == 4
+    for given in leases:
+        rollout.finish(given)
+    assert len(reward.tasks(2**32 - 1)) == 4
+
+
+def test_tasks_in_one_answer_are_bounded_by_bytes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    for given in rollout.lease(8):
+        rollout.finish(given)
+    monkeypatch.setattr(scores, "MAX_TASK_BYTES", 1000)  # more than one group has, less than three have
+    sizes = [len(reward.tasks()) for _ in range(5)]
+    assert sum(sizes) == 4
+    assert max(sizes) < 4
+    monkeypatch.setattr(scores, "MAX_TASK_BYTES", 1)
+    for task in range(4):
+        world.send(
+            reward.message(
+                pb.ScoreTask(group_id=task, attempt=1, digest=world.group(task)["digest"]), handed_back=True
+            )
+        )
+    assert [len(reward.tasks()) for _ in range(5)] == [1, 1, 1, 1, 0]  # one group always goes out
+
+
+async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
+    async with serving(world) as service:
+        worker, again = service.rollout("worker"), service.rollout("worker")
+        (given,) = (await worker.ask(lease())).lease.leases
+        request, frames = Rollout(world, "worker").result(given)
+        async with service.server._lock:  # nothing is answered meanwhile
+            await worker.send(request, frames, number=1)
+            await worker.ask(lease_that_is_refused(), number=2)  # so the first has arrived
+            request.again = True
+            await again.send(request, frames, number=3)
+            await again.ask(lease_that_is_refused(), number=4)
+            assert len(service.server._door._under_way) == 1
+        reply = await again.receive()  # where it was sent from last
+        assert (reply.request_id, reply.status) == (3, COMMITTED)
+        stored = stored_bytes(service)
+        reply = await again.ask(request, frames, number=5)
+        assert reply.status == DUPLICATE
+        assert stored_bytes(service) == stored
+        assert service.server._pending_bytes == 0
+        assert not service.server._door._under_way
+
+
+def lease_that_is_refused() -> pb.ExchangeRequest:
+    """Answered as it arrives, outside of any transaction."""
+    return pb.ExchangeRequest(lease=pb.LeaseRequest(held=pb.Held(group_ids=range(door.MAX_HELD + 1))))
+
+
+async def test_what_was_committed_before_a_restart_is_not_stored_again(world: World) -> None:
+    rollout = Rollout(world, "worker")
+    (given,) = rollout.lease()
+    request, frames = rollout.result(given)
+    assert rollout.finish(given) == COMMITTED
+    request.again, request.term = True, 0
+    async with serving(world) as service:
+        stored = stored_bytes(service)
+        assert (await service.rollout("worker").ask(request, frames)).status == DUPLICATE
+        assert stored_bytes(service) == stored
+        assert "tokens:wasted" not in world.counters
+
+
+def stored_bytes(service: Service) -> int:
+    """Of the segments beside the ledger."""
+    return sum(path.stat().st_size for path in service.world.ledger.payloads.folder.glob("*.seg"))
+
+
+async def test_handed_back_samples_count_in_backpressure(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_server, "MAX_PENDING_BYTES", 1000)
+    async with serving(world) as service:
+        worker, driver = service.rollout("worker"), Rollout(world, "worker")
+        leases = (await worker.ask(lease(room=8))).lease.leases
+        async with service.server._lock:
+            for number, given in enumerate(leases):
+                pair = driver.completions(given)
+                returned = pb.LeaseReturn(
+                    group_id=given.group_id,
+                    attempt=given.attempt,
+                    finish_reasons=["stop", "stop"],
+                    texts=["", ""],
+                )
+                frames = [driver.result(given)[1][0]]
+                assert len(pair) == 2
+                await worker.send(pb.ExchangeRequest(lease_return=returned), frames, number=number)
+            async with asyncio.timeout(DEADLINE_S):
+                await until_full(service)
+            assert service.server._pending_bytes < 2000  # the rest is not read
+        replies = [await worker.receive() for _ in leases]
+        assert {reply.status for reply in replies} == {COMMITTED}
+        assert service.server._pending_bytes == 0
+
+
+async def until_full(service: Service) -> None:
+    """Returns when the server has stopped reading."""
+    pause = asyncio.Event()
+    while service.server._pending_bytes < exchange_server.MAX_PENDING_BYTES:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pause.wait(), 0.01)
+
+
+async def test_of_many_parked_requests_a_few_are_looked_at_when_nothing_has_happened(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, workers = make_world(), 200
+    looks: list[int] = []
+    handle_leases = exchange_server.handle_leases
+
+    def counted(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]:
+        looks.append(len(asked))
+        return handle_leases(exchange, asked)
+
+    monkeypatch.setattr(exchange_server, "TICK_S", 3600.0)
+    async with serving(world) as service:
+        peers: list[Peer] = [service.rollout(f"rollout-{index}", step=None) for index in range(workers)]
+        for peer in peers:
+            await peer.send(lease(FOREVER_S))
+        while len(service.server._parked) < workers:
+            await service.rollout("other", step=None).ask(lease())
+        monkeypatch.setattr(exchange_server, "handle_leases", counted)
+        server = service.server
+        for tick in range(1, 4):
+            server._ticked = True
+            await server._transact(set(), set())
+            assert len(server._leases) + sum(looks) == tick * exchange_server.PARKED_AT_ONCE
+            while server._leases:
+                await server._transact(set(), set())
+        looks.clear()
+        world.acknowledge("rollout-7", Rollout(world, "holder").version)
+        server.wake("lease")  # something has happened: everybody is looked at
+        assert len((await peers[7].receive()).lease.leases) == 1
+        assert sum(looks) >= workers
+
+
+def has_ipv6() -> bool:
+    """Whether this host has the loopback address of IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no ::1")
+async def test_the_exchange_listens_and_is_reached_by_ipv6(world: World) -> None:
+    async with serving(world, host="::1") as service:
+        assert (await service.rollout("rollout").ask(lease())).status == OK
