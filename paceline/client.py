@@ -140,7 +140,14 @@ class Client:
         """All runs of the coordinator, oldest first."""
         from protos.paceline.v1.run_pb2 import ListRequest
 
-        return list(self._call(lambda: self._runs.List(ListRequest(), timeout=self._timeout_s)).runs)
+        runs: list[Run] = []
+        request = ListRequest()
+        while True:
+            page = self._call(lambda: self._runs.List(request, timeout=self._timeout_s))
+            runs += page.runs
+            if not page.next_page_token:
+                return runs
+            request.page_token = page.next_page_token
 
     def cancel(self, run_id: str) -> Run:
         """Ends a run. Raises NotFound, Conflict."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+import reprlib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,8 @@ from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.section import STORED
 
+MAX_PATH = 1024
+FAULTS_SHOWN = 20
 PATH_FIELDS = (
     ("policy", "model_name"),
     ("policy", "tokenizer_name"),
@@ -67,8 +70,21 @@ def parse_spec(tree: dict[str, Any], base: Path | None = None, *, stored: bool =
 
 
 def submitted_spec(text: str) -> RunSpec:
-    """The spec in YAML `text` that a client submits. Raises SpecError."""
-    return parse_spec(_tree_of(text))
+    """The spec in YAML `text` that a client submits, within the bounds of `bounded_yaml`. Raises SpecError."""
+    from paceline import bounded_yaml
+
+    spec = parse_spec(_mapping(bounded_yaml.load(text)))
+    _check_paths(spec)
+    return spec
+
+
+def _check_paths(spec: RunSpec) -> None:
+    """Raises SpecError for a path that no file system takes."""
+    paths = {f"{section}.{key}": getattr(getattr(spec, section), key) for section, key in PATH_FIELDS}
+    paths |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(spec.rewards)}
+    for name, path in paths.items():
+        if path is not None and (len(path) > MAX_PATH or not path.isprintable()):
+            raise SpecError(f"{name} is {path[:80]!r}: not a path of {MAX_PATH} printable characters at most")
 
 
 def spec_from_yaml(text: str) -> RunSpec:
@@ -82,6 +98,10 @@ def _tree_of(text: str) -> dict[str, Any]:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SpecError(f"the spec is not valid YAML: {error}") from None
+    return _mapping(tree)
+
+
+def _mapping(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise SpecError(f"the spec is {type(tree).__name__}, it has to be a mapping of sections")
     return tree
@@ -161,7 +181,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 def explain(error: ValidationError) -> str:
     """One line per fault: the dotted field, the value, what is wrong, what was meant."""
-    return "\n".join(_explain_one(item) for item in error.errors())
+    items = error.errors()
+    lines = [_explain_one(item) for item in items[:FAULTS_SHOWN]]
+    if len(items) > FAULTS_SHOWN:
+        lines.append(f"and {len(items) - FAULTS_SHOWN} more faults")
+    return "\n".join(lines)
 
 
 def _explain_one(item: Any) -> str:
@@ -176,7 +200,7 @@ def _explain_one(item: Any) -> str:
         return f"{location}: missing; every spec has to set it"
     if item["type"] == "value_error":
         return f"{location}: {message}" if location else message
-    return f"{location}: {message} (got {item['input']!r})"
+    return f"{location}: {message} (got {reprlib.repr(item['input'])})"
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:

@@ -14,13 +14,16 @@ from paceline.errors import InvalidInput, Unavailable
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.introduction import check_hello
+from services.coordinator.limits import fitting_event
 from services.coordinator.members import Member
+from services.coordinator.run_messages import page, run_message
 from services.file_limit import Capacity
 from services.grpc_server import with_status, with_stream_status
 
 HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WAIT_S = 30.0
 """For the first message of a stream."""
+EVENTS_AT_ONCE = 100
 ENDED = {"succeeded", "failed", "cancelled"}
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -42,8 +45,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def List(self, request: run_pb2.ListRequest, context: Context) -> run_pb2.ListResponse:
-        rows = self._coordinator.committed.runs()
-        return run_pb2.ListResponse(runs=[self._run(row["run_id"]) for row in rows])
+        return page(self._coordinator.committed, request)
 
     @with_stream_status
     async def Watch(
@@ -54,14 +56,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         while True:
             async with self._coordinator.changed:  # held from looking to waiting: no event falls in between
                 ended = ledger.run(request.run_id)["state"] in ENDED
-                events = ledger.events(request.run_id, after)
+                events = ledger.events(request.run_id, after, EVENTS_AT_ONCE)
                 if not events and not ended and not self._coordinator.stopping:
                     await self._coordinator.changed.wait()
                     continue
             await self._coordinator.ledger.sync_off_loop()  # what is told does not vanish with the power
             for event in events:
                 after = event["sequence"]
-                yield run_pb2.WatchResponse(sequence=after, kind=event["kind"], json=event["json"])
+                text = fitting_event(event["json"])
+                yield run_pb2.WatchResponse(sequence=after, kind=event["kind"], json=text)
             if ended and not events:
                 return
             if self._coordinator.stopping:
@@ -89,22 +92,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         raise AssertionError  # abort raises
 
     def _run(self, run_id: str) -> run_pb2.Run:
-        ledger = self._coordinator.committed
-        row = ledger.run(run_id)
-        spec = self._coordinator.spec(run_id)
-        return run_pb2.Run(
-            run_id=run_id,
-            state=run_pb2.RunState.Value(f"RUN_STATE_{row['state'].upper()}"),
-            message=row["message"],
-            step=row["next_step"],
-            max_num_steps=spec.max_num_steps,
-            directory=str(ledger.run_directory(run_id)),
-            spec_yaml=row["spec_yaml"],
-            groups=ledger.groups_by_state(run_id),
-            tokens=ledger.token_books(run_id),
-            age_s=time.time() - row["submitted_s"],
-            warnings=spec.warnings,
-        )
+        row = self._coordinator.committed.run(run_id)
+        message = run_message(self._coordinator.committed, row)
+        message.spec_yaml = row["spec_yaml"]
+        return message
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):

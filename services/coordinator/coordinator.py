@@ -13,13 +13,14 @@ Everything runs on one event loop; `lock` serialises transactions with the excha
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
 import time
 from pathlib import Path
 
 from paceline.data import PromptSource, open_prompts, open_rows
-from paceline.errors import Conflict, DataError, LedgerFault, PacelineError
+from paceline.errors import Conflict, DataError, InvalidInput, LedgerFault, PacelineError, SpecError
 from paceline.example_rows import check_example
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_ledger, spec_to_yaml, submitted_spec
@@ -38,6 +39,7 @@ from services.growing_pause import GrowingPause
 from services.seldom import unforeseen
 
 TICK_S = 0.5
+MAX_SUBMISSION = 128
 HEAR_S = 5.0
 """How long a coordinator that was told to stop listens for workers that were told so too; they say it every second."""
 
@@ -73,6 +75,8 @@ class Coordinator:
         self.stopping = False
         self.faults = Faults(self)
         self.pool = Pool(self, members)
+        self._reading = asyncio.Lock()
+        """Held while a thread reads a spec: one at a time leaves the loop its turn."""
         self._retried = ""
         """The run that is paused and tried again by itself."""
         self._open_again_s = 0.0
@@ -92,7 +96,17 @@ class Coordinator:
         active = self.ledger.active_run()
         if active is not None and active["state"] == "paused" and self.ledger.is_retried(active["run_id"]):
             self._retried = active["run_id"]
+        await self._fill_in()
         await self._start_next()
+
+    async def _fill_in(self) -> None:
+        """Steps and warnings of runs that an earlier version has recorded without them."""
+        rows = self.ledger.db.execute("SELECT run_id, spec_yaml FROM runs WHERE max_num_steps = 0").fetchall()
+        for row in rows:
+            steps, warnings = await asyncio.to_thread(_facts_of, row["spec_yaml"])
+            with self.ledger.transaction(synced=False):
+                columns = {"max_num_steps": steps, "warnings_json": json.dumps(warnings)}
+                self.ledger.update_run(row["run_id"], **columns)
 
     async def run_forever(self) -> None:
         """Starts queued runs and expires silent members, until cancelled. Raises LedgerFault when the disk has refused a
@@ -143,7 +157,12 @@ class Coordinator:
 
         Raises SpecError, DataError.
         """
-        spec = submitted_spec(spec_yaml)
+        if len(submission) > MAX_SUBMISSION:
+            raise InvalidInput(
+                f"the name of a submission has {len(submission)} characters, not {MAX_SUBMISSION} at most"
+            )
+        async with self._reading:
+            spec, text = await asyncio.to_thread(_read_submitted, spec_yaml)
         refuse_large_groups(spec)
         await asyncio.to_thread(_open_data, spec)
         if spec.checkpointing.checkpoint_dir:
@@ -153,24 +172,22 @@ class Coordinator:
             if known is not None:
                 return known
             with self.ledger.transaction():
-                run_id = f"{spec.name}-{len(self.ledger.runs()) + 1}"
+                run_id = f"{spec.name}-{self.ledger.num_runs() + 1}"
                 directory = self.directory / run_id
-                self.ledger.add_run(
-                    run_id, spec_to_yaml(spec), str(directory), spec.max_num_steps, spec.warnings
-                )
+                self.ledger.add_run(run_id, text, str(directory), spec.max_num_steps, spec.warnings)
                 queued = {"state": "queued"} | ({"submission": submission} if submission else {})
                 self.ledger.add_event(run_id, "state", queued)
                 for warning in spec.warnings:
                     self.ledger.add_event(run_id, "warning", {"message": warning})
-            self._make_run_directory(directory, spec)
+            self._make_run_directory(directory, text)
         log.info("run %s is queued", run_id)
         await self.tell_watchers()
         return run_id
 
-    def _make_run_directory(self, directory: Path, spec: RunSpec) -> None:
+    def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
         """The run's folder: its spec, and links to what it shares with its neighbours."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "spec.yaml").write_text(spec_to_yaml(spec))
+        (directory / "spec.yaml").write_text(spec_yaml)
         for shared in (self.ledger.path, self.directory / "logs"):
             link = directory / shared.name
             if shared.exists() and not link.is_symlink():
@@ -355,10 +372,6 @@ class Coordinator:
         self.journal.close()
         self.committed.close()
 
-    def spec(self, run_id: str) -> RunSpec:
-        """The spec of a run. Raises NotFound; SpecError for one that cannot be read any more."""
-        return spec_from_ledger(self.committed.run(run_id)["spec_yaml"])[0]
-
     async def learner_finished(self, session: int) -> None:
         """The learner has exported what the run was for."""
         self._finished_session = session
@@ -401,6 +414,21 @@ class Coordinator:
         """There may be news in the events."""
         async with self.changed:
             self.changed.notify_all()
+
+
+def _read_submitted(spec_yaml: str) -> tuple[RunSpec, str]:
+    """A spec and its resolved text. Raises SpecError."""
+    spec = submitted_spec(spec_yaml)
+    return spec, spec_to_yaml(spec)
+
+
+def _facts_of(spec_yaml: str) -> tuple[int, list[str]]:
+    """Steps and warnings of a stored spec; none of one that this version cannot parse."""
+    try:
+        spec, unknown = spec_from_ledger(spec_yaml)
+    except SpecError:
+        return 0, []
+    return spec.max_num_steps, [*spec.warnings, *unknown]
 
 
 def _open_data(spec: RunSpec) -> tuple[PromptSource | None, PromptSource | None]:

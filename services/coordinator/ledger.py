@@ -63,6 +63,18 @@ class Ledger(LedgerFile):
         """All runs, oldest first."""
         return self.db.execute("SELECT * FROM runs ORDER BY sequence").fetchall()
 
+    def runs_after(self, sequence: int, limit: int) -> list[sqlite3.Row]:
+        """Runs submitted after that one, oldest first, without their specs."""
+        return self.db.execute(
+            "SELECT run_id, sequence, state, message, next_step, max_num_steps, directory, submitted_s, warnings_json"
+            " FROM runs WHERE sequence > ? ORDER BY sequence LIMIT ?",
+            (sequence, limit),
+        ).fetchall()
+
+    def num_runs(self) -> int:
+        """Runs that were ever submitted."""
+        return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])
+
     def active_run(self) -> sqlite3.Row | None:
         """The one run that trains (or is paused), if any."""
         return self._first("SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY sequence")

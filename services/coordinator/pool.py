@@ -31,6 +31,9 @@ from services.seldom import unforeseen
 if TYPE_CHECKING:
     from services.coordinator.coordinator import Coordinator
 
+TOLD_S = 1.0
+"""Pauses of the coordinator that its log tells of."""
+
 log = logging.getLogger(__name__)
 
 
@@ -65,8 +68,9 @@ class Pool:
         """Suspects and ends members that are not heard of."""
         now_s = time.monotonic()
         if pause_s := self.lag.take():
-            log.warning("the coordinator stood still for %.1f s, which counts as nobody's silence", pause_s)
             self.members.forgive(pause_s, now_s)
+            if pause_s > TOLD_S:
+                log.warning("the coordinator stood still for %.1f s: that is no member's silence", pause_s)
         for member in self.members.silent(now_s):
             with self._fault_of(member):
                 # A process that dies closes its stream; one that is stopped or cut off does not.

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.errors import Conflict
 from paceline.spec_io import spec_to_yaml
 from protos.paceline.v1 import run_pb2
+from services.seldom import unforeseen
 
 
 async def test_reflection_lists_the_services(plane: Plane) -> None:
@@ -168,3 +169,79 @@ async def test_a_submission_that_is_sent_again_queues_one_run(plane: Plane) -> N
     other = (await plane.runs.Submit(run_pb2.SubmitRequest(spec_yaml=text, submission="two"))).run.run_id
     assert first == second != other
     assert len(plane.ledger.runs()) == 2
+
+
+async def test_runs_come_in_pages_without_their_specs(plane: Plane) -> None:
+    submitted = [(await plane.submit()).run_id for _ in range(5)]
+    seen, token, sizes = [], "", []
+    while True:
+        page = await plane.runs.List(run_pb2.ListRequest(page_size=2, page_token=token))
+        seen += [run.run_id for run in page.runs]
+        sizes.append(len(page.runs))
+        assert not any(run.spec_yaml for run in page.runs)
+        if not (token := page.next_page_token):
+            break
+    assert (seen, sizes) == (submitted, [2, 2, 1])
+    for wrong in ("x", "-1", "²", "9" * 100):
+        request = run_pb2.ListRequest(page_token=wrong)
+        if wrong.isascii() and wrong.isdigit():
+            assert not (await plane.runs.List(request)).runs
+        else:
+            code, _ = await refusal(plane.runs.List(request))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_list_parses_no_yaml_and_survives_a_bad_row(plane: Plane) -> None:
+    for _ in range(3):
+        await plane.submit()
+    plane.ledger.db.execute("UPDATE runs SET spec_yaml = '&a [*a]', state = 'odd' WHERE run_id = 'test-2'")
+    plane.ledger.db.execute("UPDATE runs SET spec_yaml = '{' WHERE run_id = 'test-3'")
+    first, bad, last = (await plane.runs.List(run_pb2.ListRequest())).runs
+    assert (first.run_id, first.max_num_steps) == ("test-1", 4)
+    assert (bad.run_id, bad.state) == ("test-2", run_pb2.RUN_STATE_UNSPECIFIED)
+    assert "cannot be read" in bad.message
+    assert (last.run_id, last.max_num_steps) == ("test-3", 4)
+
+
+async def test_runs_of_an_earlier_version_are_filled_in_when_it_can_parse_them(tmp_path: Path) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    try:
+        await plane.submit()
+        await plane.submit()
+        plane.ledger.db.execute("UPDATE runs SET state = 'succeeded', max_num_steps = 0")
+        plane.ledger.db.execute("UPDATE runs SET spec_yaml = 'other: version' WHERE run_id = 'test-2'")
+    finally:
+        await plane.stop()
+    again = Plane(tmp_path)
+    await again.start()
+    try:
+        listed = (await again.runs.List(run_pb2.ListRequest())).runs
+        assert [(run.run_id, run.max_num_steps) for run in listed] == [("test-1", 4), ("test-2", 0)]
+    finally:
+        await again.stop()
+
+
+async def test_an_unforeseen_exception_is_answered_and_counted(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("services.coordinator.control.page", fail)
+    monkeypatch.setattr(plane.coordinator.committed, "events", fail)
+    before = unforeseen.total
+    code, details = await refusal(plane.runs.List(run_pb2.ListRequest()))
+    assert code is grpc.StatusCode.INTERNAL
+    assert "unforeseen ZeroDivisionError in List" in details
+    run = await plane.submit()
+    code, details = await refusal(plane.runs.Watch(run_pb2.WatchRequest(run_id=run.run_id)).read())
+    assert code is grpc.StatusCode.INTERNAL
+    assert "in Watch" in details
+    assert unforeseen.total == before + 2
+
+
+async def test_a_long_error_fits_into_its_trailer(plane: Plane) -> None:
+    code, details = await refusal(plane.runs.Get(run_pb2.GetRequest(run_id="é\n" * 100_000)))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert details.endswith("[...]")

@@ -51,7 +51,7 @@ async def test_a_coordinator_that_stood_still_takes_nobody_for_gone(tmp_path: Pa
         pool, members = plane.coordinator.pool, plane.coordinator.members.all()
         await pool.look_after()
         heard_s = [member.last_report_s for member in members]
-        time.sleep(1.5)  # noqa: ASYNC251: the loop stands still, as for a disk or a stopped process
+        time.sleep(1.5)  # noqa: ASYNC251 (the loop stands still, as for a disk or a stopped process)
         await pool.look_after()
         assert plane.coordinator.members.all() == members
         assert not any(member.suspected for member in members)

@@ -1,0 +1,62 @@
+"""YAML of a stranger is read within bounds, and refused with a sentence beyond them."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from paceline.bounded_yaml import MAX_BYTES, MAX_NODES, MAX_SCALAR, load
+from paceline.errors import SpecError
+from paceline.spec_io import submitted_spec
+
+BILLION = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [*{before}, *{before}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def test_what_a_spec_may_say_is_read_as_by_the_safe_loader() -> None:
+    text = "name: x\ngrpo: {num_prompts_per_step: 2}\nlist: [1, 2.5, null, true, 2026-01-01]\ntext: |\n  a\n  b\n"
+    assert load(text) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BILLION, "anchor or alias in line 1"),
+        ("a: *b", "anchor or alias"),
+        ("[" * 50_000, "more than 32 levels deep"),
+        ("{" * 50_000, "more than 32 levels deep"),
+        ("\n".join(f"k{number}: 1" for number in range(MAX_NODES)), f"more than {MAX_NODES} keys"),
+        ("a: '" + "x" * (MAX_SCALAR + 1) + "'", "characters, 65536 are allowed"),
+        ("x" * (MAX_BYTES + 1), "bytes, 1048576 are allowed"),
+        ("a: " + "9" * 5000, "cannot be read"),
+        ("a: 2026-13-45", "cannot be read"),
+        ("[", "not valid YAML"),
+        ("!!python/object/apply:os.system [ls]", "not valid YAML"),
+        ("? [a]\n: b", "not valid YAML"),
+    ],
+)
+def test_what_is_beyond_the_bounds_is_refused_with_a_sentence(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        load(text)
+
+
+def test_a_spec_of_many_faults_names_the_first() -> None:
+    text = "\n".join(f"unknown_{number}: 1" for number in range(5000))
+    with pytest.raises(SpecError) as caught:
+        submitted_spec(text)
+    assert "more faults" in str(caught.value)
+    assert len(str(caught.value)) < 20_000
+
+
+def test_a_path_that_no_file_system_takes_is_refused_by_its_key() -> None:
+    tree = {
+        "policy": {"model_name": "m" * 2000},
+        "data": {"train": "t.jsonl"},
+        "rewards": [{"function": "f.py:f"}],
+    }
+    with pytest.raises(SpecError, match=r"policy\.model_name is 'mmm"):
+        submitted_spec(yaml.safe_dump(tree))
+    tree["policy"] = {"model_name": "model\x00"}
+    with pytest.raises(SpecError, match="not a path"):
+        submitted_spec(yaml.safe_dump(tree))
