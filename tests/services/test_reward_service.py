@@ -58,6 +58,10 @@ async def test_calls_beyond_the_bound_are_told_to_come_later() -> None:
         await score(service, functions=["length"], completions=["a"])
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     service._calls = 0
-    asked = {"functions": ["exact_match"], "completions": ["a", "b"], "columns_json": '{"answer": ["a", "a"]}'}
+    asked = {
+        "functions": ["exact_match"],
+        "completions": ["a", "b"],
+        "columns_json": '{"answer": ["a", "a"]}',
+    }
     assert len((await score(service, **asked)).scores[0].scores) == 2
     assert service._calls == 0
