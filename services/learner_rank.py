@@ -6,6 +6,7 @@ rank has its own connection to the exchange, for its parts of batches and its re
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -35,12 +36,16 @@ from services.learner_run import LearnerRun
 from services.learner_service import LearnerServicer, Orders
 from services.lifeline import die_with_parent
 from services.member import LEAVE_WAIT_S, Membership
+from services.outgoing import Outgoing
 from services.rank_group import form_rank_group
 from services.ready import announce
 from services.set_up import failed_set_up
 from services.token_guard import worker_guard
 
 ASSIGNMENT_POLL_S = 2.0
+
+OUTBOX_SIZE = 8
+"""Reports that are past being replaced by newer ones."""
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +74,15 @@ class LearnerRank:
         self._assigned: worker_pb2.RunAssignment | None = None
         self._run: LearnerRun | None = None
         self.stopping = threading.Event()
-        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+        self.membership = Membership(
+            coordinator, self._hello, self._on_directive, self._gauges, outbox_size=OUTBOX_SIZE
+        )
+        self._outgoing = Outgoing(self.background.loop, self.membership.report)
 
     def join(self) -> None:
         """Becomes a member; once its address is known, since that is what it says first."""
         self.background.start(self.membership.run())
+        self.background.start(self._outgoing.run())
 
     def serve_forever(self) -> None:
         """Works on one assignment after the other, until told to stop."""
@@ -123,13 +132,22 @@ class LearnerRank:
     def close(self) -> None:
         """Leaves in good order: with the coordinator's word that it has the last checkpoint, if there is time."""
         left_s = max(LEAVE_WAIT_S, self._told_s + self.grace_s - time.monotonic())
-        if not self.background.wait(self.membership.leave(left_s), left_s + 5.0):
+        if not self.background.wait(self._leave(left_s), left_s + 5.0):
             log.warning("no coordinator took this rank's last reports within %.0f s", left_s)
         self.background.close()
 
     def report(self, report: worker_pb2.ConnectRequest) -> None:
-        """Sends a report from any thread."""
-        self.background.post(self.membership.report(report))
+        """Sends a report from any thread, when there is somebody to take it; what a newer one replaces is not sent."""
+        self._outgoing.put(report)
+
+    async def _leave(self, wait_s: float) -> bool:
+        """Says everything that is left to say, and leaves; whether the coordinator has taken it."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._outgoing.emptied()
+                return await self.membership.leave(wait_s)
+        except TimeoutError:
+            return False
 
     def _next_assignment(self) -> bytes:
         """The newest assignment, if one comes soon; empty otherwise, so that no rank sits in a collective for long."""

@@ -81,12 +81,13 @@ class Membership:
         hello: Callable[[], worker_pb2.Hello],
         on_directive: Directive,
         gauges: Callable[[], dict[str, float]] = dict,
+        outbox_size: int = OUTBOX_SIZE,
     ):
         self._coordinator = checked_address(coordinator)
         self._hello = hello
         self._on_directive = on_directive
         self._gauges = gauges
-        self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(OUTBOX_SIZE)
+        self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unsaid: worker_pb2.ConnectRequest | None = None
         """Taken from there; the stream may break before it is written."""
         self._context = zmq.asyncio.Context()

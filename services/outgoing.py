@@ -1,0 +1,89 @@
+"""What the learner has still to say to the coordinator: bounded, however long nobody listens.
+
+Of what is said again and again only the newest counts: the offer to a member, how a publish to it went, what was staged last.
+Such a report replaces its predecessor that waits. Everything else (checkpoints, set-up, the end of a run) waits in order and is
+never dropped; there are a few of them in a session.
+
+`put` may be called from any thread; one coroutine takes the reports out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Awaitable, Callable
+
+from protos.paceline.v1 import worker_pb2
+
+MAX_REPLACEABLE = 1024
+"""Reports for which there may be newer ones; beyond them the oldest is dropped."""
+
+Key = tuple[str, str | int]
+
+
+class Outgoing:
+    """Reports on their way to `send`, which waits while no stream takes them. To be made in any thread; `loop` runs `run`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        send: Callable[[worker_pb2.ConnectRequest], Awaitable[None]],
+    ) -> None:
+        self._loop = loop
+        self._send = send
+        self._lock = threading.Lock()
+        self._waiting: dict[Key, worker_pb2.ConnectRequest] = {}
+        self._numbers = itertools.count()
+        self._news, self._idle = asyncio.Event(), asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, report: worker_pb2.ConnectRequest) -> None:
+        """Says `report` as soon as somebody listens."""
+        newer = _replaces(report)
+        with self._lock:
+            if newer is not None:
+                self._waiting.pop(newer, None)
+            self._waiting[newer or ("kept", next(self._numbers))] = report
+            replaceable = [key for key in self._waiting if key[0] != "kept"]
+            if len(replaceable) > MAX_REPLACEABLE:
+                del self._waiting[replaceable[0]]
+        self._loop.call_soon_threadsafe(self._news.set)
+
+    async def run(self) -> None:
+        """Sends what waits, oldest first. Runs until cancelled."""
+        while True:
+            self._news.clear()
+            while (report := self._take()) is not None:
+                self._idle.clear()
+                await self._send(report)
+            self._idle.set()
+            # No deadline: there may be nothing to say for as long as a step takes.
+            await self._news.wait()
+
+    async def emptied(self) -> None:
+        """Returns when everything is sent that was put before."""
+        while self._waiting or not self._idle.is_set():
+            self._idle.clear()
+            self._news.set()
+            await self._idle.wait()
+
+    def _take(self) -> worker_pb2.ConnectRequest | None:
+        with self._lock:
+            return self._waiting.pop(next(iter(self._waiting)), None) if self._waiting else None
+
+
+def _replaces(report: worker_pb2.ConnectRequest) -> Key | None:
+    """What a report is the newest word on; None when each one counts."""
+    match report.WhichOneof("report"):
+        case "weight_offer":
+            return "offer", report.weight_offer.member_id
+        case "publish":
+            return "publish", report.publish.member_id
+        case "staged":
+            return "staged", report.staged.run_id
+        case "run_report" if report.run_report.warning:
+            return "warning", report.run_report.warning
+    return None

@@ -1,0 +1,111 @@
+"""What a learner has to say while nobody listens: bounded, newest first to count, nothing of weight lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from protos.paceline.v1 import worker_pb2
+from services.learner_rank import LearnerRank
+from services.outgoing import MAX_REPLACEABLE, Outgoing
+
+DEADLINE_S = 20.0
+
+
+def offer(member_id: str, step: int) -> worker_pb2.ConnectRequest:
+    message = worker_pb2.WeightOffer(member_id=member_id, manifest=b"m" * 100)
+    message.version.step = step
+    return worker_pb2.ConnectRequest(weight_offer=message)
+
+
+def checkpoint(step: int) -> worker_pb2.ConnectRequest:
+    return worker_pb2.ConnectRequest(checkpoint=worker_pb2.CheckpointReport(step=step))
+
+
+def warning(text: str) -> worker_pb2.ConnectRequest:
+    return worker_pb2.ConnectRequest(run_report=worker_pb2.RunReport(warning=text))
+
+
+class Listener:
+    """Takes reports while its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.heard: list[worker_pb2.ConnectRequest] = []
+
+    async def take(self, report: worker_pb2.ConnectRequest) -> None:
+        await self.gate.wait()
+        self.heard.append(report)
+
+
+async def test_the_newest_of_each_member_is_said_and_every_checkpoint() -> None:
+    listener = Listener()
+    outgoing = Outgoing(asyncio.get_running_loop(), listener.take)
+    running = asyncio.create_task(outgoing.run())
+    for step in range(5000):
+        for member_id in ("a", "b"):
+            outgoing.put(offer(member_id, step))
+            publish = worker_pb2.PublishReport(member_id=member_id)
+            publish.version.step = step
+            outgoing.put(worker_pb2.ConnectRequest(publish=publish))
+        if step % 1000 == 0:
+            outgoing.put(checkpoint(step))
+    assert len(outgoing) == 9
+    listener.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await outgoing.emptied()
+    offers = [report.weight_offer for report in listener.heard if report.HasField("weight_offer")]
+    assert [(o.member_id, o.version.step) for o in offers] == [("a", 4999), ("b", 4999)]
+    checkpoints = [report.checkpoint.step for report in listener.heard if report.HasField("checkpoint")]
+    assert checkpoints == [0, 1000, 2000, 3000, 4000]
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_what_may_be_dropped_is_dropped_oldest_first() -> None:
+    outgoing = Outgoing(asyncio.get_running_loop(), Listener().take)
+    outgoing.put(checkpoint(1))
+    for number in range(MAX_REPLACEABLE + 10):
+        outgoing.put(warning(f"warning {number}"))
+    assert len(outgoing) == MAX_REPLACEABLE + 1
+
+
+async def test_emptied_waits_for_what_is_being_sent() -> None:
+    listener = Listener()
+    outgoing = Outgoing(asyncio.get_running_loop(), listener.take)
+    running = asyncio.create_task(outgoing.run())
+    outgoing.put(checkpoint(1))
+    emptied = asyncio.create_task(outgoing.emptied())
+    done, _ = await asyncio.wait([emptied], timeout=0.2)
+    assert not done
+    assert len(outgoing) == 0  # it is in the listener's hands
+    listener.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await emptied
+    assert len(listener.heard) == 1
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@pytest.fixture
+def rank() -> Iterator[LearnerRank]:
+    """A rank whose coordinator is away."""
+    rank = LearnerRank("127.0.0.1:1", "learner", torch.device("cpu"), "127.0.0.1", "127.0.0.1", 5.0)
+    rank.join()
+    yield rank
+    rank.background.close()
+
+
+def test_a_learner_does_not_pile_up_offers_while_the_coordinator_is_away(rank: LearnerRank) -> None:
+    for step in range(5000):
+        rank.report(offer("m", step))
+
+    async def tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    assert rank.background.wait(tasks(), DEADLINE_S) < 20
+    assert rank.membership.waiting_reports <= 8
+    assert rank.background.wait(rank._leave(0.1), DEADLINE_S) is False
