@@ -169,6 +169,15 @@ class Client:
         request = ResumeRequest(run_id=run_id)
         return self._call(lambda: self._runs.Resume(request, timeout=self._timeout_s)).run
 
+    def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
+        """Takes groups out of the batch that is due, of a paused run; the batch is fixed anew without them. Raises NotFound,
+        Conflict, InvalidInput.
+        """
+        from protos.paceline.v1.run_pb2 import DropGroupsRequest
+
+        request = DropGroupsRequest(run_id=run_id, group_ids=group_ids)
+        return self._call(lambda: self._runs.DropGroups(request, timeout=self._timeout_s)).run
+
     def watch(self, run_id: str, after: int = 0) -> Iterator[Event]:
         """Events of a run after a sequence number, as they happen, until the run has ended.
 

@@ -136,6 +136,11 @@ class LearnerRank:
             log.warning("no coordinator took this rank's last reports within %.0f s", left_s)
         self.background.close()
 
+    def leave(self, reason: str) -> None:
+        """Leaves because of a fault, once the coordinator has read what was reported of it, if it is there."""
+        with contextlib.suppress(TimeoutError):
+            self.background.wait(self.membership.leave(reason=reason), LEAVE_WAIT_S + 1.0)
+
     def report(self, report: worker_pb2.ConnectRequest) -> None:
         """Sends a report from any thread, when there is somebody to take it; what a newer one replaces is not sent."""
         self._outgoing.put(report)

@@ -28,7 +28,7 @@ from learner.export import export_policy
 from learner.gather import gather_merged, gather_weights
 from learner.row_check import check_rows
 from learner.trainer import Trainer
-from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, PacelineError, Unavailable
+from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailable
 from paceline.groups import Version
 from paceline.prompts import load_tokenizer
 from paceline.run_folders import EXPORT
@@ -39,6 +39,7 @@ from services.learner_checkpoints import SessionCheckpoints
 from services.learner_parts import Part, Parts
 from services.learner_weights import make_channel
 from services.set_up import failed_set_up, spec_of
+from services.step_fault import describe
 
 if TYPE_CHECKING:
     from services.learner_rank import LearnerRank
@@ -69,6 +70,8 @@ class LearnerRun:
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None
         self._reports: list[worker_pb2.ConnectRequest] = []
+        self._longest = 0
+        """Tokens of the longest sequence in this rank's last part."""
 
     @property
     def spec(self) -> RunSpec:
@@ -113,9 +116,11 @@ class LearnerRun:
                 "the newest checkpoint; policy.skip_non_finite_updates leaves such updates out",
                 resumable=True,
             )
-        except PacelineError as error:
-            self._fail(str(error))
+        except Unavailable as error:
+            self._fail(str(error), fault=worker_pb2.FAULT_PASSING)
             self.out_of_step = self._rank.world_size > 1
+        except Exception as error:
+            self._end_at_step(error)
 
     def close(self) -> None:
         """Ends publishing; orders that came too late are refused."""
@@ -238,13 +243,27 @@ class LearnerRun:
                 self._checkpoints.finish()
             if ended or stopping:
                 return None
-            if not missing:
+            if missing or part is None:
+                continue
+            if self._is_one_batch(part):
                 return part
+            part = None
+
+    def _is_one_batch(self, part: Part) -> bool:
+        """Whether all ranks have parts of one batch: it may have been fixed anew after the first ranks got theirs."""
+        if self._rank.world_size == 1:
+            return True
+        first = broadcast_bytes(part.batch.chain.encode()).decode()
+        (differs,) = any_over_ranks([part.batch.chain != first], self._rank.device)
+        return not differs
 
     def _train_step(self, part: Part) -> None:
         self._phase, traceparent = "training", part.batch.traceparent
         with span("train", traceparent, step=self.step, rank=self._rank.rank):
             sequences = self._sequences(part)
+            self._longest = max(
+                (len(one.prompt_ids) + len(one.completion_ids) for one in sequences), default=0
+            )
             before = self._validate() if self.step == 0 else {}
             metrics = self._trainer.train_step(sequences, self.step)
         for skipped in self._trainer.skipped:
@@ -336,6 +355,16 @@ class LearnerRun:
     def _fail(self, message: str, **facts: Any) -> None:
         log.error("run %s: %s", self.run_id, message)
         self._rank.report(self._run_report(error=message, step=self.step, **facts))
+
+    def _end_at_step(self, error: Exception) -> None:
+        """The session ends here, and the process with it: the device's memory and the other ranks' collectives are in nobody
+        knows which state. The coordinator counts it against the step and gives the next process a new session.
+        """
+        log.error("run %s: step %d cannot be trained", self.run_id, self.step, exc_info=error)
+        fault = describe(error, self._spec, self._rank.device, self._longest)
+        self._fail(f"{fault.message} (rank {self._rank.rank})", fault=fault.kind)
+        self.out_of_step = True
+        self._rank.leave(fault.message)
 
     @property
     def _vocabulary(self) -> int:

@@ -35,6 +35,7 @@ COMMANDS = {
     "cancel": ("paceline.cli.runs:cancel", "End a run."),
     "pause": ("paceline.cli.runs:pause", "Hold a run."),
     "resume": ("paceline.cli.runs:resume", "Go on with a run that is paused."),
+    "drop": ("paceline.cli.runs:drop", "Take groups out of the batch that a paused run is to train next."),
     "members": ("paceline.cli.workers:members", "List the workers."),
     "generate": ("paceline.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
     "samples": (

@@ -1,4 +1,4 @@
-"""Commands about runs: submit, runs, watch, cancel, pause, resume."""
+"""Commands about runs: submit, runs, watch, cancel, pause, resume, drop."""
 
 from __future__ import annotations
 
@@ -84,6 +84,17 @@ def resume(run: str, coordinator: str, as_json: bool) -> None:
     """Go on with a run that is paused."""
     with Client(coordinator) as client:
         _say(view.run_facts(client.resume(run)), as_json)
+
+
+@click.command()
+@click.argument("run")
+@click.argument("groups", nargs=-1, required=True, type=click.IntRange(min=0), metavar="GROUP...")
+@coordinator_option
+@json_option
+def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> None:
+    """Take groups out of the batch that a paused run is to train next; the batch is fixed anew without them."""
+    with Client(coordinator) as client:
+        _say(view.run_facts(client.drop_groups(run, groups)), as_json)
 
 
 def _say(facts: view.Facts, as_json: bool) -> None:

@@ -74,6 +74,11 @@ class Assignments:
             return
         await self.assign_learner()
 
+    def end_session(self) -> None:
+        """The learner's session is not to go on; it gets a new one when it is assigned the next time."""
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            learner.session = 0
+
     def dismiss(self, reason: str) -> None:
         """The run is over: everybody is idle."""
         for member in self._members.all():

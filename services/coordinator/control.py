@@ -85,11 +85,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         await self._coordinator.resume(request.run_id)
         return run_pb2.ResumeResponse(run=self._run(request.run_id))
 
+    @with_status
     async def DropGroups(
         self, request: run_pb2.DropGroupsRequest, context: Context
     ) -> run_pb2.DropGroupsResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "groups cannot be dropped yet")
-        raise AssertionError  # abort raises
+        await self._coordinator.drop_groups(request.run_id, list(request.group_ids))
+        return run_pb2.DropGroupsResponse(run=self._run(request.run_id))
 
     def _run(self, run_id: str) -> run_pb2.Run:
         row = self._coordinator.committed.run(run_id)

@@ -25,7 +25,7 @@ from paceline.example_rows import check_example
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_from_ledger, spec_to_yaml, submitted_spec
 from paceline.storage import Folder
-from services.coordinator import checkpoints, evaluation, pruning
+from services.coordinator import checkpoints, dropping, evaluation, pruning, session_faults
 from services.coordinator.checks import refuse_large_groups
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.exchange_server import ExchangeServer
@@ -221,12 +221,31 @@ class Coordinator:
             with self.ledger.transaction():
                 self._set_state(run_id, "running" if row["state"] == "paused" else "queued")
                 self.ledger.update_run(run_id, dropped_in_a_row=0)
+                session_faults.forget(self.exchange, run_id)
                 checkpoints.clear_marks(self.ledger, run_id)  # a person may have put them back
             self._retried, self._open_again_s = "", 0.0
         self.faults.forget()
         self.server.wake("lease", "batch")
         if self.exchange.active is not None:
             await self.pool.assignments.put_to_work()
+        await self.tell_watchers()
+
+    async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
+        """Takes groups out of the batch that is fixed and not trained; the learner then begins a new session. Raises NotFound,
+        Conflict, InvalidInput.
+        """
+        async with self.lock:
+            row, run = self.ledger.run(run_id), self.exchange.active
+            if row["state"] != "paused" or run is None or run.run_id != run_id:
+                raise Conflict(
+                    f"run {run_id} is {row['state']}; groups are dropped only while it is paused (`paceline pause`)"
+                )
+            with self.ledger.transaction():
+                dropping.drop(self.exchange, run, group_ids, time.monotonic())
+                notices = self.exchange.take_notices()
+                self.journal.write_down(notices)
+        self.pool.assignments.end_session()
+        self.server.wake("lease", "batch")
         await self.tell_watchers()
 
     async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
@@ -395,6 +414,8 @@ class Coordinator:
             if notice.kind == "failed" and notice.run_id == run.run_id:
                 await self.pause_on_fault(run.run_id, notice.content["message"])
                 break
+            if notice.kind == "paused":
+                log.warning("run %s is paused: %s", run.run_id, notice.content["message"])
         self.pool.assignments.name_epoch()
         await self.tell_watchers()
         await self._finish_if_done()

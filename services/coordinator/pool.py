@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import LedgerFault
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator import evaluation, leases, poison
+from services.coordinator import evaluation, leases, poison, session_faults
 from services.coordinator.assignments import Assignments
 from services.coordinator.exchange import ActiveRun
 from services.coordinator.introduction import check_place
@@ -200,6 +200,8 @@ class Pool:
             await self._add_member_event(member, "heard of again")
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
+            if member.session and not reason:
+                session_faults.note_left(self._exchange, member.session)
             await self.leave(member, reason or "in good order", crashed=bool(reason))
         else:
             await self._reports.take(member, request)

@@ -13,8 +13,9 @@ from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.run_folders import EXPORT
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator import checkpoints, retention
+from services.coordinator import checkpoints, retention, session_faults
 from services.coordinator.authority import Authority, cut_texts
+from services.coordinator.exchange import ActiveRun
 from services.coordinator.limits import finite_gauges, one_line
 from services.coordinator.members import Member
 from services.coordinator.places import stored
@@ -99,6 +100,9 @@ class Reports:
         if report.fault == worker_pb2.FAULT_CHECKPOINT:
             await self._assignments.fall_back(member, report)
             return
+        if report.fault in (worker_pb2.FAULT_STEP, worker_pb2.FAULT_MEMORY):
+            await self._on_step_fault(run, member, report)
+            return
         if report.error:
             await self._runs.faults.on_error(member, report)
             return
@@ -117,6 +121,20 @@ class Reports:
         async with self._lock:
             with self._ledger.transaction(synced=False):
                 self._ledger.update_run(run_id, **columns)
+
+    async def _on_step_fault(self, run: ActiveRun, member: Member, report: worker_pb2.RunReport) -> None:
+        """A rank could not train its step: the session is over, and its processes end by themselves."""
+        if member.role != common_pb2.ROLE_LEARNER:
+            return
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            if learner.session == report.session:
+                learner.session, learner.ready_run = 0, ""
+        async with self._lock:
+            with self._ledger.transaction():
+                session_faults.on_report(self._exchange, run, report, member.rank)
+                notices = self._exchange.take_notices()
+                self._journal.write_down(notices)
+        await self._runs.act_on(notices)
 
     async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
         run = self._exchange.active

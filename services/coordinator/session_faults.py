@@ -12,6 +12,7 @@ import sqlite3
 from dataclasses import dataclass
 from itertools import takewhile
 
+from protos.paceline.v1 import worker_pb2
 from services.coordinator.batch_split import read_batch
 from services.coordinator.exchange import ActiveRun, Exchange, Training
 
@@ -75,6 +76,12 @@ def forget(exchange: Exchange, run_id: str) -> None:
     """A person resumes the run, or has changed the batch: the count begins anew."""
     exchange.training = None
     exchange.db.execute("DELETE FROM session_faults WHERE run_id = ?", (run_id,))
+
+
+def on_report(exchange: Exchange, run: ActiveRun, report: worker_pb2.RunReport, rank: int) -> None:
+    """A rank reports what ended it in its step."""
+    kind = MEMORY if report.fault == worker_pb2.FAULT_MEMORY else report.error.partition(":")[0][:64]
+    record(exchange, run, report.session, report.step, kind, report.error, rank=rank)
 
 
 def record(

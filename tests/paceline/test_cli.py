@@ -143,6 +143,10 @@ def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_pa
     assert table[2].split()[:3] == ["again-2", "queued", "0/100"]
     refused = call("resume", "again-2", coordinator=at)
     assert (refused.exit_code, refused.stderr) == (1, "Error: run again-2 is queued, not paused\n")
+    refused = call("drop", "again-2", "3", coordinator=at)
+    assert refused.stderr.startswith(
+        "Error: run again-2 is queued; groups are dropped only while it is paused"
+    )
     assert call("cancel", "again-2", coordinator=at).stdout == "run again-2 is cancelled\n"
     assert lines_of(call("cancel", "sums-1", "--json", coordinator=at))[0]["state"] == "cancelled"
 

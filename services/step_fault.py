@@ -1,0 +1,60 @@
+"""What a learner rank says of an exception that ended it in a step: its type and text or, where memory ran out, how much was
+used and which setting to lower."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from paceline.spec import RunSpec
+from protos.paceline.v1 import worker_pb2
+
+MAX_TEXT = 2000
+"""Characters of an exception's text that are passed on."""
+
+MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In the texts of errors by which torch says that there is none."""
+
+
+@dataclass(frozen=True)
+class StepFault:
+    """What goes into the report."""
+
+    kind: worker_pb2.Fault.ValueType
+    message: str
+
+
+def describe(error: Exception, spec: RunSpec, device: torch.device, longest: int) -> StepFault:
+    """The fault that an exception is; `longest` is the number of tokens in the part's longest sequence (0: not known)."""
+    text = f"{type(error).__name__}: {str(error)[:MAX_TEXT]}"
+    if not is_lack_of_memory(error):
+        return StepFault(worker_pb2.FAULT_STEP, text)
+    facts = [f"the peak was {_peak_bytes(device) / 2**30:.1f} GiB"]
+    facts.append(f"a micro-batch holds up to policy.train_mb_tokens = {spec.policy.train_mb_tokens} tokens")
+    if longest:
+        facts.append(f"the longest sequence has {longest}")
+    remedies = []
+    if spec.policy.train_mb_tokens > max(longest, 1):
+        remedies.append("lower policy.train_mb_tokens")
+    if not spec.policy.activation_checkpointing:
+        remedies.append("set policy.activation_checkpointing to true")
+    if not spec.policy.cpu_offload:
+        remedies.append("set policy.cpu_offload to true")
+    remedies.append("generate shorter completions (policy.generation.max_new_tokens)")
+    message = f"{text}. Memory ran out: {', '.join(facts)}. For the next run {', or '.join(remedies)}"
+    return StepFault(worker_pb2.FAULT_MEMORY, message)
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Whether the device or the host had no memory left; not all of torch's errors have a type for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,77 @@
+"""A learner that cannot train its step, as the control plane sees it: new sessions, then a pause that a person ends."""
+
+from __future__ import annotations
+
+import grpc
+from control_plane import Plane, Worker, learner, refusal
+
+from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
+
+ERROR = "IndexError: index 9 is out of range (rank 0)"
+
+
+async def end_at_step(worker: Worker, run_id: str, session: int) -> None:
+    """The learner reports what ended it in step 0 and goes."""
+    assert (await worker.hear("run")).session == session
+    report = worker_pb2.RunReport(
+        run_id=run_id, session=session, error=ERROR, fault=worker_pb2.FAULT_STEP, step=0
+    )
+    worker.say(run_report=report)
+    worker.say(leave=worker_pb2.Leave(reason=ERROR))
+    await worker.hear_the_end()
+
+
+async def test_three_sessions_that_end_at_a_step_pause_the_run_and_resume_tries_again(plane: Plane) -> None:
+    plane.run_loops()
+    run = await plane.submit()
+    await plane.watch_until(run.run_id, "state", state="running")
+    for session in (1, 2, 3):
+        state = (await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run.state
+        assert state == run_pb2.RUN_STATE_RUNNING
+        await end_at_step(learner(plane, f"learner-{session}"), run.run_id, session)
+    await plane.watch_until(run.run_id, "state", state="paused")
+    paused = (await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run
+    assert paused.state == run_pb2.RUN_STATE_PAUSED
+    assert f"3 sessions of the learner in a row ended at step 0, the last: {ERROR}" in paused.message
+    resumed = await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run.run_id))
+    assert resumed.run.state == run_pb2.RUN_STATE_RUNNING
+    for session in (4, 5):  # the count begins anew
+        await end_at_step(learner(plane, f"learner-{session}"), run.run_id, session)
+    assert (
+        await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))
+    ).run.state == run_pb2.RUN_STATE_RUNNING
+
+
+async def test_a_step_fault_counts_from_a_learner_only(plane: Plane) -> None:
+    plane.run_loops()
+    run = await plane.submit()
+    await plane.watch_until(run.run_id, "state", state="running")
+    worker = learner(plane, "learner-1")
+    session = (await worker.hear("run")).session
+    reward = Worker(plane, common_pb2.ROLE_REWARD, "reward-1")
+    await reward.hear("welcome")
+    report = worker_pb2.RunReport(
+        run_id=run.run_id, session=session, error=ERROR, fault=worker_pb2.FAULT_STEP
+    )
+    reward.say(run_report=report)
+    reward.say(leave=worker_pb2.Leave())
+    await reward.hear_the_end()
+    assert plane.ledger.db.execute("SELECT COUNT(*) FROM session_faults").fetchone()[0] == 0
+
+
+async def test_groups_are_dropped_only_while_the_run_is_paused_and_has_a_batch(plane: Plane) -> None:
+    plane.run_loops()
+    run = await plane.submit()
+    await plane.watch_until(run.run_id, "state", state="running")
+    request = run_pb2.DropGroupsRequest(run_id=run.run_id, group_ids=[1])
+    code, text = await refusal(plane.runs.DropGroups(request))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert (
+        text == f"run {run.run_id} is running; groups are dropped only while it is paused (`paceline pause`)"
+    )
+    await plane.runs.Pause(run_pb2.PauseRequest(run_id=run.run_id))
+    code, text = await refusal(plane.runs.DropGroups(request))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert "has no batch that is fixed and not trained; its next step is 0" in text
+    code, _ = await refusal(plane.runs.DropGroups(run_pb2.DropGroupsRequest(run_id="no-1", group_ids=[1])))
+    assert code == grpc.StatusCode.NOT_FOUND

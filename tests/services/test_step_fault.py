@@ -1,0 +1,124 @@
+"""What a rank says of the exception that ended it, and that it says so whatever the exception is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exchange_drivers import make_spec
+
+from paceline.errors import DataError, NonFiniteLoss, PacelineError, Unavailable
+from paceline.spec_io import spec_to_yaml
+from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1 import worker_pb2
+from services.learner_parts import Part
+from services.learner_run import LearnerRun
+from services.learner_service import Orders
+from services.step_fault import describe
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+        ),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_lack_of_memory_names_what_was_used_and_what_to_lower(tmp_path: Path, error: Exception) -> None:
+    fault = describe(error, make_spec(tmp_path), torch.device("cpu"), 700)
+    assert fault.kind == worker_pb2.FAULT_MEMORY
+    assert fault.message.startswith(f"{type(error).__name__}: ")
+    assert "the peak was" in fault.message
+    assert "policy.train_mb_tokens = 8192 tokens, the longest sequence has 700" in fault.message
+    assert "lower policy.train_mb_tokens, or set policy.activation_checkpointing to true" in fault.message
+
+
+def test_a_micro_batch_that_is_one_sequence_cannot_be_made_smaller(tmp_path: Path) -> None:
+    fault = describe(MemoryError("no"), make_spec(tmp_path), torch.device("cpu"), 9000)
+    assert "lower policy.train_mb_tokens" not in fault.message
+
+
+def test_other_errors_keep_their_type_and_a_bounded_text(tmp_path: Path) -> None:
+    fault = describe(KeyError("x" * 10_000), make_spec(tmp_path), torch.device("cpu"), 0)
+    assert fault.kind == worker_pb2.FAULT_STEP
+    assert fault.message.startswith("KeyError: 'xxx")
+    assert len(fault.message) < 2100
+
+
+class Rank:
+    """A rank without a coordinator."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
+        self.orders = Orders()
+        self.said: list[Any] = []
+
+    def report(self, report: worker_pb2.ConnectRequest) -> None:
+        self.said.append(report.run_report)
+
+    def leave(self, reason: str) -> None:
+        self.said.append(reason)
+
+
+class Session(LearnerRun):
+    """A session whose steps end with an exception."""
+
+    error: Exception
+
+    def _set_up(self) -> None:
+        pass
+
+    def _next_part(self) -> Part | None:
+        return Part(pb.BatchReply(), [])
+
+    def _train_step(self, part: Part) -> None:
+        raise self.error
+
+
+def run(tmp_path: Path, error: Exception) -> tuple[Session, list[Any]]:
+    rank = Rank()
+    assignment = worker_pb2.RunAssignment(
+        run_id="test-1", session=3, start_step=2, spec_yaml=spec_to_yaml(make_spec(tmp_path))
+    )
+    session = Session(assignment, rank)  # type: ignore[arg-type]
+    session.error = error
+    session.train()
+    assert rank.said.pop(0) == worker_pb2.RunReport(run_id="test-1", session=3)  # it was set up
+    return session, rank.said
+
+
+@pytest.mark.parametrize(
+    "error", [IndexError("index 9 is out of range"), OverflowError("big"), DataError("bad"), KeyError("k")]
+)
+def test_whatever_ends_a_step_is_reported_and_ends_the_process(tmp_path: Path, error: Exception) -> None:
+    session, (report, reason) = run(tmp_path, error)
+    assert (report.fault, report.step, report.session) == (worker_pb2.FAULT_STEP, 2, 3)
+    assert report.error == f"{type(error).__name__}: {error} (rank 0)"
+    assert reason == f"{type(error).__name__}: {error}"
+    assert session.out_of_step
+
+
+def test_a_refused_receipt_ends_the_session(tmp_path: Path) -> None:
+    session, (report, _) = run(tmp_path, PacelineError("the receipt of step 2 was refused: it differs"))
+    assert report.fault == worker_pb2.FAULT_STEP
+    assert "the receipt of step 2 was refused" in report.error
+    assert session.out_of_step
+
+
+def test_a_coordinator_that_is_away_is_no_fault_of_the_step(tmp_path: Path) -> None:
+    session, (report,) = run(tmp_path, Unavailable("the coordinator did not answer"))
+    assert report.fault == worker_pb2.FAULT_PASSING
+    assert not session.out_of_step
+
+
+def test_a_loss_that_is_not_finite_pauses_as_before(tmp_path: Path) -> None:
+    session, (report,) = run(tmp_path, NonFiniteLoss("loss nan in group 3", (3,)))
+    assert report.resumable
+    assert report.fault == worker_pb2.FAULT_UNSPECIFIED
+    assert not session.out_of_step
