@@ -12,6 +12,7 @@ imported by the first `Client`, so that importing this module costs nothing.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import uuid
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 
     from paceline.spec import RunSpec
     from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
-    from protos.paceline.v1.run_pb2 import Run
+    from protos.paceline.v1.run_pb2 import Run, SubmitRequest, SubmitResponse
     from protos.paceline.v1.worker_pb2 import Member
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 ENDED_STATES = ("succeeded", "failed", "cancelled")
 MAX_BACKOFF_S = 2.0
+OPENING_S = 3600.0
+"""How long a submitted run's data set may take to be opened."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -55,6 +58,7 @@ ERRORS = {
 LASTING = ("NOT_FOUND", "INVALID_ARGUMENT", "UNIMPLEMENTED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
 """Statuses that asking again does not change."""
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -128,7 +132,26 @@ class Client:
         elif overrides:
             raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
         request = SubmitRequest(spec_yaml=spec_to_yaml(spec), submission=uuid.uuid4().hex)
-        return self._call(lambda: self._runs.Submit(request, timeout=self._timeout_s), wait_s=wait_s).run
+        return self._call(lambda: self._submit(request), wait_s=wait_s).run
+
+    def _submit(self, request: SubmitRequest) -> SubmitResponse:
+        """Asks again while the coordinator opens the data set, which it does once: a download may take long."""
+        import grpc
+
+        asked_s = time.monotonic()
+        while True:
+            try:
+                response: SubmitResponse = self._runs.Submit(request, timeout=self._timeout_s)
+                return response
+            except grpc.RpcError as error:
+                waited_s = time.monotonic() - asked_s
+                if status_name(error) != "DEADLINE_EXCEEDED" or waited_s > OPENING_S:
+                    raise
+                log.warning(
+                    "the coordinator at %s has been opening the run's data set for %.0f s; waiting for it",
+                    self.address,
+                    waited_s,
+                )
 
     def get(self, run_id: str) -> Run:
         """One run. Raises NotFound."""

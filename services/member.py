@@ -36,6 +36,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
 from services.exchange_link import use_ipv6, watch
 from services.grpc_server import CHANNEL_OPTIONS
+from services.seldom import unforeseen
 
 MAX_BACKOFF_S = 5.0
 LEAVE_WAIT_S = 2.0
@@ -197,7 +198,16 @@ class Membership:
 
     async def _speak(self, call: Stream) -> None:
         """Hello, then whatever is reported, and a heartbeat every second while the exchange can be reached; until the stream
-        breaks, which its reader hears of."""
+        breaks, which its reader hears of.
+
+        After an error of this worker's own it says nothing more: the coordinator takes it for silent and ends the stream.
+        """
+        try:
+            await self._speak_on(call)
+        except Exception as error:
+            unforeseen.note("what a worker reports", error)
+
+    async def _speak_on(self, call: Stream) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             hello = self._hello()
             hello.secret = self._secret
@@ -210,11 +220,19 @@ class Membership:
                 except TimeoutError:
                     beat_s = time.monotonic()
                     if self._stands.is_set():
-                        beat = worker_pb2.Heartbeat(gauges=self._gauges(), draining=self.draining)
+                        beat = worker_pb2.Heartbeat(gauges=self._said_gauges(), draining=self.draining)
                         await call.write(worker_pb2.ConnectRequest(heartbeat=beat))
                 else:
                     await call.write(self._unsaid)
                     self._unsaid = None
+
+    def _said_gauges(self) -> dict[str, float]:
+        """The worker's gauges; none when they cannot be had, since a heartbeat says more than they do."""
+        try:
+            return self._gauges()
+        except Exception as error:
+            unforeseen.note("a worker's gauges", error)
+            return {}
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         """(Re)connects the exchange; what was not answered is sent again under the new term."""

@@ -22,7 +22,7 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
 
     Raises NotFound: a step without batch, samples that the run did not keep.
     """
-    from paceline.spec_io import spec_from_yaml
+    from paceline.spec_io import spec_from_ledger
 
     rows = ledger.db.execute(
         "SELECT * FROM groups JOIN prompts USING (run_id, group_id) WHERE run_id = ? AND step = ? ORDER BY rank_order",
@@ -32,7 +32,9 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
         last = ledger.db.execute("SELECT MAX(step) FROM batches WHERE run_id = ?", (run_id,)).fetchone()[0]
         spec = ledger.db.execute("SELECT spec_yaml FROM runs WHERE run_id = ?", (run_id,)).fetchone()
         algorithm = (
-            "" if spec is None or (parsed := spec_from_yaml(spec[0])).examples is None else parsed.algorithm
+            ""
+            if spec is None or (parsed := spec_from_ledger(spec[0])[0]).examples is None
+            else parsed.algorithm
         )
         if algorithm:
             raise NotFound(

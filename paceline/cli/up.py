@@ -161,7 +161,7 @@ def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
 
 def open_runs(ledger_path: Path) -> list[tuple[str, RunSpec]]:
     """Id and spec of the runs that have not ended, oldest first; none without a ledger."""
-    from paceline.spec_io import spec_from_yaml
+    from paceline.spec_io import spec_from_ledger
     from services.coordinator.ledger import Ledger
 
     try:
@@ -170,7 +170,7 @@ def open_runs(ledger_path: Path) -> list[tuple[str, RunSpec]]:
         return []
     with contextlib.closing(ledger):
         rows = [row for row in ledger.runs() if row["state"] not in ENDED_STATES]
-        return [(row["run_id"], spec_from_yaml(row["spec_yaml"])) for row in rows]
+        return [(row["run_id"], spec_from_ledger(row["spec_yaml"])[0]) for row in rows]
 
 
 def _port(host: str, port: int | None) -> int:

@@ -17,6 +17,8 @@ import json
 import logging
 import sqlite3
 import time
+import uuid
+from functools import partial
 from pathlib import Path
 
 from paceline.data import PromptSource, open_prompts, open_rows
@@ -33,6 +35,7 @@ from services.coordinator.faults import AGAIN, Faults
 from services.coordinator.journal import Journal
 from services.coordinator.ledger import ACTIVE_STATES, Ledger
 from services.coordinator.members import Members
+from services.coordinator.openings import Openings
 from services.coordinator.pool import Pool
 from services.coordinator.watchdog import Watchdog
 from services.growing_pause import GrowingPause
@@ -82,6 +85,7 @@ class Coordinator:
         self._open_again_s = 0.0
         """When the data of the run that is due may be opened again, by the monotonic clock."""
         self._pause = GrowingPause()
+        self._openings = Openings()
         self._finished_session = 0
         self._fault: LedgerFault | None = None
         ledger.on_fault = self._on_fault
@@ -155,7 +159,7 @@ class Coordinator:
     async def submit(self, spec_yaml: str, submission: str = "") -> str:
         """Checks a spec and its data sets, and queues a run; returns its id, the same for the same `submission`.
 
-        Raises SpecError, DataError.
+        Raises SpecError, DataError, Unreadable, Busy.
         """
         if len(submission) > MAX_SUBMISSION:
             raise InvalidInput(
@@ -164,7 +168,9 @@ class Coordinator:
         async with self._reading:
             spec, text = await asyncio.to_thread(_read_submitted, spec_yaml)
         refuse_large_groups(spec)
-        await asyncio.to_thread(_open_data, spec)
+        if submission and (known := self.ledger.run_of_submission(submission)) is not None:
+            return known
+        await self._openings.open(submission or uuid.uuid4().hex, partial(_open_data, spec))
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
         async with self.lock:

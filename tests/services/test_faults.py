@@ -253,6 +253,26 @@ async def test_a_bad_worker_beside_a_healthy_one_is_only_warned_of(running: tupl
     assert (await state_of(plane, run_id)) == ("running", "")
 
 
+async def test_a_drain_that_leaves_only_a_bad_worker_pauses_the_run_until_a_good_one_comes(
+    running: tuple[Plane, str],
+) -> None:
+    plane, run_id = running
+    good, bad = reward(plane, "reward-1"), reward(plane, "reward-2")
+    for worker in (good, bad):
+        await put_on(worker)
+    good.say(run_report=RunReport(run_id=run_id))
+    bad.say(run_report=RunReport(run_id=run_id, error="no file 'f.py'", fault=FAULT_SPEC))
+    await plane.watch_until(run_id, "warning")
+    plane.ledger.update_run(run_id, next_step=1)
+    good.say(leave={})
+    paused = await next_state(plane, run_id, 0, "paused")
+    assert "no file 'f.py'" in (await state_of(plane, run_id))[1]
+    another = reward(plane, "reward-3")
+    await put_on(another)
+    another.say(run_report=RunReport(run_id=run_id))
+    await next_state(plane, run_id, paused, "running")
+
+
 async def test_trouble_does_not_end_a_person_s_pause(running: tuple[Plane, str]) -> None:
     plane, run_id = running
     worker = reward(plane)

@@ -309,3 +309,14 @@ async def test_what_is_reported_on_a_new_stream_is_not_lost_with_the_old_one(
         await coordinator.hear_report("run_report")
         coordinator.break_stream()
     await coordinator.hear_report("run_report")
+
+
+async def test_gauges_that_cannot_be_had_silence_no_worker(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    def broken() -> dict[str, float]:
+        raise ZeroDivisionError("no time has passed")
+
+    membership._gauges = broken
+    await coordinator.hear_report("heartbeat")
+    await coordinator.hear_report("heartbeat")
