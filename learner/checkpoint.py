@@ -39,11 +39,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_collecti
 from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
 
 from learner.adapter import has_adapter, is_part_of_adapter
+from learner.checkpoint_files import files_of_all_ranks
 from learner.checkpoint_manifest import (
     MANIFEST,
     CheckpointManifest,
     check_files,
-    hash_files,
     read_manifest,
     write_manifest,
 )
@@ -151,6 +151,7 @@ def write(
     on the others. Raises Unavailable.
     """
     _save_state(state, folder, group)
+    files = files_of_all_ranks(folder, _rank(), group)
     if _rank() != 0:
         return None
     manifest = CheckpointManifest(
@@ -161,7 +162,7 @@ def write(
         num_threads=num_threads or torch.get_num_threads(),
         torch_version=str(torch.__version__),
         extra=dict(extra or {}),
-        files=hash_files(folder),
+        files=files,
     )
     return Checkpoint(folder, write_manifest(folder, manifest), manifest)
 
@@ -274,20 +275,26 @@ def list_complete(directory: Location) -> list[Checkpoint]:
     return found
 
 
-def prune(directory: Location, keep: Collection[str]) -> list[str]:
+def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
+    """(session, step) and folder of what has the name of a checkpoint and is not torn, oldest first."""
+    return [(_position(folder), folder) for folder in _folders(directory) if folder.exists(MANIFEST)]
+
+
+def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
     """Deletes the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; returns which.
 
-    `keep` has paths as `str(checkpoint.path)` gives them. What is newer may be in the making, and stays.
+    `keep` has paths as `str(checkpoint.path)` gives them. What is newer may be in the making, and stays, as do those of `spared`.
     """
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
     for folder in folders:
-        if newest is not None and _position(folder) < newest and str(folder) not in keep:
-            # The manifest first: should this be interrupted, what is left is torn and not a lie.
-            folder.delete(MANIFEST)
-            folder.remove()
-            deleted.append(str(folder))
+        if newest is None or _position(folder) >= newest or str(folder) in keep or str(folder) in spared:
+            continue
+        # The manifest first: should this be interrupted, what is left is torn and not a lie.
+        folder.delete(MANIFEST)
+        folder.remove()
+        deleted.append(str(folder))
     return deleted
 
 
@@ -319,7 +326,10 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
 
     Raises Misfit when the checkpoint has not what `state` asks for, Unavailable when its files cannot be read now.
     """
-    with _as_error(Misfit, f"checkpoint {verified.folder} refused: it does not fit"):
+    with _as_error(
+        Misfit,
+        f"checkpoint {verified.folder} refused: it does not fit the model (put the one back that it was trained from)",
+    ):
         load_collectively(
             state,
             storage_reader=state_reader(verified.folder, verified.metadata),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
@@ -50,9 +51,9 @@ class CheckpointManifest(BaseModel):
     files: tuple[CheckpointFile, ...]
 
 
-def hash_files(folder: Folder) -> tuple[CheckpointFile, ...]:
-    """Every file below `folder`, ordered by path."""
-    sizes = dict(sorted(folder.files().items()))
+def hash_files(folder: Folder, names: Collection[str] | None = None) -> tuple[CheckpointFile, ...]:
+    """The files of these names (None: all) below `folder`, ordered by path."""
+    sizes = {name: size for name, size in sorted(folder.files().items()) if names is None or name in names}
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         digests = list(pool.map(folder.sha256, sizes))
     return tuple(

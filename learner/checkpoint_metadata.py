@@ -56,7 +56,7 @@ def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
     """What `.metadata` says, of a checkpoint that has these files. Raises Conflict for anything else than metadata."""
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
-        named = {str(info.relative_path) for info in metadata.storage_data.values()}
+        named = files_of(metadata)
     except Conflict:
         raise
     except Exception as error:  # whatever bytes that are no metadata make of themselves
@@ -66,6 +66,11 @@ def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
     if foreign := sorted(named - set(files)):
         raise Conflict(f"it refers to {foreign[0]!r}, which is no file of this checkpoint")
     return metadata
+
+
+def files_of(metadata: Metadata) -> set[str]:
+    """The files that hold the state."""
+    return {str(info.relative_path) for info in metadata.storage_data.values()}
 
 
 def state_reader(folder: Folder, metadata: Metadata) -> FileSystemReader:

@@ -109,6 +109,21 @@ def broadcast_bytes(data: bytes) -> bytes:
     return buffer.numpy().tobytes()
 
 
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Every rank's `data` on every rank, in order of rank; over `group`, whose tensors may be on CPUs (None: the default)."""
+    if world_size() == 1:
+        return [data]
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor([len(data)]), group)
+    lengths = [int(count.item()) for count in counts]
+    padded = torch.zeros(max(lengths) or 1, dtype=torch.uint8)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded, group)
+    return [part[:length].numpy().tobytes() for part, length in zip(gathered, lengths, strict=True)]
+
+
 def end_process(status: int = 0) -> NoReturn:
     """Ends a rank once all its work is done and saved, without the interpreter's finalisation.
 

@@ -49,7 +49,13 @@ class Conflict(PacelineError):
 
 
 class CheckpointFault(PacelineError):
-    """The checkpoint that a session was to begin from is missing, damaged or cannot be read; an older one may do."""
+    """The checkpoint that a session was to begin from is missing, damaged or cannot be read, or one is where the session's own
+    have to go; an older one, or another session, may do."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+        """Of that checkpoint."""
 
 
 class LedgerFault(PacelineError):

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
 
 from learner import checkpoint as checkpoints
 from learner.checkpoint import Misfit
 from learner.checkpoint_writer import CheckpointWriter
-from learner.collectives import any_over_ranks
+from learner.collectives import any_over_ranks, broadcast_bytes, union_over_ranks, world_size
+from learner.gather import is_first_rank
 from learner.trainer import Trainer
 from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
 from paceline.run_folders import checkpoint_folder
@@ -29,7 +34,14 @@ LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
 LOAD_PAUSES_S = (1.0, 2.0, 4.0)
 """Before each further try at a checkpoint that is not there or cannot be read."""
 
+SEEN_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 3.0)
+"""Before each further look for a file that rank 0 has written: a network file system may show it late."""
+
 log = logging.getLogger(__name__)
+
+
+class NotShared(PacelineError):
+    """The ranks of the learner do not write their checkpoints to one place."""
 
 
 class SessionCheckpoints:
@@ -48,8 +60,73 @@ class SessionCheckpoints:
         """Whether training waits for a checkpoint."""
         self._assignment, self._report, self._warn = assignment, report, warn
         self._directory = checkpoint_folder(settings, assignment.directory, assignment.run_id)
+        self._enabled = settings.enabled
+        self._ahead: set[str] = set()
         self._writer = CheckpointWriter(self._directory, assignment.session)
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
+
+    def look_around(self, device: torch.device, pause: Callable[[float], object]) -> None:
+        """Before anything is loaded, all ranks look at the folder.
+
+        Raises CheckpointFault when a checkpoint of this or a later session is there, so that its number is taken; NotShared when
+        a rank does not see what rank 0 writes; on all ranks the same.
+        """
+        taken = broadcast_bytes(self._taken().encode()).decode()
+        if taken:
+            number = self._assignment.session
+            raise CheckpointFault(
+                f"{taken} is there already, so no session can have the number {number}", taken
+            )
+        if world_size() > 1 and self._enabled:
+            self._check_shared(device, pause)
+
+    def _taken(self) -> str:
+        """A checkpoint of this or a later session, if there is one. Takes note of those that are ahead of where this session
+        begins: it is not for this session to delete them."""
+        if not is_first_rank():
+            return ""
+        session, start = self._assignment.session, self._assignment.start_step
+        try:
+            found = checkpoints.list_positions(self._directory)
+        except Exception as error:  # as the store's client has it; writing will meet it again and say so
+            log.warning("the folder of checkpoints %s could not be looked at: %s", self._directory, error)
+            return ""
+        self._ahead = {str(folder) for (_, step), folder in found if step > start}
+        taken = [folder for (number, _), folder in found if number >= session]
+        return str(taken[-1]) if taken else ""
+
+    def _check_shared(self, device: torch.device, pause: Callable[[float], object]) -> None:
+        name = broadcast_bytes(self._write_sign().encode()).decode()
+        if not name:
+            return  # nothing can be written now; the first checkpoint says so
+        seen = self._directory.exists(name)
+        for pause_s in SEEN_PAUSES_S:
+            if not any_over_ranks([not seen], device)[0]:
+                break
+            pause(pause_s)
+            seen = self._directory.exists(name)
+        missing = union_over_ranks([] if seen else [dist.get_rank()], device)
+        if is_first_rank():
+            self._directory.delete(name)
+        if missing:
+            raise NotShared(
+                f"checkpoint_dir must be seen by all ranks: rank {', '.join(map(str, missing))} of the learner does not see "
+                f"what rank 0 writes to {self._directory}. Set checkpointing.checkpoint_dir to a folder that all hosts of "
+                "the learner share, or to a URL of an object store"
+            )
+
+    def _write_sign(self) -> str:
+        """A new file that the other ranks look for; its name, empty where none could be written."""
+        if not is_first_rank():
+            return ""
+        name = f".seen-by-all-ranks-{uuid.uuid4().hex}"
+        try:
+            self._directory.make()
+            self._directory.write(name, b"")
+        except Exception as error:  # as the store's client has it
+            log.warning("nothing could be written to %s: %s", self._directory, error)
+            return ""
+        return name
 
     @property
     def unwritten(self) -> bool:
@@ -73,7 +150,7 @@ class SessionCheckpoints:
         try:
             self._load(trainer)
         except (NotFound, Unavailable) as error:
-            raise CheckpointFault(str(error)) from error
+            raise CheckpointFault(str(error), self._assignment.checkpoint_path) from error
 
     def _load(self, trainer: Trainer) -> None:
         try:
@@ -87,7 +164,7 @@ class SessionCheckpoints:
         except Misfit:
             raise
         except Conflict as error:
-            raise CheckpointFault(str(error)) from error
+            raise CheckpointFault(str(error), self._assignment.checkpoint_path) from error
         log.info("session %d goes on from step %d", self._assignment.session, self._assignment.start_step)
 
     def begin(self, trainer: Trainer, step: int, chain: str) -> None:
@@ -158,6 +235,6 @@ class SessionCheckpoints:
 
     def _delete_all_but(self, kept: list[str]) -> None:
         try:
-            checkpoints.prune(self._directory, kept)
+            checkpoints.prune(self._directory, kept, spared=self._ahead)
         except OSError as error:
             log.warning("old checkpoints could not be deleted: %s; the next one tries again", error)

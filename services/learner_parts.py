@@ -67,6 +67,8 @@ class Parts:
     def __init__(self, run_id: str, session: int, rank: LearnerRank):
         self.superseded = threading.Event()
         """Set when this session is over, by whoever hears of it."""
+        self.receipted = 0
+        """Steps up to which the coordinator has acknowledged this rank's receipts; 0 before the first."""
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def ask(self, step: int) -> Part | None:
@@ -110,6 +112,8 @@ class Parts:
             raise PacelineError(f"the receipt of step {step} was refused: {reply.message}")
         if reply.status == pb.REPLY_STATUS_STALE:
             self.superseded.set()
+        else:
+            self.receipted = step + 1
 
     def _request(self, request: pb.ExchangeRequest) -> tuple[pb.ExchangeReply, list[bytes]]:
         rank = self._rank

@@ -215,7 +215,7 @@ class LearnerRank:
         return self._run
 
     def _hello(self) -> worker_pb2.Hello:
-        return worker_pb2.Hello(
+        hello = worker_pb2.Hello(
             role=common_pb2.ROLE_LEARNER,
             member_id=self._member_id,
             address=self.address,
@@ -226,6 +226,11 @@ class LearnerRank:
             num_threads=torch.get_num_threads(),
             rank=self.rank,
         )
+        run = self._run
+        if run is not None and run.session == hello.session and run.receipted:
+            # A coordinator whose ledger has not these receipts is another one's backup; this session cannot go on with it.
+            hello.version.session, hello.version.step = run.session, run.receipted
+        return hello
 
     def _gauges(self) -> dict[str, float]:
         return {}

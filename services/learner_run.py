@@ -35,7 +35,7 @@ from paceline.run_folders import EXPORT
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from protos.paceline.v1 import worker_pb2
-from services.learner_checkpoints import SessionCheckpoints
+from services.learner_checkpoints import NotShared, SessionCheckpoints
 from services.learner_parts import Part, Parts
 from services.learner_weights import make_channel
 from services.set_up import failed_set_up, spec_of
@@ -79,6 +79,11 @@ class LearnerRun:
         return self._spec
 
     @property
+    def receipted(self) -> int:
+        """Steps up to which the coordinator has this rank's receipts; 0 before the session's first."""
+        return self._parts.receipted
+
+    @property
     def phase(self) -> str:
         """`loading`, `waiting` for a batch, `training` or `saving`: what the main thread does now."""
         return "saving" if self._checkpoints.saving else self._phase
@@ -91,11 +96,10 @@ class LearnerRun:
             log.error("run %s: %s", self.run_id, error)  # the rank that failed reports why
             return
         except CheckpointFault as error:
-            path = self._assignment.checkpoint_path
-            self._fail(str(error), fault=worker_pb2.FAULT_CHECKPOINT, checkpoint_path=path)
+            self._fail(str(error), fault=worker_pb2.FAULT_CHECKPOINT, checkpoint_path=error.path)
             return
-        except Misfit as error:
-            self._fail(f"{error}. Put the model back that it was trained from", resumable=True)
+        except (Misfit, NotShared) as error:
+            self._fail(str(error), resumable=True)
             return
         except Exception as error:  # raised on every rank, so they are at one point and may try again
             self._rank.report(failed_set_up(self.run_id, error, self.session))
@@ -176,6 +180,7 @@ class LearnerRun:
         """Collective: a rank that cannot read something would leave the others in their next collective, so all agree first.
         What raises later does so on every rank."""
         spec, start = self._spec, self._assignment.start_step
+        self._checkpoints.look_around(self._rank.device, self._rank.stopping.wait)
         succeed_on_all_ranks(self._read, self._rank.device)
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:

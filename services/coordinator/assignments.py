@@ -18,9 +18,10 @@ from paceline.groups import Version
 from paceline.tracing import step_traceparent
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import checkpoints, evaluation
-from services.coordinator.exchange import Exchange
+from services.coordinator.exchange import ActiveRun, Exchange
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Member, Members
+from services.coordinator.session_numbers import SessionNumbers, look_at_disk
 
 SESSIONS_KEPT = 64
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Assignments:
         """Learner, by run and session that it was given; the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
         self._pause = pause
+        self._numbers = SessionNumbers()
 
     async def put_to_work(self) -> None:
         """Everybody who is there gets the run that has become active."""
@@ -57,6 +59,11 @@ class Assignments:
         """The checkpoint of the newest session cannot be loaded: the next session begins from an older one."""
         if not report.session or member.session != report.session:
             return  # another rank of the learner says the same as rank 0
+        member.session = 0
+        taken = checkpoints.session_in_the_way(self._ledger, self._exchange.active, report)
+        if taken is not None:
+            await self.outnumber(taken)
+            return
         async with self._lock:
             with self._ledger.transaction():
                 known = checkpoints.mark_damaged(
@@ -68,7 +75,6 @@ class Assignments:
                     )
                     log.warning("run %s: %s", report.run_id, message)
                     self._ledger.add_event(report.run_id, "warning", {"message": message})
-        member.session = 0
         if not known:
             await self._pause(report.run_id, f"learner: {report.error}")
             return
@@ -112,11 +118,16 @@ class Assignments:
 
     def claim_session(self, hello: worker_pb2.Hello) -> int:
         """The session that a learner goes on with: the newest, if it is this learner's. After a restart that is whoever the
-        record names; where it names nobody, the first who says so."""
+        record names; where it names nobody, the first who says so. Nobody's when the ledger is behind it: a backup."""
         run = self._exchange.active
         assert run is not None
         newest = self._ledger.run(run.run_id)["session"]
         if hello.role != common_pb2.ROLE_LEARNER or hello.rank != 0 or not newest or hello.session != newest:
+            return 0
+        if hello.HasField("version") and not self._ledger.has_receipt(
+            run.run_id, newest, hello.version.step - 1
+        ):
+            log.warning("%s has receipts of session %d that this ledger has not", hello.member_id, newest)
             return 0
         holder = self._sessions.setdefault((run.run_id, newest), hello.member_id)
         return newest if holder == hello.member_id else 0
@@ -138,17 +149,14 @@ class Assignments:
     async def assign_learner(self) -> None:
         """Gives the active run to a learner with a new session, unless one has it: also one whose stream broke."""
         run = self._exchange.active
-        if run is None:
+        if run is None or not self._waiting(run):
             return
+        await self._look_at_disk(run)
         async with self._lock:
-            row = self._ledger.run(run.run_id)
-            learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
-            holder = self.learner()
-            if holder is not None and holder.fault is None:
-                return
-            waiting = [m for m in learners if m.connected and not m.is_expected and m.fault is None]
+            waiting = self._waiting(run)
             if not waiting:
                 return
+            row = self._ledger.run(run.run_id)
             try:
                 start, no_start = checkpoints.starting_point(self._ledger, run), ""
             except NotFound as error:
@@ -158,10 +166,66 @@ class Assignments:
         if no_start and (row["state"], row["message"]) != ("paused", no_start):
             await self._pause(run.run_id, no_start)
 
+    def _waiting(self, run: ActiveRun) -> list[Member]:
+        """Learners that could be given a session; none while one has the newest."""
+        holder = self.learner()
+        if holder is not None and holder.fault is None:
+            return []
+        learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
+        return [m for m in learners if m.connected and not m.is_expected and m.fault is None]
+
+    async def _look_at_disk(self, run: ActiveRun) -> None:
+        """Hears of sessions that the folder of checkpoints names, and sets checkpoints aside that are ahead of the ledger."""
+        folder = checkpoints.folder_of(self._ledger, run)
+        if folder.local is None:
+            return  # the learner looks too, and has the credentials
+        row = self._ledger.run(run.run_id)
+        known = self._ledger.checkpoint_paths(run.run_id)
+        try:
+            found = await asyncio.to_thread(
+                look_at_disk,
+                folder.local,
+                (row["session"], row["next_step"]),
+                known,
+                move=folder.local.is_relative_to(self._ledger.run_directory(run.run_id)),
+            )
+        except OSError as error:
+            log.warning("the checkpoints of run %s could not be looked at: %s", run.run_id, error)
+            return
+        self._numbers.hear(run.run_id, row["session"], found.session)
+        if found.moved:
+            message = (
+                f"checkpoints {', '.join(found.moved)} are ahead of the ledger, which is at session {row['session']} and "
+                f"step {row['next_step']}: it may be a backup. They are in {found.place} now, and nothing loads them"
+            )
+            log.warning("run %s: %s", run.run_id, message)
+            async with self._lock:
+                with self._ledger.transaction():
+                    self._ledger.add_event(run.run_id, "warning", {"message": message})
+
+    def hear(self, hello: worker_pb2.Hello) -> None:
+        """A member of the active run names sessions; the ledger of a backup may know less."""
+        run = self._exchange.active
+        assert run is not None
+        newest = self._ledger.run(run.run_id)["session"]
+        self._numbers.hear(run.run_id, newest, max(hello.session, hello.version.session))
+
+    async def outnumber(self, session: int) -> None:
+        """Somebody holds weights of this session which the ledger knows nothing of: the learner's next one is above it."""
+        run = self._exchange.active
+        if run is None:
+            return
+        newest = self._ledger.run(run.run_id)["session"]
+        if session < newest or not self._numbers.hear(run.run_id, newest, session):
+            return
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            learner.session = 0
+        await self.assign_learner()
+
     def _begin_session(
         self, member: Member, row: sqlite3.Row, spec_yaml: str, start: checkpoints.Start
     ) -> None:
-        session = row["session"] + 1
+        session = self._numbers.next(row["run_id"], row["session"])
         with self._ledger.transaction():
             self._ledger.update_run(row["run_id"], session=session)
             content = {"session": session, "step": start.step, "member_id": member.member_id}

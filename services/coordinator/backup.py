@@ -1,7 +1,8 @@
 """`paceline ledger backup`: the whole ledger as one file, while a coordinator may be writing to it.
 
 In the copy the texts and arrays of groups lie in the SQLite file itself, so that one file is all there is to keep, move
-and put back. A coordinator that is started on it goes on from there.
+and put back. A coordinator that is started on it goes on from there, also where newer files lie around it
+(`services/coordinator/restored.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sqlite3
 from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
+from services.coordinator import restored
 from services.coordinator.file_damage import sentence
 from services.coordinator.integrity import check_file
 from services.coordinator.ledger import Ledger
@@ -68,3 +70,4 @@ def _copy(ledger: Ledger, partial: Path) -> None:
         check_file(copy, report)
         if report.found:
             raise LedgerFault(f"no copy was made: {sentence(ledger.path, report.problems[0])}")
+        restored.mark(copy)

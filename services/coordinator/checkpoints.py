@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from paceline.errors import NotFound
 from paceline.run_folders import checkpoint_folder
-from protos.paceline.v1.worker_pb2 import CheckpointReport
+from paceline.storage import Folder
+from protos.paceline.v1.worker_pb2 import CheckpointReport, RunReport
 from services.coordinator.exchange import ActiveRun
 from services.coordinator.ledger import Ledger
+from services.coordinator.session_numbers import session_of
 
 SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -60,8 +62,7 @@ def clear_marks(ledger: Ledger, run_id: str) -> None:
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
     """Why a report of a checkpoint is not believed; empty when it is. The next session would open what it names."""
-    folder = checkpoint_folder(run.spec.checkpointing, str(ledger.run_directory(run.run_id)), run.run_id)
-    expected = folder / f"{report.session}-{report.step}"
+    expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
     if report.path != str(expected):
         return f"path {report.path[:200]!r} is not {str(expected)!r}"
     if not SHA256.fullmatch(report.sha256):
@@ -69,6 +70,20 @@ def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
     if not 0 <= report.step <= run.spec.max_num_steps:
         return f"step {report.step} is beyond the run's last, {run.spec.max_num_steps}"
     return ""
+
+
+def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
+    """Where the run's checkpoints are."""
+    return checkpoint_folder(run.spec.checkpointing, str(ledger.run_directory(run.run_id)), run.run_id)
+
+
+def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:
+    """The session of the folder that a learner found where its own checkpoints were to go, if it was that."""
+    path, _, name = report.checkpoint_path.rpartition("/")
+    session = session_of(name)
+    if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):
+        return None
+    return session
 
 
 def _first_step_without_samples(ledger: Ledger, run: ActiveRun, start: int) -> int | None:

@@ -37,6 +37,7 @@ from services.coordinator.ledger import ACTIVE_STATES, Ledger
 from services.coordinator.members import Members
 from services.coordinator.openings import Openings
 from services.coordinator.pool import Pool
+from services.coordinator.restored import free_name
 from services.coordinator.watchdog import Watchdog
 from services.growing_pause import GrowingPause
 from services.seldom import unforeseen
@@ -102,6 +103,13 @@ class Coordinator:
             self._retried = active["run_id"]
         await self._fill_in()
         await self._start_next()
+        if self.ledger.set_aside is not None:
+            message = (
+                f"the ledger is a backup that was put back; what was beside it is in {self.ledger.set_aside} now. What the "
+                "run has written since the backup stays, and nothing loads it"
+            )
+            log.warning("%s", message)
+            await self.warn([message])
 
     async def _fill_in(self) -> None:
         """Steps and warnings of runs that an earlier version has recorded without them."""
@@ -191,7 +199,12 @@ class Coordinator:
         return run_id
 
     def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
-        """The run's folder: its spec, and links to what it shares with its neighbours."""
+        """The run's folder: its spec, and links to what it shares with its neighbours. One of that name that is there is of a run
+        that this ledger does not know."""
+        if directory.exists() and any(directory.iterdir()):
+            place = free_name(directory.with_name(f"{directory.name}.set-aside"))
+            directory.rename(place)
+            log.warning("%s is of a run that this ledger does not know; it is %s now", directory, place)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "spec.yaml").write_text(spec_yaml)
         for shared in (self.ledger.path, self.directory / "logs"):

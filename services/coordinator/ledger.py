@@ -285,6 +285,14 @@ class Ledger(LedgerFile):
 
     # Checkpoints and members
 
+    def has_receipt(self, run_id: str, session: int, step: int) -> bool:
+        """Whether rank 0 of this session has said that it trained this step."""
+        row = self.db.execute(
+            "SELECT 1 FROM receipts WHERE run_id = ? AND session = ? AND step = ? AND rank = 0",
+            (run_id, session, step),
+        ).fetchone()
+        return row is not None
+
     def add_checkpoint(self, report: CheckpointReport) -> bool:
         """Registers a complete checkpoint; False for one that was known."""
         known = self.db.execute(
@@ -314,6 +322,11 @@ class Ledger(LedgerFile):
             (run_id,),
         ).fetchone()
         return int(row["step"])
+
+    def checkpoint_paths(self, run_id: str) -> set[str]:
+        """Where all checkpoints of a run are that were ever registered, or were."""
+        rows = self.db.execute("SELECT * FROM checkpoints WHERE run_id = ?", (run_id,))
+        return {self.known_checkpoint(row).path for row in rows}
 
     def newest_checkpoint(self, run_id: str) -> KnownCheckpoint | None:
         """The complete checkpoint of the highest trained step whose chain is the ledger's own, of those that can be loaded.

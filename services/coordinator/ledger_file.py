@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from paceline.errors import Conflict, LedgerFault, NotFound
-from services.coordinator import seals
+from services.coordinator import restored, seals
 from services.coordinator.file_damage import check_open_runs, is_damage
 from services.coordinator.payloads import PayloadStore, sync_folder
 from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
@@ -45,6 +45,8 @@ class LedgerFile:
         self.payloads = PayloadStore(path)
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
         """Told of every transaction that the disk refused: the ledger's owner has to end."""
+        self.set_aside: Path | None = None
+        """Where the files went that were beside a backup and not its own."""
         self._locks: list[IO[bytes]] = []
         self.term = 0
         """Number of this opening; 0 until it has one."""
@@ -64,10 +66,16 @@ class LedgerFile:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._locks = lock_ledger(path)
+            is_backup = restored.is_backup(path)
+            if is_backup:
+                self.set_aside = restored.set_aside(path)
+                self.payloads = PayloadStore(path)
             self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self.db.row_factory = sqlite3.Row
         seals.install(self.db)
         try:
+            if not read_only and is_backup:
+                restored.take_mark_away(self.db)
             self._open_schema(read_only)
             if not read_only:
                 check_open_runs(self.db, path)

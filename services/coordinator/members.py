@@ -47,6 +47,8 @@ class Member:
     connected: bool = True
     """Whether its stream stands."""
     version: Version | None = None
+    ahead_session: int = 0
+    """Session of weights that it holds and that the ledger knows nothing of; 0: none."""
     ready_run: str = ""
     """Run that the worker has set up and can work on."""
     fault: Fault | None = None

@@ -80,6 +80,8 @@ class Pool:
             with self._fault_of(member):
                 await self._suspect(member, f"silent for {now_s - member.last_report_s:.0f} s")
         await self.lend_again()
+        # Whoever left took the task with it in which the next learner was looked for.
+        await self.assignments.assign_learner()
 
     @contextmanager
     def _fault_of(self, member: Member) -> Iterator[None]:
@@ -112,7 +114,9 @@ class Pool:
         )
         if earlier is not None:
             member.offered.extend(earlier.offered)
-        if same_run and hello.HasField("version"):
+        if same_run:
+            self.assignments.hear(hello)
+        if same_run and hello.HasField("version") and member.role == common_pb2.ROLE_ROLLOUT:
             self._take_version(member, hello.version)
         self.members.add(member)
         self._exchange.senders.enter(member)
@@ -129,12 +133,15 @@ class Pool:
             member.version = self._exchange.versions[member.member_id] = version
         else:
             log.warning("%s holds %s, which this run has not published", member.member_id, tuple(version))
+            member.ahead_session = version.session
 
     async def joined(self, member: Member) -> None:
         """After Welcome is on its way: the rest of what a new member has to know."""
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
             self.assignments.forget_epoch()  # a learner that comes back has to be told who receives weights
+        if member.ahead_session:
+            await self.assignments.outnumber(member.ahead_session)
         self.assignments.name_epoch()
         await self._add_member_event(member, "joined")
 

@@ -178,3 +178,32 @@ def test_one_of_another_model_is_no_damage(start: Start, trainer: Any, tmp_path:
     other = SimpleNamespace(model=wider, optimizer=torch.optim.AdamW(wider.parameters()), critic=None)
     with pytest.raises(Misfit, match="does not fit"):
         start(str(written.path), written.manifest_sha256).checkpoints.load(other, lambda _: None)
+
+
+def complete(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def test_a_session_whose_number_is_taken_does_not_begin(start: Start, tmp_path: Path) -> None:
+    complete(tmp_path / "checkpoints" / "1-9")
+    start().checkpoints.look_around(torch.device("cpu"), lambda _: None)
+    taken = complete(tmp_path / "checkpoints" / "2-1")
+    with pytest.raises(CheckpointFault, match="no session can have the number 2") as caught:
+        start().checkpoints.look_around(torch.device("cpu"), lambda _: None)
+    assert caught.value.path == str(taken)
+
+
+def test_what_is_ahead_of_where_the_session_began_is_not_deleted(
+    start: Start, trainer: Any, tmp_path: Path
+) -> None:
+    for name in ("1-2", "1-4", "1-9"):
+        complete(tmp_path / "checkpoints" / name)
+    session = start()
+    session.checkpoints.look_around(torch.device("cpu"), lambda _: None)
+    session.checkpoints.begin(trainer, 6, "c6")
+    session.checkpoints.finish()
+    session.checkpoints.keep_only([session.reported[0].path])
+    session.checkpoints.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1-9", "2-6"]

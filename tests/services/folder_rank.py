@@ -1,0 +1,68 @@
+"""One of two ranks whose folders of checkpoints are the same (`shared`), or each host's own. Leaves what it met as a file.
+
+Arguments: the folder for results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from learner import checkpoint
+from learner.collectives import end_process
+from paceline.errors import CheckpointFault, PacelineError
+from paceline.spec import CheckpointingSection
+from protos.paceline.v1 import worker_pb2
+from services.learner_checkpoints import SessionCheckpoints
+
+CPU = torch.device("cpu")
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    own = out / f"host-{rank}"
+    met = {
+        "shared": said(lambda: look_around(out / "shared")),
+        "own": said(lambda: look_around(own)),
+        "taken": said(lambda: look_around(out / "taken")),
+        "written": said(lambda: save(own)),
+    }
+    (out / f"rank.{rank}.json").write_text(json.dumps(met))
+    end_process()
+
+
+def said(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except CheckpointFault as error:
+        return f"{type(error).__name__} {error.path}: {error}"
+    except PacelineError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def look_around(directory: Path) -> None:
+    assignment = worker_pb2.RunAssignment(run_id="grpo-1", session=2, directory=str(directory))
+    session = SessionCheckpoints(assignment, CheckpointingSection(), lambda _: None, lambda _: None)
+    session.look_around(CPU, lambda _: None)
+    session.close()
+
+
+def save(directory: Path) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Linear(2, 2)
+    checkpoint.save(
+        directory, session=2, step=1, model=model, optimizer=torch.optim.AdamW(model.parameters())
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""A backup that was put back: nothing that lies beside it is taken for its own, and nothing is deleted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from services.coordinator import restored
+from services.coordinator.backup import back_up
+from services.coordinator.ledger import Ledger
+from services.coordinator.payloads import Record
+
+
+def run_ids(ledger: Ledger) -> list[str]:
+    return [row["run_id"] for row in ledger.runs()]
+
+
+def killed(path: Path) -> None:
+    """Leaves the ledger as a kill does: its log was never emptied, and a segment is there."""
+    ledger = Ledger(path)
+    with ledger.transaction():
+        ledger.add_run("later-2", "{}", str(path.parent / "later-2"))
+    ledger.payloads.append([Record.of(b"header", b"arrays")])
+    for name in (f"{path.name}-wal", f"{path.name}-shm", path.name):
+        shutil.copyfile(path.with_name(name), path.with_name(f"{name}.copy"))
+    ledger.close()
+    for name in (f"{path.name}-wal", f"{path.name}-shm", path.name):
+        path.with_name(f"{name}.copy").rename(path.with_name(name))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A ledger that went on after its backup and was killed, and the backup in its place."""
+    path, backup = tmp_path / "ledger.sqlite", tmp_path / "backup.sqlite"
+    ledger = Ledger(path)
+    with ledger.transaction():
+        ledger.add_run("first-1", "{}", str(tmp_path / "first-1"))
+    back_up(ledger, backup)
+    ledger.close()
+    killed(path)
+    shutil.copyfile(backup, path)
+    return path
+
+
+def test_the_log_and_the_segments_of_another_ledger_are_set_aside(path: Path) -> None:
+    assert restored.is_backup(path)
+    ledger = Ledger(path)
+    assert run_ids(ledger) == ["first-1"]
+    place = path.with_name("ledger.sqlite.set-aside-1")
+    assert ledger.set_aside == place
+    assert {each.name for each in place.iterdir()} >= {"ledger.sqlite-wal", "ledger.sqlite-segments"}
+    segment = place / "ledger.sqlite-segments" / "00000001.seg"
+    assert segment.read_bytes().startswith(b"headerarrays")
+    ledger.payloads.append([Record.of(b"new", b"")])
+    assert [each.name for each in ledger.payloads.folder.iterdir()] == ["00000001.seg"]
+    ledger.close()
+
+
+def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
+    ledger = Ledger(path)
+    with ledger.transaction():
+        ledger.add_run("second-2", "{}", "second-2")
+    # As a kill at this moment would leave it: what was committed is in the log alone.
+    assert not restored.is_backup(path)
+    ledger.close()
+    again = Ledger(path)
+    assert again.set_aside is None
+    assert run_ids(again) == ["first-1", "second-2"]
+    again.close()
+
+
+def test_one_of_an_older_version_has_no_mark_and_its_neighbours_log_is_not_read(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[restored.PLACE : restored.PLACE + 4] = bytes(4)
+    path.write_bytes(content)
+    ledger = Ledger(path)
+    assert run_ids(ledger) == ["first-1"]
+    assert ledger.set_aside is not None
+    ledger.close()
+
+
+def test_a_second_backup_put_back_gets_a_place_of_its_own(path: Path) -> None:
+    backup = path.with_name("backup.sqlite")
+    Ledger(path).close()
+    killed(path)
+    shutil.copyfile(backup, path)
+    ledger = Ledger(path)
+    assert ledger.set_aside == path.with_name("ledger.sqlite.set-aside-2")
+    ledger.close()
+
+
+def test_a_backup_alone_and_a_ledger_of_our_own_need_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    back_up(ledger, tmp_path / "backup.sqlite")
+    assert not restored.is_backup(tmp_path / "ledger.sqlite")
+    ledger.close()
+    alone = Ledger(tmp_path / "backup.sqlite")
+    assert alone.set_aside is None
+    alone.close()
+    assert not restored.is_backup(tmp_path / "nothing")
