@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learner.export_manifest import write_export_manifest
 from paceline.errors import Conflict, InvalidInput
 from paceline.lora import A_SUFFIX, FINGERPRINT, PREFIX, fingerprint, merged, wire_names
 from paceline.spec import LoraSection
@@ -134,6 +135,7 @@ def export_adapter(
     partial.mkdir(parents=True, exist_ok=True)
     save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(partial))
+    write_export_manifest(partial)
     partial.rename(directory)
     return directory
 

@@ -24,6 +24,7 @@ from transformers import (
 
 from learner.adapter import adapter_weights, add_adapter, export_adapter, is_part_of_adapter
 from learner.checkpoint import Location, read_state, verify
+from learner.export_manifest import write_export_manifest
 from learner.gather import gather_merged
 from paceline.errors import Conflict, InvalidInput
 from paceline.prompts import padding_token_id
@@ -71,6 +72,7 @@ def export_pretrained(
     try:
         model.save_pretrained(partial)
         _copy_tokenizer(tokenizer_name or model_name, partial, required=tokenizer_name is not None)
+        write_export_manifest(partial)
         os.rename(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -8,6 +8,9 @@ from paceline.storage import Folder
 EXPORT = "export"
 """The final export, in the run's directory."""
 
+EXPORT_MANIFEST = "paceline_manifest.json"
+"""In every export: its files with their sizes and SHA-256."""
+
 
 def checkpoint_folder(settings: CheckpointingSection, run_directory: str, run_id: str) -> Folder:
     """The folder of a run's checkpoints. Their names are unique within a run only, so that each run has one."""

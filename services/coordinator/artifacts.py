@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from paceline.run_folders import EXPORT_MANIFEST
 from paceline.storage import Folder
 from services.coordinator.verify_report import VerifyReport
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from services.coordinator.verify import Record
 
 MANIFEST_NAME = "manifest.json"
-EXPORT_MANIFEST_NAME = "paceline_manifest.json"
 
 
 def checkpoints(record: Record, report: VerifyReport) -> None:
@@ -90,10 +90,10 @@ def export(record: Record, report: VerifyReport) -> None:
     subject = f"export {folder}"
     if not folder.exists():
         report.facts["export"] = f"{folder} is not there any more"
-    elif not folder.exists(EXPORT_MANIFEST_NAME):
+    elif not folder.exists(EXPORT_MANIFEST):
         report.facts["export"] = f"{folder} has no manifest"
     else:
         with report.reading(subject):
-            listed = json.loads(folder.read(EXPORT_MANIFEST_NAME))["files"]
+            listed = json.loads(folder.read(EXPORT_MANIFEST))["files"]
             compare_files(report, subject, folder, listed, contents=True)
             report.facts["export"] = f"{folder}: {len(listed)} files"

@@ -7,6 +7,10 @@ Ends with a table of what was met in which phase and the line `N faults in M run
 wrong weights 0`; exit status 1 unless it says so and no records disagree. Before it: the longest time between two trained
 steps by a clock outside of the services, and what was generated more than once.
 
+    python tests/chaos/campaign.py --kind corrupt --faults 20
+
+changes single bits of segments, checkpoints, manifests, the SQLite file and exported models instead, and
+
     python tests/chaos/campaign.py --role rollout --role reward --workers 3 --leave 2
 
 shows the longest pause of the learner while two workers of each kind are left.
@@ -27,7 +31,7 @@ from pathlib import Path
 import click
 import network
 from chaos_setting import Setting, make_spec, mend, strike, tormented
-from chaos_watch import StepClock, coordinator_address, phase_of, progress, whole_others
+from chaos_watch import UNKNOWN_STEP, StepClock, coordinator_address, phase_of, progress, whole_others
 from disk import mount, unmount
 from faults import KINDS, LINKS, ROLES, Fault, schedule
 from verdict import Verdict, judge
@@ -109,6 +113,7 @@ def campaign(
     leave: int = 0,
     minutes: float = 1e9,
     apart: bool = False,
+    seed: int = 0,
 ) -> Result:
     """Runs until `faults` of the plan were dealt out, at most `per_run` to each run of `steps` steps; the learner has
     `ranks` ranks, every role as many services as `sizes` says. A rollout or reward worker is met only when `leave` others
@@ -117,7 +122,7 @@ def campaign(
     """
     spec, result, end_s = make_spec(directory, steps), Result(), time.monotonic() + 60 * minutes
     upcoming = Upcoming(plan)
-    with tormented(directory / "runs", ranks, sizes, apart) as setting:
+    with tormented(directory / "runs", ranks, sizes, apart, seed) as setting:
         cluster = setting.cluster
         while result.faults < faults and time.monotonic() < end_s:
             if any(verdict.stalled for verdict in result.verdicts):
@@ -129,6 +134,8 @@ def campaign(
                 stalled = torment(setting, run_id, upcoming, number, result, leave)
             result.longest_step_s = max(result.longest_step_s, clock.longest_s)
             verdict = judge(cluster.directory, run_id, stalled)
+            verdict.problems += setting.corruption.not_found
+            setting.corruption.not_found.clear()
             result.runs += 1
             result.verdicts.append(verdict)
             log.info(
@@ -175,13 +182,13 @@ def torment(
         now_s = time.monotonic()
         for entry in [entry for entry in mends if entry[0] <= now_s]:
             mends.remove(entry)
-            mend(setting, entry[1])
+            mend(setting, entry[1], run_id)
         state, new_step = progress(cluster, run_id)
-        if state in ENDED_STATES:
+        if state in ENDED_STATES and not (state == "failed" and mends):
             for _, left in mends:
-                mend(setting, left)
+                mend(setting, left, run_id)
             return ""
-        if new_step != step:
+        if new_step not in (step, UNKNOWN_STEP):
             step, moved_s = new_step, now_s
         if cluster.failure is not None:
             return f"a service was given up: {cluster.failure}"
@@ -191,7 +198,7 @@ def torment(
             due_s = now_s + (fault.after_s if fault else 0.0)  # a run that works, not one that starts
         elif fault is not None and now_s >= due_s and may_strike(setting, fault, mends, leave):
             phase = phase_of(cluster, fault)
-            if strike(setting, fault):
+            if strike(setting, fault, run_id):
                 log.info("%s in phase %s at step %d", fault, phase, step)
                 result.met[fault.role, phase, fault.kind] += 1
                 moved_s = time.monotonic()
@@ -275,7 +282,14 @@ def main(
         log.info("without a network of the rollout workers' own: %s", lacking)
     links = tuple(link for link in LINKS if link != "network" or not lacking)
     sizes = ROLES | {"rollout": workers, "reward": workers}
-    plan = schedule(seed, roles, kinds or (tuple(KINDS) if mounted else ()), sizes, pace, links)
+    plan = schedule(
+        seed,
+        roles,
+        kinds or (tuple(kind for kind in KINDS if kind != "corrupt") if mounted else ()),
+        sizes,
+        pace,
+        links,
+    )
     result = campaign(
         directory,
         plan,
@@ -287,6 +301,7 @@ def main(
         leave=leave,
         minutes=minutes,
         apart=not lacking,
+        seed=seed,
     )
     if mounted and result.good:
         unmount(directory / "runs")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from chaos_watch import coordinator_address
+from corruption import Corruption
 from disk import Ballast
 from faults import LINKS, Fault
 from network import Network
@@ -54,6 +55,7 @@ class Setting:
     links: dict[str, Link]
     """By name, as in `faults.LINKS`."""
     ballast: Ballast
+    corruption: Corruption
     suffered: dict[str, Fault] = field(default_factory=dict)
     """By link, while it lasts."""
 
@@ -66,9 +68,11 @@ class Setting:
 
 
 @contextlib.contextmanager
-def tormented(directory: Path, ranks: int, sizes: dict[str, int], apart: bool) -> Iterator[Setting]:
+def tormented(
+    directory: Path, ranks: int, sizes: dict[str, int], apart: bool, seed: int = 0
+) -> Iterator[Setting]:
     """A cluster whose workers reach both ports of the coordinator through proxies; with `apart`, the rollout workers are
-    in a network of their own."""
+    in a network of their own. `seed` decides which bits are changed."""
     section = ClusterSection(
         rollout_workers=sizes["rollout"], reward_workers=sizes["reward"], learner_ranks=ranks
     )
@@ -87,7 +91,7 @@ def tormented(directory: Path, ranks: int, sizes: dict[str, int], apart: bool) -
             options |= {"learner": ["--host", network.near], "rollout": ["--host", network.far]}
             launchers["rollout"] = network.launcher
         cluster = LocalCluster(directory, section, say=log.info, options=options, launchers=launchers)
-        setting = Setting(cluster, links, Ballast(directory))
+        setting = Setting(cluster, links, Ballast(directory), Corruption(cluster, seed))
         stack.callback(setting.end)
         cluster.start_coordinator()
         cluster.address = control.address
@@ -102,7 +106,7 @@ def exchange_address(cluster: LocalCluster) -> str:
     return LISTENS.findall(said[-1])[0]
 
 
-def strike(setting: Setting, fault: Fault) -> bool:
+def strike(setting: Setting, fault: Fault, run_id: str) -> bool:
     """Deals out a fault; False when its service is just being restarted, so that nobody was met, and when its link suffers
     from another one."""
     if fault.role in LINKS:
@@ -114,17 +118,21 @@ def strike(setting: Setting, fault: Fault) -> bool:
     if fault.kind == "full":
         setting.ballast.fill()
         return True
+    if fault.kind == "corrupt":
+        return setting.corruption.strike(fault.role, run_id)
     number = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "term": signal.SIGTERM}[fault.kind]
     return setting.cluster.kill(fault.role, fault.index, number)
 
 
-def mend(setting: Setting, fault: Fault) -> None:
+def mend(setting: Setting, fault: Fault, run_id: str) -> None:
     """Ends a pause, a full disk, or what a link suffers."""
     if fault.role in LINKS:
         setting.links[fault.role].mend()
         del setting.suffered[fault.role]
     elif fault.kind == "full":
         setting.ballast.clear()
+    elif fault.kind == "corrupt":
+        setting.corruption.mend(fault.role, run_id)
     else:
         setting.cluster.kill(fault.role, fault.index, signal.SIGCONT)
 

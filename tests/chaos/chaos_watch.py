@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from protos.paceline.v1.common_pb2 import Role
 from services.coordinator.ledger import Ledger
 
 POLL_S = 0.02
+UNKNOWN_STEP = -1
 SILENT_S = 2.5
 """A worker says something every second; one that has not for this long is not whole."""
 
@@ -49,21 +51,23 @@ class StepClock:
 
     def _watch(self) -> None:
         step, moved_s = 0, time.monotonic()
-        with contextlib.closing(Ledger(self._cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
-            while not self._done.wait(POLL_S):
-                now_s, new_step = time.monotonic(), ledger.run(self._run_id)["next_step"]
-                if new_step == step:
-                    continue
-                if step and now_s - moved_s > self.longest_s:
-                    self.longest_s, self.at_step = now_s - moved_s, new_step - 1
-                step, moved_s = new_step, now_s
+        while not self._done.wait(POLL_S):
+            now_s, new_step = time.monotonic(), progress(self._cluster, self._run_id)[1]
+            if new_step in (step, UNKNOWN_STEP):
+                continue
+            if step and now_s - moved_s > self.longest_s:
+                self.longest_s, self.at_step = now_s - moved_s, new_step - 1
+            step, moved_s = new_step, now_s
 
 
 def progress(cluster: LocalCluster, run_id: str) -> tuple[str, int]:
-    """State and next step, from the file: also while there is no coordinator."""
-    with contextlib.closing(Ledger(cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
-        row = ledger.run(run_id)
-        return row["state"], row["next_step"]
+    """State and next step, from the file: also while there is no coordinator. Of a file that cannot be read, `unknown`."""
+    try:
+        with contextlib.closing(Ledger(cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
+            row = ledger.run(run_id)
+            return row["state"], row["next_step"]
+    except (PacelineError, sqlite3.Error):
+        return "unknown", UNKNOWN_STEP
 
 
 def coordinator_address(cluster: LocalCluster) -> str:

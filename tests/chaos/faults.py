@@ -12,9 +12,17 @@ ROLES = {"rollout": 2, "reward": 2, "learner": 1, "coordinator": 1}
 KINDS = {
     **{"kill": 6, "pause": 4, "term": 1, "full": 1},
     **{"cut": 2, "drop": 2, "delay": 1, "truncate": 1, "duplicate": 1},
+    "corrupt": 2,
 }
 """SIGKILL; SIGSTOP with SIGCONT later; SIGTERM; the disk of ledger, checkpoints and logs full to the last byte for a while;
-what a link suffers for a while (harm.py). The numbers say how often, in proportion."""
+what a link suffers for a while (harm.py); a bit that the disk changes (corruption.py). The numbers say how often, in
+proportion."""
+
+ON_REQUEST = ("full", "corrupt")
+"""Kinds that a campaign has only when they are asked for."""
+
+FILES = ("segment", "checkpoint", "manifest", "sqlite", "export")
+"""Where a bit is changed; the last is an earlier run's."""
 
 LINKS = {
     "control": ("cut", "drop", "delay", "truncate"),
@@ -23,6 +31,9 @@ LINKS = {
 }
 """What each can suffer: the proxies before the coordinator's two ports, which every worker uses, and the network of the
 rollout workers, where they have one of their own (network.py)."""
+
+UNNOTICED_S = 6.0
+"""A changed bit is not put right before whoever was killed for it is back."""
 
 PAUSES_S = (0.5, 3.0, 7.0, 13.0)
 """The last is longer than the heartbeat time-out: such a worker is given up and wakes as a stranger."""
@@ -57,10 +68,12 @@ def schedule(
     """Faults without end; the same arguments give the same ones. Every role (of `roles`, if any are named) comes up
     equally often in the long run, and so does every service of it, of which there are as many as `sizes` says, and every link
     of `links` that can suffer what is to happen. Times between faults are `pace` times as long. Without `kinds`, all but
-    `full`: that needs a disk of its own."""
+    those of ON_REQUEST."""
     rng = random.Random(seed)
     weights = {
-        kind: weight for kind, weight in KINDS.items() if kind in kinds or (not kinds and kind != "full")
+        kind: weight
+        for kind, weight in KINDS.items()
+        if kind in kinds or (not kinds and kind not in ON_REQUEST)
     }
     while True:
         order = list(roles or ROLES)
@@ -74,5 +87,7 @@ def schedule(
                 yield Fault(after_s, kind, rng.choice(able), 0, lasts_s)
             elif kind == "full":
                 yield Fault(after_s, kind, "disk", 0, lasts_s)
+            elif kind == "corrupt":
+                yield Fault(after_s, kind, rng.choice(FILES), 0, UNNOTICED_S + lasts_s)
             else:
                 yield Fault(after_s, kind, role, rng.randrange(sizes[role]), lasts_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 import network
 import pytest
 from campaign import Result, Upcoming, campaign
-from faults import KINDS, LINKS, ROLES, schedule
+from faults import FILES, KINDS, LINKS, ON_REQUEST, ROLES, schedule
 from verdict import Verdict, judge
 
 from services.coordinator.ledger import Ledger
@@ -82,8 +82,22 @@ def test_a_schedule_is_its_seed_and_meets_every_role() -> None:
     assert first == [fault for fault, _ in zip(schedule(3), range(100), strict=False)]
     assert first != [fault for fault, _ in zip(schedule(4), range(100), strict=False)]
     assert set(ROLES) <= {fault.role for fault in first}
-    assert {fault.kind for fault in first} == set(KINDS) - {"full"}
+    assert {fault.kind for fault in first} == set(KINDS) - {*ON_REQUEST}
     assert all(fault.index < ROLES.get(fault.role, 1) for fault in first)
+
+
+def test_bits_are_changed_in_every_kind_of_file_when_asked_for() -> None:
+    faults = [fault for fault, _ in zip(schedule(3, kinds=("corrupt",)), range(100), strict=False)]
+    assert {fault.role for fault in faults} == set(FILES)
+    assert all(fault.lasts_s for fault in faults)
+
+
+@pytest.mark.slow
+def test_changed_bits_cost_nothing(tmp_path: Path) -> None:
+    result = campaign(tmp_path, schedule(5, kinds=("corrupt",)), faults=5, steps=150, per_run=5, seed=5)
+    assert result.problems == []
+    assert result.faults == 5
+    assert result.good
 
 
 def test_a_link_meets_only_what_it_can_suffer() -> None:

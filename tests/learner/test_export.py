@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from learner.export import export_checkpoint, export_pretrained
 from learner.gather import gather_weights
 from learner.trainer import Trainer
 from paceline.errors import Conflict, InvalidInput
+from paceline.run_folders import EXPORT_MANIFEST
 
 TOKENS = torch.arange(VOCABULARY)[None]
 
@@ -65,6 +68,11 @@ def test_gathered_weights_load_with_equal_logits(trainer: Trainer, tmp_path: Pat
     assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
     assert GenerationConfig.from_pretrained(folder).temperature == 0.7
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+    listed = json.loads((folder / EXPORT_MANIFEST).read_text())["files"]
+    assert {file["path"] for file in listed} == {path.name for path in folder.iterdir()} - {EXPORT_MANIFEST}
+    for file in listed:
+        content = (folder / file["path"]).read_bytes()
+        assert (file["size_bytes"], file["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
 
 
 def test_checkpoint_exports_without_a_process_group(trainer: Trainer, tmp_path: Path) -> None:

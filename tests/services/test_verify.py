@@ -13,6 +13,7 @@ import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import NotFound
+from paceline.run_folders import EXPORT_MANIFEST
 from services.coordinator import artifacts
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import COMPARISONS, Record, verify
@@ -244,7 +245,7 @@ def test_an_export_is_held_against_its_manifest(trained: World, tmp_path: Path) 
     trained.ledger.update_run(trained.run_id, export_path=str(folder))
     assert inspect(trained).facts["export"] == f"{folder} has no manifest"
     file = {"path": "model", "size_bytes": 5, "sha256": hashlib.sha256(b"model").hexdigest()}
-    (folder / artifacts.EXPORT_MANIFEST_NAME).write_text(json.dumps({"files": [file]}))
+    (folder / EXPORT_MANIFEST).write_text(json.dumps({"files": [file]}))
     assert inspect(trained).facts["export"] == f"{folder}: 1 files"
     (folder / "model").write_bytes(b"modem")
     assert "its file model has the SHA-256" in inspect(trained).problems[0]
