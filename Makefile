@@ -21,7 +21,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm chaos soak churn lint lint-python lint-protos lint-deploy protos clean
+.PHONY: help demo test test-vllm chaos bitflips soak churn lint lint-python lint-protos lint-deploy protos clean
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an enviro
 
 chaos: $(STAMP) ## Kill, stop and cut off every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)
+
+bitflips: $(STAMP) ## Flip single bits of a ledger's SQLite file and count those that verify finds (BITFLIPS="--flips 300 --seed 1")
+	$(BIN)/python tests/chaos/bitflips.py $(BITFLIPS)
 
 soak: $(STAMP) ## Kill and stop receivers and learner ranks in the middle of publishing (SOAK="--rounds 20 --phase transfer")
 	$(BIN)/python tests/weights/weight_soak.py $(SOAK)

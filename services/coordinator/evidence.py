@@ -126,7 +126,7 @@ def references(record: Record, report: VerifyReport) -> None:
     stored_rows = record.db.execute(
         "SELECT * FROM payloads WHERE run_id = ? AND kind = 'reference'", (record.run_id,)
     )
-    for stored in stored_rows.fetchall():
+    for stored in stored_rows:
         subject, row = f"group {stored['group_id']}", groups.get(stored["group_id"])
         found.add(stored["group_id"])
         with report.reading(subject, "its reference"):

@@ -69,7 +69,8 @@ def _check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
     for name in seals.tables():
         with report.reading(f"table {name}"):
             if name not in seals.SEALED:
-                db.execute(f"SELECT * FROM {name} NOT INDEXED").fetchall()
+                for _ in db.execute(f"SELECT * FROM {name} NOT INDEXED"):
+                    pass  # it can be read; in a backup it has the bulk of all groups
                 continue
             for damaged in damaged_rows(db, name):
                 report.problem(damaged.name, _describe(damaged))

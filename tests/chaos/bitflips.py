@@ -1,6 +1,6 @@
 """How many single-bit flips of a ledger's SQLite file `paceline ledger verify` finds.
 
-    python tests/chaos/bitflips.py [--flips 300] [--seed 1]
+    make bitflips BITFLIPS="--flips 300 --seed 1"
 
 A small run is driven to its end in this process: leases, groups, scores, batches, receipts of two ranks and two sessions,
 evaluations, dropped groups, a checkpoint on the disk. Then one random bit of the file is flipped at a time, and the run
