@@ -232,6 +232,7 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
         value = tree.get(section, {}).get(key) if isinstance(tree.get(section), dict) else None
         if isinstance(value, str):
             tree[section][key] = _absolute(value, base)
+    tree.setdefault("folder", str(base.resolve()))
     rewards = tree.get("rewards")
     if isinstance(rewards, list | tuple):
         tree["rewards"] = [_with_absolute_function(item, base) for item in rewards]

@@ -20,8 +20,9 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import token_file_option
-from paceline.errors import InvalidInput
+from paceline import function_files
+from paceline.cli.options import functions_from_option, token_file_option
+from paceline.errors import InvalidInput, Unreadable
 from paceline.groups import Completion, IntArray
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.tracing import set_up_tracing, span
@@ -58,9 +59,15 @@ class RewardWorker:
     """
 
     def __init__(
-        self, coordinator: str, member_id: str, num_processes: int, pause: GrowingPause | None = None
+        self,
+        coordinator: str,
+        member_id: str,
+        num_processes: int,
+        pause: GrowingPause | None = None,
+        functions_from: Sequence[Path] = (),
     ):
         self.member_id = member_id
+        self._functions_from = functions_from
         self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
         """Told whether this worker can work on its run, whenever that changes."""
         self._set_up_pause = pause or GrowingPause()
@@ -92,6 +99,7 @@ class RewardWorker:
             async with contextlib.AsyncExitStack() as opened:
                 try:
                     spec = spec_of(assignment)
+                    self._check_function_files(spec)
                     runner = await opened.enter_async_context(RewardRunner(spec.rewards, self._num_processes))
                     reference = await opened.enter_async_context(ReferenceScorer(spec))
                 except Exception as error:  # whatever cannot be loaded now may be there later
@@ -105,6 +113,11 @@ class RewardWorker:
                 await self.on_readiness(True)
                 await self._report_ready()
                 await self._score_forever(assignment.run_id, spec, runner)
+
+    def _check_function_files(self, spec: RunSpec) -> None:
+        """Raises Unreadable: another worker may allow the folder."""
+        if why := function_files.refusal(spec, self._functions_from):
+            raise Unreadable(f"this worker does not run the functions: {why}")
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
         """Says why the run cannot be set up, and waits until it is to be tried again or another one is assigned."""
@@ -309,6 +322,7 @@ async def _nobody_asks(ready: bool) -> None:
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
 )
+@functions_from_option
 @token_file_option
 def main(
     coordinator: str,
@@ -318,6 +332,7 @@ def main(
     name: str,
     processes: int,
     grace_s: float,
+    functions_from: tuple[Path, ...],
     ready_file: Path | None,
 ) -> None:
     """A reward worker: scores completions for the coordinator's run."""
@@ -328,7 +343,12 @@ def main(
 
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)
-        worker = RewardWorker(coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes)
+        worker = RewardWorker(
+            coordinator,
+            f"{name}-{uuid.uuid4().hex[:8]}",
+            processes,
+            functions_from=functions_from,
+        )
         server = GrpcServer(host, port, worker_guard())
         servicer = RewardServicer(worker)
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")

@@ -30,6 +30,13 @@ token_file_option = click.option(
     is_eager=True,
     help=f"File with the coordinator's token; default {VARIABLE}, else the one in the coordinator's directory (runs).",
 )
+functions_from_option = click.option(
+    "--functions-from",
+    "functions_from",
+    multiple=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that reward functions may come from; may be given several times. Default: the folder of the run's spec.",
+)
 _address_option = click.option(
     "--coordinator",
     default=DEFAULT_ADDRESS,

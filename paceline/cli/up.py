@@ -12,7 +12,13 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import LEDGER_NAME, directory_option, json_option, token_file_option
+from paceline.cli.options import (
+    LEDGER_NAME,
+    directory_option,
+    functions_from_option,
+    json_option,
+    token_file_option,
+)
 from paceline.cli.watching import follow
 from paceline.client import ENDED_STATES, Client
 from paceline.errors import NotFound, PacelineError
@@ -50,6 +56,7 @@ MIN_FREE_MB = 512
     show_default=True,
     help="Seconds for the services to hand back leases and write a checkpoint at Ctrl-C or SIGTERM.",
 )
+@functions_from_option
 @token_file_option
 @json_option
 def up(
@@ -60,6 +67,7 @@ def up(
     port: int | None,
     keep: bool,
     min_free_mb: int,
+    functions_from: tuple[Path, ...],
     grace_s: float,
     as_json: bool,
 ) -> None:
@@ -78,6 +86,7 @@ def up(
         port=port,
         keep=keep,
         min_free_mb=min_free_mb,
+        functions_from=functions_from,
         grace_s=grace_s,
         as_json=as_json,
     )
@@ -92,6 +101,7 @@ def run_here(
     keep: bool,
     as_json: bool,
     min_free_mb: int = MIN_FREE_MB,
+    functions_from: tuple[Path, ...] = (),
     grace_s: float = GRACE_S,
 ) -> None:
     """Starts services in `directory`, submits `spec` if there is one, and follows what is open to its end, however long its
@@ -116,7 +126,8 @@ def run_here(
         say(division)
     if spec is not None and sizes is not named:
         spec = _with_division(spec, sizes)
-    options = {"coordinator": ("--min-free-mb", str(min_free_mb))}
+    allowed = _function_folders(functions_from, specs)
+    options = {"coordinator": ["--min-free-mb", str(min_free_mb), *allowed], "reward": allowed}
     cluster = LocalCluster(
         directory,
         sizes,
@@ -157,6 +168,14 @@ def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
     roles = ("learner",) if spec.examples is not None else ("learner", "rollout")
     given = {key: value for key, value in sizes if key.startswith(roles)}
     return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=given)})
+
+
+def _function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) -> list[str]:
+    """The options `--functions-from` of the services: what the user allows besides the specs' own folders."""
+    if not functions_from:
+        return []
+    folders = [*map(str, functions_from), *(spec.folder for spec in specs if spec.folder)]
+    return [word for folder in dict.fromkeys(folders) for word in ("--functions-from", folder)]
 
 
 def open_runs(ledger_path: Path) -> list[tuple[str, RunSpec]]:

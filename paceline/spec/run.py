@@ -32,6 +32,9 @@ class RunSpec(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
     """A word for people; the run's id and its folder are made from it: letters, digits, dot, dash, underscore."""
+    folder: str = ""
+    """Folder of the spec's file, recorded when it is read: reward functions come from there or below. Empty for a spec that a
+    program made."""
     algorithm: Algorithm = "grpo"
     """What is trained from what: `grpo` from rollouts; from a data set's examples `sft` (completions), `dpo` and `orpo`
     (preference pairs), `kto` (good and bad completions), `rm` (a reward model from pairs); `distillation` from rollouts that a teacher judges token by token."""

@@ -18,9 +18,11 @@ import logging
 import sqlite3
 import time
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from paceline import function_files
 from paceline.data import PromptSource, open_prompts, open_rows
 from paceline.errors import Conflict, DataError, InvalidInput, LedgerFault, PacelineError, SpecError
 from paceline.example_rows import check_example
@@ -61,8 +63,10 @@ class Coordinator:
         host: str,
         exchange_port: int,
         min_free_bytes: int = 0,
+        functions_from: Sequence[Path] = (),
     ):
         self.ledger = ledger
+        self._functions_from = functions_from
         self.committed = Ledger(ledger.path, read_only=True)
         """What others are told is read here: a transaction under way does not show."""
         self.directory = directory
@@ -176,6 +180,8 @@ class Coordinator:
         async with self._reading:
             spec, text = await asyncio.to_thread(_read_submitted, spec_yaml)
         refuse_large_groups(spec)
+        if why := function_files.refusal(spec, self._functions_from):
+            raise SpecError(why)
         if submission and (known := self.ledger.run_of_submission(submission)) is not None:
             return known
         await self._openings.open(submission or uuid.uuid4().hex, partial(_open_data, spec))

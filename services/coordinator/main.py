@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import token_file_option
+from paceline.cli.options import functions_from_option, token_file_option
 from paceline.freed_memory import keep_freed_memory
 from paceline.token import TOKEN_NAME, make_token, token_path
 from paceline.tracing import set_up_metrics, set_up_tracing
@@ -72,6 +72,7 @@ log = logging.getLogger(__name__)
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
 )
+@functions_from_option
 @token_file_option
 def main(
     directory: Path,
@@ -82,6 +83,7 @@ def main(
     timeout_s: float,
     grace_s: float,
     min_free_mb: int,
+    functions_from: tuple[Path, ...],
     ready_file: Path | None,
 ) -> None:
     """The coordinator: runs, members, exchange and ledger."""
@@ -102,7 +104,7 @@ def main(
         guard = TokenGuard(lambda: token, token_file)
         server = GrpcServer(host, port, guard, capacity.max_connections)
         coordinator = Coordinator(
-            ledger, directory, Members(timeout_s), host, exchange_port, min_free_mb << 20
+            ledger, directory, Members(timeout_s), host, exchange_port, min_free_mb << 20, functions_from
         )
         endpoint = f"tcp://{in_brackets(host)}:{coordinator.server.port}"
         server.add(

@@ -1,0 +1,75 @@
+"""Where a file that a spec may not use is refused: when it is submitted, and again in the worker that would run it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+from control_plane import Plane, refusal
+from exchange_drivers import make_spec
+
+from paceline.spec_io import spec_to_yaml
+from protos.paceline.v1 import run_pb2, worker_pb2
+from services.growing_pause import GrowingPause
+from services.reward import RewardWorker
+
+CODE = "def f(completions, **_):\n    return [1.0] * len(completions)\n"
+
+
+def function_elsewhere(tmp_path: Path, **spec: Any) -> str:
+    """A spec whose function's file is not in its own folder, as YAML."""
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "theirs" / "f.py").write_text(CODE)
+    rewards = [{"function": f"{tmp_path}/theirs/f.py:f"}]
+    return spec_to_yaml(make_spec(tmp_path, rewards=rewards, folder=str(tmp_path / "mine"), **spec))
+
+
+async def test_submit_refuses_a_function_from_elsewhere(tmp_path: Path) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    request = run_pb2.SubmitRequest(spec_yaml=function_elsewhere(tmp_path))
+    code, said = await refusal(plane.runs.Submit(request))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert f"{tmp_path}/theirs/f.py is not below {tmp_path}/mine; move it there, or allow its folder" in said
+    assert not (await plane.runs.List(run_pb2.ListRequest())).runs
+    await plane.stop()
+
+
+class Reports:
+    """Takes a worker's reports in place of its membership."""
+
+    def __init__(self) -> None:
+        self.first: asyncio.Future[worker_pb2.ConnectRequest] = asyncio.get_running_loop().create_future()
+
+    async def report(self, report: worker_pb2.ConnectRequest) -> None:
+        """The first is kept."""
+        if not self.first.done():
+            self.first.set_result(report)
+
+
+async def first_report(assignment: worker_pb2.RunAssignment, **options: Any) -> worker_pb2.RunReport:
+    """What a reward worker with these options says of an assignment."""
+    worker = RewardWorker("nowhere:1", "reward-1", 1, GrowingPause(1e6, 1e6), **options)
+    worker.membership._context.term()
+    reports = Reports()
+    worker.membership = reports  # type: ignore[assignment]
+    await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
+    working = asyncio.create_task(worker.work())
+    try:
+        async with asyncio.timeout(60.0):
+            return (await reports.first).run_report
+    finally:
+        working.cancel()
+        await asyncio.wait((working,))
+
+
+async def test_a_worker_runs_only_what_its_own_folders_allow(tmp_path: Path) -> None:
+    """Whatever the coordinator let pass. Another worker may allow it, so the run does not end."""
+    assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=function_elsewhere(tmp_path))
+    refused = await first_report(assignment, functions_from=[tmp_path / "mine"])
+    assert "this worker does not run the functions: rewards.0.function" in refused.error
+    assert refused.fault == worker_pb2.FAULT_PASSING
+    assert "theirs/f.py is not below" in (await first_report(assignment)).error
