@@ -133,7 +133,7 @@ class MemberLink:
             if transfer is not None and transfer.staged.version == version and self._answer is None:
                 self._answer = (ok, message)
                 self._changed.notify_all()
-            elif ok and not self._left and (self.held is None or version > self.held):
+            elif ok and not self._left and self._is_news(version):
                 self.held = version
                 late = PublishResult(self.member_id, self.epoch, self.attempt, version, ok=True)
         if late is not None:
@@ -216,6 +216,11 @@ class MemberLink:
     def _busy_s(self) -> float:
         """For how long the member is still given time with what it works on."""
         return max((busy.until_s - time.monotonic() for busy in self._busy.values()), default=0.0)
+
+    def _is_news(self, version: Version) -> bool:
+        """Whether a member may hold `version`, and was not known to: nothing is newer than what was published."""
+        published = self._newest is not None and version <= self._newest.version
+        return published and (self.held is None or version > self.held)
 
     def _is_behind(self) -> bool:
         return self._newest is not None and (self.held is None or self._newest.version > self.held)

@@ -26,6 +26,8 @@ from paceline.weights import Algorithm
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
+MAX_ANCHORS = 3
+"""Anchors in a row that are written because of one member; then it waits for those that come anyway."""
 
 
 @dataclass
@@ -36,6 +38,8 @@ class _Member:
     next_s: float = 0.0
     """When it may be offered something again, unless a newer version comes."""
     failures: int = 0
+    damaged: int = 0
+    """Anchors in a row that did not help it."""
     attempt: int = 0
 
 
@@ -97,8 +101,9 @@ class StoreOffers:
             member = self._members.get(member_id)
             if member is None:
                 return
-            if ok and (member.held is None or version > member.held):
-                member.held, member.failures = version, 0
+            published = self._newest is not None and version <= self._newest.version
+            if ok and published and (member.held is None or version > member.held):
+                member.held, member.failures, member.damaged = version, 0, 0
             offered = member.offered
             if offered is None or offered.version != version:
                 return
@@ -111,7 +116,8 @@ class StoreOffers:
                 newest = self._newest
                 # One anchor for each round of offers that fails, and none while a newer one waits to be tried.
                 if damaged and newest is not None and newest.anchor == offered.anchor:
-                    self._wants_anchor = True
+                    member.damaged += 1
+                    self._wants_anchor = self._wants_anchor or member.damaged <= MAX_ANCHORS
             self._results.append(
                 PublishResult(
                     member_id,

@@ -38,6 +38,17 @@ def plan(
     return WeightManifest.plan(plans, bucket_bytes, algorithm)
 
 
+def check_fits(size_bytes: int) -> None:
+    """Raises WireError for a version that this host's memory cannot hold, however empty it were."""
+    import psutil
+
+    memory_bytes = psutil.virtual_memory().total
+    if size_bytes > memory_bytes:
+        raise WireError(
+            f"a version of {size_bytes} bytes is offered, and this host has {memory_bytes} bytes of memory"
+        )
+
+
 def empty_flat(manifest: WeightManifest) -> torch.Tensor:
     """[total_bytes] uint8 in host memory, not initialised."""
     import torch

@@ -12,8 +12,10 @@ engine's swap.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,9 @@ from paceline.weights import WeightManifest
 
 if TYPE_CHECKING:
     import torch
+
+
+MAX_PATH_BYTES = 64
 
 
 class SharedLink:
@@ -72,15 +77,18 @@ class SharedLink:
                 on_bucket(end)
 
     def _create(self, size_bytes: int) -> torch.Tensor:
-        self._fd = os.memfd_create("paceline-weights")
+        self._fd = os.memfd_create("paceline-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, size_bytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._store.set("segment", f"/proc/{os.getpid()}/fd/{self._fd}")
         return _mapped(self._fd, size_bytes, mmap.ACCESS_WRITE)
 
     def _open(self, size_bytes: int) -> torch.Tensor:
-        path = self._store.get("segment").decode()
+        path = self._store.get("segment")[:MAX_PATH_BYTES].decode(errors="replace")
+        if not re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", path):
+            raise Unavailable(f"{path!r} is offered as the learner's memory, and is none")
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise Unavailable(
                 f"the learner's memory {path} cannot be opened ({error.strerror}); weights.backend=shared needs both "
@@ -91,6 +99,9 @@ class SharedLink:
                 raise Unavailable(
                     f"{path} has {os.fstat(fd).st_size} bytes, the offer says {size_bytes}: this is not the learner's host"
                 )
+            if not _seals(fd) & fcntl.F_SEAL_SHRINK:
+                # Reading memory that its owner cuts off ends the process that reads.
+                raise Unavailable(f"{path} can be cut off while it is read: this is not the learner's memory")
             return _mapped(fd, size_bytes, mmap.ACCESS_COPY)
         finally:
             os.close(fd)
@@ -101,6 +112,13 @@ class SharedLink:
             self._store.delete_key(key)
         except RuntimeError as error:
             raise Unavailable(f"{what}: {str(error).splitlines()[0]}") from error
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no memory without a name
+        return 0
 
 
 def _mapped(fd: int, size_bytes: int, access: int) -> torch.Tensor:

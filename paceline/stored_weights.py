@@ -130,8 +130,8 @@ class StoredVersion:
                 base_contents=tuple(map(str, document.pop("base_contents"))),
                 **document,
             )
-        except (ValueError, KeyError, TypeError) as error:
-            raise WireError(f"no manifest of stored weights: {error!r}") from error
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+            raise WireError(f"no manifest of stored weights: {str(error)[:200]!r}") from error
         if len(manifest.parts) != len(manifest.contents) or (manifest.kind == "delta") != (base is not None):
             raise WireError("manifest of stored weights contradicts itself: parts, contents or base")
         return manifest
@@ -155,6 +155,11 @@ class StoreOffer:
     """Its manifest."""
     anchor_bytes: int
     """Size of its parts."""
+
+
+def run_store(place: str | None, run_id: str, directory: str) -> str:
+    """Where a run's stored weights are: below `weights.store` (`place`), which may serve many runs, or in its directory."""
+    return f"{place.rstrip('/')}/{run_id}" if place else f"{directory.rstrip('/')}/weights"
 
 
 def folder(version: Version) -> str:
@@ -250,11 +255,18 @@ def element_bytes(plan: TensorPlan) -> int:
     return DTYPE_BYTES[plan.dtype]
 
 
+def checked_object(name: str, size_bytes: int, digest: str) -> StoredObject:
+    """An object that somebody names. Raises ValueError for one outside the store or of no possible size."""
+    if not name or ".." in name or name.startswith("/") or "://" in name or "::" in name:
+        raise ValueError(f"an object may not be called {name[:200]!r}")
+    if not 0 <= size_bytes < 2**63:
+        raise ValueError(f"{name!r} cannot have {size_bytes} bytes")
+    return StoredObject(name, size_bytes, digest)
+
+
 def _stored(raw: Sequence[Any]) -> StoredObject:
     name, size_bytes, digest = raw
-    if ".." in str(name) or str(name).startswith("/"):
-        raise ValueError(f"an object may not be called {name!r}")
-    return StoredObject(str(name), int(size_bytes), str(digest))
+    return checked_object(str(name), int(size_bytes), str(digest))
 
 
 def _slice(raw: Sequence[Any]) -> Slice:

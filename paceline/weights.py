@@ -40,6 +40,13 @@ DTYPE_BYTES = {
 """Names of the dtypes that can travel, as torch calls them, and their sizes."""
 
 FORMAT = 1
+
+MAX_MANIFEST_BYTES = 64 << 20
+"""A million tensors; a manifest is read between two messages of the control plane."""
+MAX_BUCKETS = 1 << 20
+MAX_DIMENSIONS = 16
+MAX_NAME_CHARACTERS = 512
+
 Algorithm = Literal["xxh3_64", "sha256"]
 Phase = Literal["receiving", "received", "loading"]
 
@@ -168,6 +175,10 @@ class WeightManifest:
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightManifest:
         """Reads what `to_bytes` wrote. Raises WireError for anything else, before any memory is set aside for it."""
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise WireError(
+                f"weight manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}"
+            )
         try:
             document = json.loads(data)
             if document["format"] != FORMAT:
@@ -181,8 +192,8 @@ class WeightManifest:
                 algorithm_named(document["algorithm"]),
             )
             layout_hash = document["layout_hash"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise WireError(f"weight manifest cannot be read: {error!r}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise WireError(f"weight manifest cannot be read: {str(error)[:200]!r}") from error
         manifest._check(layout_hash)
         return manifest
 
@@ -201,6 +212,11 @@ class WeightManifest:
         needed = sum(_aligned(entry.num_bytes) for entry in self.entries)
         if self.total_bytes > needed:
             raise WireError(f"weight manifest asks for {self.total_bytes} bytes, its tensors need {needed}")
+        if self.total_bytes > MAX_BUCKETS * self.bucket_bytes:
+            raise WireError(
+                f"weight manifest cuts {self.total_bytes} bytes into buckets of {self.bucket_bytes}; at most {MAX_BUCKETS} "
+                "are received"
+            )
         if layout_hash != self.layout_hash:
             raise WireError(f"weight manifest says layout {layout_hash}, its tensors make {self.layout_hash}")
 
@@ -232,6 +248,18 @@ class WeightOffer:
         """The policy version that is offered."""
         return Version(self.session, self.step)
 
+    def check(self) -> None:
+        """Raises WireError for an offer whose link no learner of this version makes."""
+        if self.backend not in ("gloo", "shared"):
+            raise WireError(
+                f"a link over {self.backend[:80]!r} was offered; this worker has 'gloo' and 'shared'"
+            )
+        if not 0 < self.store_port < 65536:
+            raise WireError(f"the offer names port {self.store_port}")
+        for what, text in (("host", self.store_host), ("prefix", self.prefix)):
+            if not 0 < len(text) <= MAX_NAME_CHARACTERS or not text.isprintable() or " " in text:
+                raise WireError(f"the offer names the {what} {text[:80]!r}")
+
 
 def algorithm_named(value: Any) -> Algorithm:
     """The checksum algorithm of that name. Raises WireError for another one."""
@@ -260,6 +288,8 @@ def _entry(raw: list[Any]) -> TensorEntry:
     name, dtype, shape, offset, digest = raw
     if not isinstance(name, str) or not isinstance(digest, str) or dtype not in DTYPE_BYTES:
         raise ValueError(f"tensor {name!r} of {dtype!r}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name!r} has a shape of more than {MAX_DIMENSIONS} dimensions")
     return TensorEntry(name, dtype, tuple(_count(size) for size in shape), _count(offset), digest)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.errors import Conflict, PacelineError, Unavailable
-from paceline.flat_weights import Check, empty_flat
+from paceline.flat_weights import Check, check_fits, empty_flat
 from paceline.groups import Version
 from paceline.shared_link import SharedLink
 from paceline.tracing import span, version_traceparent
@@ -76,8 +76,9 @@ class WeightReceiver:
     def offer(self, offer: WeightOffer) -> None:
         """Takes up an offer; the newest wins. Returns at once, every outcome goes to `on_ack`.
 
-        Raises WireError for a manifest that cannot be read and Conflict after `close`.
+        Raises WireError for an offer or a manifest that cannot be right and Conflict after `close`.
         """
+        offer.check()
         manifest = WeightManifest.from_bytes(offer.manifest)
         with self._lock:
             if self._closed:
@@ -146,6 +147,7 @@ class WeightReceiver:
 
     def _receive(self, link: _Link, offer: WeightOffer, manifest: WeightManifest) -> None:
         self._note(link, offer.version, "receiving", 0)
+        check_fits(manifest.total_bytes)
         link.connect(self._max_wait_s, self._host)
         flat = self._memory(manifest)
         check = Check(flat, manifest)

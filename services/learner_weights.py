@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ from learner.store_offers import StoreOffers
 from learner.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.stored_weights import StoredObject, StoreOffer
+from paceline.stored_weights import StoredObject, StoreOffer, run_store
 from paceline.weight_link import is_loopback
 from paceline.weight_store import WeightStore
 from paceline.weights import Algorithm, WeightOffer
@@ -73,11 +72,8 @@ class _Wiring:
         if spec.policy.lora_cfg.enabled:
             precision = "float32"  # an adapter is small, and its merge is rounded once, where it happens
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        place = self._weights.store
-        # A store may serve many runs, and what belongs to another one must not be pruned here.
-        self._store = WeightStore(
-            f"{place.rstrip('/')}/{self._run_id}" if place else str(Path(assignment.directory) / "weights")
-        )
+        # What belongs to another run must not be pruned here.
+        self._store = WeightStore(run_store(self._weights.store, self._run_id, assignment.directory))
         trusted = is_loopback(rank.reachable) and self._store.is_local
         self._algorithm: Algorithm = "xxh3_64" if trusted else "sha256"
 

@@ -19,6 +19,7 @@ from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
 from paceline.groups import Completion, Group, IntArray
 from paceline.prompts import encode_prompt, load_tokenizer
 from paceline.spec import RunSpec
+from paceline.stored_weights import run_store
 from paceline.tracing import span
 from paceline.wire import decode_completions, encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -54,6 +55,7 @@ class RolloutRun:
         engine: Engine,
         tokenizer: Any,
         host: str,
+        directory: str,
     ):
         self.spec = spec
         self.run_id = run_id
@@ -77,7 +79,10 @@ class RolloutRun:
         self._empty_s = 0.0
         self._unexpected = 0
         """Groups in a row at which something unforeseen was raised."""
-        self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, host)
+        store_url = run_store(spec.weights.store, run_id, directory)
+        self.weights = RolloutWeights(
+            run_id, member_id, membership, engine, spec.weights.max_wait_s, host, store_url
+        )
 
     @classmethod
     async def start(
@@ -100,7 +105,9 @@ class RolloutRun:
         except BaseException:
             await engine.close()
             raise
-        return cls(spec, assignment.run_id, member_id, membership, engine, tokenizer, host)
+        return cls(
+            spec, assignment.run_id, member_id, membership, engine, tokenizer, host, assignment.directory
+        )
 
     @property
     def num_leases(self) -> int:

@@ -13,9 +13,10 @@ import time
 
 import torch
 
-from paceline.errors import Conflict
+from paceline.errors import Conflict, PacelineError, WireError
 from paceline.groups import Version
-from paceline.stored_weights import StoredObject, StoreOffer
+from paceline.stored_weights import StoredObject, StoreOffer, checked_object
+from paceline.weight_link import first_line
 from paceline.weights import WeightOffer, algorithm_named
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine
@@ -46,7 +47,10 @@ class RolloutWeights:
         engine: Engine,
         max_wait_s: float,
         host: str,
+        store_url: str,
     ):
+        """`store_url` is where the run's stored weights are."""
+        self._store_url = store_url
         self._run_id, self._member_id = run_id, member_id
         self._membership, self._engine = membership, engine
         self._loop = asyncio.get_running_loop()
@@ -64,9 +68,24 @@ class RolloutWeights:
         self._store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """The learner offers a version, over a link or from a store."""
+        """The learner offers a version, over a link or from a store. An offer that cannot be right is answered with a
+        sentence, as one that fails later."""
+        try:
+            self._take_up(offer)
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                log.exception("a weight offer could not be taken up")
+            version = Version(offer.version.session, offer.version.step)
+            self._on_ack(version, False, first_line(error))
+
+    def _take_up(self, offer: worker_pb2.WeightOffer) -> None:
         if offer.HasField("stored"):
-            self._store_receiver.offer(_store_offer(offer))
+            stored = _store_offer(offer)
+            if stored.url != self._store_url:
+                raise WireError(
+                    f"weights in {stored.url[:200]!r} are offered; the run's are in {self._store_url!r}"
+                )
+            self._store_receiver.offer(stored)
             return
         self._receiver.offer(
             WeightOffer(
@@ -172,4 +191,7 @@ def _store_offer(offer: worker_pb2.WeightOffer) -> StoreOffer:
 
 
 def _stored_object(stored: worker_pb2.StoredObject) -> StoredObject:
-    return StoredObject(stored.name, stored.size_bytes, stored.digest)
+    try:
+        return checked_object(stored.name, stored.size_bytes, stored.digest)
+    except ValueError as error:
+        raise WireError(f"the offer cannot be right: {error}") from None

@@ -8,14 +8,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from learner.publisher import Publisher, PublishResult
-from paceline.errors import Conflict, WireError
+from paceline.errors import Conflict, Unavailable, WireError
 from paceline.flat_weights import checksums, pack, plan
 from paceline.groups import Version
+from paceline.shared_link import SharedLink
 from paceline.weights import WeightOffer
 from rollout.receiver import WeightReceiver
 
@@ -504,6 +506,47 @@ def test_refused_attempts_leave_no_threads_and_no_descriptors(
         gc.collect()
         time.sleep(0.01)
     bench.publisher.close()
+
+
+def test_a_member_that_claims_what_was_never_published_gets_its_weights_all_the_same(bench: Bench) -> None:
+    served: list[Version] = []
+    bench.receiver(lambda version, tensors: served.append(version))
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.acknowledge("m", Version(2**63, 2**63), True)
+    bench.publisher.stage(V1, ones(1.0))
+    assert bench.result().ok
+    bench.publisher.acknowledge("m", Version(2**63, 2**63), True)
+    bench.publisher.stage(V2, ones(2.0))
+    assert bench.result().version == V2
+    assert served == [V1, V2]
+
+
+class Keys:
+    """The store of a shared link, with a path of a test's choice."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def get(self, key: str) -> bytes:
+        return self.path.encode()
+
+
+def test_only_memory_of_a_learner_is_mapped(tmp_path: Path) -> None:
+    """Not any file that a store names, and nothing that its owner can cut off, which would end the process."""
+    (tmp_path / "file").write_bytes(bytes(64))
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 64)
+    with (tmp_path / "file").open() as file:
+        for path, why in (
+            (str(tmp_path / "file"), "is offered as the learner's memory, and is none"),
+            ("/proc/self/mem", "is none"),
+            ("/proc/1/fd/../mem", "is none"),
+            (f"/proc/{os.getpid()}/fd/{file.fileno()}", "can be cut off"),
+            (f"/proc/{os.getpid()}/fd/{unsealed}", "can be cut off"),
+        ):
+            with pytest.raises(Unavailable, match=why):
+                SharedLink(Keys(path), 1.0)._open(64)
+    os.close(unsealed)
 
 
 def descriptors() -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.errors import WireError
-from paceline.flat_weights import Check, checksums, pack, plan
+from paceline.flat_weights import Check, check_fits, checksums, pack, plan
 from paceline.weights import TensorPlan, WeightManifest, WeightOffer, checksum
 
 
@@ -69,6 +69,48 @@ def test_one_changed_byte_is_found_by_its_tensor() -> None:
     flat[64 + 159] ^= 1
     with pytest.raises(WireError, match="tensor 'wide' arrived with xxh3_64"):
         Check(flat, manifest).tensors()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda d: (
+                d | {"bucket_bytes": 1, "total_bytes": 2**40, "tensors": [["a", "uint8", [2**40], 0, ""]]}
+            ),
+            "buckets of 1",
+        ),
+        (lambda d: d | {"tensors": [["a", "uint8", [1] * 17, 0, ""]]}, "more than 16 dimensions"),
+        (lambda d: d | {"tensors": [["a", "uint8", "11", 0, ""]]}, "more than 16 dimensions"),
+        (lambda d: d | {"tensors": [["a", "uint8", [-1], 0, ""]]}, "-1 where a count belongs"),
+        (lambda d: d | {"tensors": [["a", "uint8", [float("nan")], 0, ""]]}, "nan where a count belongs"),
+        (lambda d: d | {"tensors": [["a", "uint8", [True], 0, ""]]}, "True where a count belongs"),
+        (lambda d: d | {"tensors": [["a", "uint8", [2**62, 2**62], 0, ""]]}, "puts tensor 'a' at 0"),
+        (lambda d: d | {"tensors": [["a", ["uint8"], [1], 0, ""]]}, "unhashable"),
+        (lambda d: d | {"bucket_bytes": 0}, "buckets of 0"),
+        (lambda d: d | {"total_bytes": 2**63}, "where a count belongs"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_before_memory_is_set_aside(
+    change: Callable[[dict[str, Any]], dict[str, Any]], message: str
+) -> None:
+    document = change(json.loads(summed()[0].to_bytes()))
+    with pytest.raises(WireError, match=message):
+        WeightManifest.from_bytes(json.dumps(document).encode())
+
+
+def test_a_manifest_of_any_depth_and_length_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WireError, match="cannot be read"):
+        WeightManifest.from_bytes(b"[" * 1_000_000)
+    monkeypatch.setattr("paceline.weights.MAX_MANIFEST_BYTES", 10)
+    with pytest.raises(WireError, match="this side reads up to 10"):
+        WeightManifest.from_bytes(summed()[0].to_bytes())
+
+
+def test_a_version_larger_than_the_hosts_memory_is_refused() -> None:
+    check_fits(1)
+    with pytest.raises(WireError, match="this host has"):
+        check_fits(2**60)
 
 
 def test_sha256_is_the_sum_where_it_is_asked_for() -> None:

@@ -96,7 +96,9 @@ class Bench:
         membership: Any = self.exchange
         engine: Any = self.engine
         spec = make_spec(directory)
-        self.run = RolloutRun(spec, "run-1", "rollout-1", membership, engine, tokenizer, "127.0.0.1")
+        self.run = RolloutRun(
+            spec, "run-1", "rollout-1", membership, engine, tokenizer, "127.0.0.1", "/runs/run-1"
+        )
         self.working = asyncio.create_task(self.run.generate_forever())
 
 

@@ -13,6 +13,7 @@ import torch
 
 from learner.publish_result import PublishResult
 from learner.publisher import Publisher
+from paceline.flat_weights import plan
 from paceline.groups import Version
 from paceline.weights import WeightOffer
 from protos.paceline.v1 import worker_pb2
@@ -21,6 +22,7 @@ from services.rollout_weights import RolloutWeights
 DEADLINE_S = 20.0
 MAX_WAIT_S = 1.0
 V1 = Version(0, 1)
+STORE = "/runs/run/weights"
 
 
 class Membership:
@@ -55,13 +57,28 @@ class SlowEngine:
         return 0.0
 
 
+def message_of(offer: WeightOffer) -> worker_pb2.WeightOffer:
+    message = worker_pb2.WeightOffer(
+        run_id="run",
+        member_id="m",
+        attempt=offer.attempt,
+        backend=offer.backend,
+        store_host=offer.store_host,
+        store_port=offer.store_port,
+        prefix=offer.prefix,
+        manifest=offer.manifest,
+    )
+    message.version.session, message.version.step = offer.version
+    return message
+
+
 class Worker:
     """A worker whose learner is in the same process, with the coordinator left out between them."""
 
     def __init__(self) -> None:
         self.membership, self.engine = Membership(), SlowEngine()
         self.weights = RolloutWeights(
-            "run", "m", cast(Any, self.membership), cast(Any, self.engine), MAX_WAIT_S, "127.0.0.1"
+            "run", "m", cast(Any, self.membership), cast(Any, self.engine), MAX_WAIT_S, "127.0.0.1", STORE
         )
         self.loop = asyncio.get_running_loop()
         self.results: queue.Queue[PublishResult] = queue.Queue()
@@ -75,18 +92,7 @@ class Worker:
         self.reporting = asyncio.create_task(self.weights.report_progress())
 
     def _offer(self, offer: WeightOffer) -> None:
-        message = worker_pb2.WeightOffer(
-            run_id="run",
-            member_id="m",
-            attempt=offer.attempt,
-            backend=offer.backend,
-            store_host=offer.store_host,
-            store_port=offer.store_port,
-            prefix=offer.prefix,
-            manifest=offer.manifest,
-        )
-        message.version.session, message.version.step = offer.version
-        self.loop.call_soon_threadsafe(self.weights.offer, message)
+        self.loop.call_soon_threadsafe(self.weights.offer, message_of(offer))
 
     def publish(self) -> None:
         self.publisher.set_members(1, ["m"])
@@ -146,3 +152,69 @@ async def test_the_last_yes_is_said_again_to_a_coordinator_that_was_away(worker:
     first = await worker.membership.next("weight_ack")
     await worker.weights.answer_again()
     assert await worker.membership.next("weight_ack") == first
+
+
+def link_offer(**fields: Any) -> worker_pb2.WeightOffer:
+    """An offer as a learner makes it, but for these fields."""
+    manifest = plan({"weight": torch.ones(4)}, bucket_bytes=64).to_bytes()
+    offer = WeightOffer("run", 1, "m", 1, "gloo", "127.0.0.1", 1, "prefix", *V1, manifest)
+    message = message_of(offer)
+    for name, value in fields.items():
+        setattr(message, name, value)
+    return message
+
+
+def stored_offer(**fields: Any) -> worker_pb2.WeightOffer:
+    message = worker_pb2.WeightOffer(run_id="run", member_id="m")
+    message.version.session, message.version.step = V1
+    stored = message.stored
+    stored.url, stored.algorithm = STORE, "sha256"
+    stored.manifest.name = stored.anchor.name = "000000-00000001/anchor.json"
+    for name, value in fields.items():
+        if name == "name":
+            stored.manifest.name = value
+        elif name == "size_bytes":
+            stored.anchor.size_bytes = value
+        else:
+            setattr(stored, name, value)
+    return message
+
+
+BAD_OFFERS = [
+    (link_offer(backend="nccl"), "a link over 'nccl' was offered; this worker has 'gloo' and 'shared'"),
+    (link_offer(backend=""), "a link over '' was offered"),
+    (link_offer(store_port=0), "the offer names port 0"),
+    (link_offer(store_port=2**32 - 1), "the offer names port 4294967295"),
+    (link_offer(store_host=""), "the offer names the host ''"),
+    (link_offer(store_host="a b"), "the offer names the host 'a b'"),
+    (link_offer(store_host="h" * 100_000), "the offer names the host 'hhh"),
+    (link_offer(prefix=""), "the offer names the prefix ''"),
+    (link_offer(prefix="a\nb"), "the offer names the prefix"),
+    (link_offer(manifest=b""), "weight manifest cannot be read"),
+    (link_offer(manifest=b"[" * 100_000), "weight manifest cannot be read"),
+    (link_offer(manifest=b"[]"), "weight manifest cannot be read"),
+    (link_offer(run_id="another"), "offer is of run 'another', this member serves 'run'"),
+    (
+        stored_offer(url="s3://elsewhere"),
+        "weights in 's3://elsewhere' are offered; the run's are in '/runs/run/weights'",
+    ),
+    (stored_offer(url=""), "weights in '' are offered"),
+    (stored_offer(algorithm="md5"), "checksum algorithm 'md5'"),
+    (stored_offer(name="../../etc/passwd"), "an object may not be called '../../etc/passwd'"),
+    (stored_offer(name=""), "an object may not be called ''"),
+    (stored_offer(size_bytes=2**64 - 1), "cannot have 18446744073709551615 bytes"),
+]
+
+
+@pytest.mark.parametrize(("offer", "why"), BAD_OFFERS)
+async def test_a_bad_offer_is_answered_with_a_sentence(
+    worker: Worker, offer: worker_pb2.WeightOffer, why: str
+) -> None:
+    worker.weights.offer(offer)
+    ack = await worker.membership.next("weight_ack")
+    assert (ack.ok, ack.member_id, ack.version) == (False, "m", offer.version)
+    assert why in ack.message
+    assert len(ack.message) < 500
+    worker.engine.go_on.set()
+    worker.publish()  # and what is right is taken as before
+    assert (await worker.membership.next("weight_ack")).ok

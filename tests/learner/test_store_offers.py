@@ -1,0 +1,73 @@
+"""Offers of stored weights: how often a member's word costs the learner something, and whose word counts."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from learner.publish_result import PublishResult
+from learner.store_chain import Stored
+from learner.store_offers import MAX_ANCHORS, StoreOffers
+from paceline.groups import Version
+from paceline.stored_weights import StoredObject, StoreOffer
+
+DEADLINE_S = 20.0
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.offered: queue.Queue[StoreOffer] = queue.Queue()
+        self.results: queue.Queue[PublishResult] = queue.Queue()
+        self.offers = StoreOffers(
+            run_id="run",
+            url="/store",
+            algorithm="xxh3_64",
+            max_wait_s=60.0,
+            send=self.offered.put,
+            on_result=self.results.put,
+        )
+        self.offers.set_members(1, ["m"])
+
+    def store_anchor(self, step: int) -> None:
+        version, stored = Version(1, step), StoredObject(f"{step}/anchor.json", 1, "digest")
+        self.offers.tell(Stored(version, stored, version, stored, 1, 1, 0.0))
+
+    def answer(self, step: int, *, ok: bool = False, damaged: bool = False) -> None:
+        while self.offered.get(timeout=DEADLINE_S).version.step != step:
+            pass
+        self.offers.answer("m", Version(1, step), ok, "", damaged)
+        assert self.results.get(timeout=DEADLINE_S).ok is ok
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.offers.close()
+
+
+def test_a_member_for_which_every_anchor_is_damaged_costs_only_some(bench: Bench) -> None:
+    written = 0
+    for step in range(1, 10):
+        bench.store_anchor(step)
+        bench.answer(step, damaged=True)
+        if bench.offers.wants_anchor:
+            written += 1
+            bench.offers.anchor_ordered()
+    assert written == MAX_ANCHORS
+    bench.store_anchor(10)
+    bench.answer(10, ok=True)
+    bench.store_anchor(11)
+    bench.answer(11, damaged=True)
+    assert bench.offers.wants_anchor  # it was well in between
+
+
+def test_a_version_that_was_never_stored_is_held_by_nobody(bench: Bench) -> None:
+    bench.offers.answer("m", Version(9, 9), True, "", False)
+    bench.store_anchor(1)
+    assert bench.offers.oldest_held() is None
+    bench.answer(1, ok=True)
+    bench.offers.answer("m", Version(9, 9), True, "", False)
+    assert bench.offers.oldest_held() == (1, 1)
