@@ -116,18 +116,8 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     )
     for row in rows:
         exchange.ledger.remove_payloads(run.run_id, row["group_id"])
-    forget_groups(exchange, run, kind)
+    exchange.forget_groups(run.run_id, kind)
     exchange.notice("evaluated", requested_step=step, **result)
-
-
-def forget_groups(exchange: Exchange, run: ActiveRun, kind: str) -> None:
-    """Removes the groups of an evaluation, which nobody needs after its result."""
-    exchange.db.execute(
-        "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
-        " (SELECT group_id FROM groups WHERE run_id = ? AND class = ?)",
-        (run.run_id, run.run_id, kind),
-    )
-    exchange.db.execute("DELETE FROM groups WHERE run_id = ? AND class = ?", (run.run_id, kind))
 
 
 def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version: Version) -> None:
@@ -136,7 +126,7 @@ def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version:
         (member_id, *version, run.run_id, step),
     )
     readmitted = exchange.db.execute(
-        "UPDATE groups SET state = 'admitted', member_id = NULL, scorer_id = NULL"
+        "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted', member_id = NULL, scorer_id = NULL"
         " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"
         " RETURNING group_id",
         (run.run_id, f"eval:{step}", member_id),

@@ -24,7 +24,7 @@ from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.batch_split import Splits
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger import OPEN_STATES, Ledger
 from services.coordinator.payloads import Frame, StoredFrame, read_frame
 from services.coordinator.senders import Senders
 
@@ -265,29 +265,51 @@ class Exchange:
 
     def end_run(self, run_id: str) -> None:
         """Drops what is still open as run_ended, and forgets evaluations that were not finished."""
-        rows = self.db.execute(
-            "SELECT * FROM groups WHERE run_id = ? AND state NOT IN ('trained', 'dropped')", (run_id,)
-        ).fetchall()
-        for row in rows:
-            self._drop(run_id, row, "run_ended", row["tokens"])
-        self.db.execute(
-            "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
-            " (SELECT group_id FROM groups WHERE run_id = ? AND class != 'train')",
-            (run_id, run_id),
-        )
-        self.db.execute("DELETE FROM groups WHERE run_id = ? AND class != 'train'", (run_id,))
+        for kind in self._open_classes(run_id):
+            rows = self.db.execute(
+                "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+                f" AND state IN {OPEN_STATES}",
+                (run_id, kind),
+            ).fetchall()
+            for row in rows:
+                self._drop(run_id, row, "run_ended", row["tokens"])
+            if kind != "train":
+                self.forget_groups(run_id, kind)
         self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run_id,))
         self.ledger.forget("deaths")
         self._deactivate(run_id)
 
+    def forget_groups(self, run_id: str, kind: str) -> None:
+        """Removes the groups of an evaluation, which nobody needs after its end."""
+        self.db.execute(
+            "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
+            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)",
+            (run_id, run_id, kind),
+        )
+        self.db.execute(
+            "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?", (run_id, kind)
+        )
+
+    def _open_classes(self, run_id: str) -> list[str]:
+        """Classes of groups that may be open: training, and evaluations that are not done."""
+        evaluations = self.db.execute(
+            "SELECT step FROM evaluations WHERE run_id = ? AND done = 0", (run_id,)
+        ).fetchall()
+        return ["train", *(f"eval:{row['step']}" for row in evaluations)]
+
     def set_aside(self, run_id: str) -> None:
         """The run is not worked on any more, but may be again: what is open stays so, and nobody holds any of it."""
-        self.db.execute(
-            "UPDATE groups SET state = 'admitted' WHERE run_id = ? AND state = 'leased'", (run_id,)
-        )
-        self.db.execute(
-            "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND state = 'generated'", (run_id,)
-        )
+        for kind in self._open_classes(run_id):
+            self.db.execute(
+                "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted'"
+                " WHERE run_id = ? AND class = ? AND state = 'leased'",
+                (run_id, kind),
+            )
+            self.db.execute(
+                "UPDATE groups INDEXED BY groups_by_state SET scorer_id = NULL"
+                " WHERE run_id = ? AND class = ? AND state = 'generated'",
+                (run_id, kind),
+            )
         self.db.execute("UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND done = 0", (run_id,))
         self._deactivate(run_id)
 
@@ -295,6 +317,7 @@ class Exchange:
         if self.active is not None and self.active.run_id == run_id:
             self.active = None
             self.first_asked_s.clear()
+            self.training = None
             self.reserved.clear()
             self.offered.clear()
 

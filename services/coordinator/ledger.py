@@ -264,7 +264,7 @@ class Ledger(LedgerFile):
         """Completions in trained groups (for a supervised run: 0); every group of a run has equally many."""
         row = self.db.execute(
             "SELECT LENGTH(rewards) / 4 / json_array_length(functions) AS n FROM groups INDEXED BY step_groups"
-            " WHERE run_id = ? AND step IS NOT NULL LIMIT 1",
+            " WHERE run_id = ? AND step >= 0 LIMIT 1",
             (run_id,),
         ).fetchone()
         return self.counters(run_id).get("groups:trained", 0) * int(row["n"]) if row else 0
