@@ -75,7 +75,12 @@ class LearnerRank:
         self._run: LearnerRun | None = None
         self.stopping = threading.Event()
         self.membership = Membership(
-            coordinator, self._hello, self._on_directive, self._gauges, outbox_size=OUTBOX_SIZE
+            coordinator,
+            self._hello,
+            self._on_directive,
+            self._gauges,
+            outbox_size=OUTBOX_SIZE,
+            on_refused=self.orders.ask_checkpoint,
         )
         self._outgoing = Outgoing(self.background.loop, self.membership.report)
 

@@ -54,7 +54,10 @@ ONE_ANSWER = frozenset({"lease", "task"})
 given has been taken back."""
 
 OUTBOX_SIZE = 1024
-FATAL = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
+FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
+REFUSED = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED}
+"""The worker waits until a person, or time, has changed what it is refused for: another protocol, a token, a taken id."""
+
 log = logging.getLogger(__name__)
 Directive = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
 Stream = grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]
@@ -83,11 +86,15 @@ class Membership:
         on_directive: Directive,
         gauges: Callable[[], dict[str, float]] = dict,
         outbox_size: int = OUTBOX_SIZE,
+        on_refused: Callable[[], object] = lambda: None,
     ):
+        """`on_refused` is called once when the coordinator begins to refuse this worker for now: it should save what it can."""
         self._coordinator = checked_address(coordinator)
         self._hello = hello
         self._on_directive = on_directive
         self._gauges = gauges
+        self._on_refused = on_refused
+        self._is_refused = False
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unsaid: worker_pb2.ConnectRequest | None = None
         """Taken from there; the stream may break before it is written."""
@@ -123,13 +130,7 @@ class Membership:
                             raise Conflict(
                                 f"the coordinator refuses this worker: {error.details()}"
                             ) from None
-                        refused = error.code() == grpc.StatusCode.UNAUTHENTICATED
-                        what = (
-                            "the coordinator at %s refuses this worker: %s"
-                            if refused
-                            else "no coordinator at %s: %s"
-                        )
-                        log.warning(what, self._coordinator, error.details())
+                        self._note(error)
                     if self._leaving.is_set() and not broken:
                         self._left.set()
                         await asyncio.Event().wait()  # until whoever called leave() cancels this
@@ -140,6 +141,20 @@ class Membership:
         finally:
             self._close_socket()
             self._context.term()
+
+    def _note(self, error: grpc.aio.AioRpcError) -> None:
+        """A stream that could not be had, or broke; it is tried again."""
+        if error.code() not in REFUSED:
+            log.warning("no coordinator at %s: %s", self._coordinator, error.details())
+            return
+        log.error(
+            "the coordinator at %s refuses this worker, which keeps what it has and tries again: %s",
+            self._coordinator,
+            error.details(),
+        )
+        if not self._is_refused:
+            self._is_refused = True
+            self._on_refused()
 
     @property
     def waiting_reports(self) -> int:
@@ -181,11 +196,13 @@ class Membership:
         async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Connect(metadata=metadata(read_token(token_path())))  # type: ignore[call-arg]  # its types know no `write`
-            speaking = asyncio.create_task(self._speak(call))
+            heard = asyncio.Event()
+            speaking = asyncio.create_task(self._speak(call, heard))
             try:
                 async for directive in call:
                     if directive.WhichOneof("directive") == "welcome":
                         await self._on_welcome(directive.welcome)
+                        heard.set()
                     await self._on_directive(directive)
                     if self._leaving.is_set() and directive.WhichOneof("directive") == "welcome":
                         await self.report(
@@ -196,22 +213,23 @@ class Membership:
                 speaking.cancel()  # not later than the stream: it would take from the outbox what the next one has to say
                 await asyncio.wait((speaking,))
 
-    async def _speak(self, call: Stream) -> None:
-        """Hello, then whatever is reported, and a heartbeat every second while the exchange can be reached; until the stream
-        breaks, which its reader hears of.
+    async def _speak(self, call: Stream, heard: asyncio.Event) -> None:
+        """Hello; once it is welcome, because what is written to a stream that is refused is lost, whatever is reported, and a
+        heartbeat every second while the exchange can be reached; until the stream breaks, which its reader hears of.
 
         After an error of this worker's own it says nothing more: the coordinator takes it for silent and ends the stream.
         """
         try:
-            await self._speak_on(call)
+            await self._speak_on(call, heard)
         except Exception as error:
             unforeseen.note("what a worker reports", error)
 
-    async def _speak_on(self, call: Stream) -> None:
+    async def _speak_on(self, call: Stream, heard: asyncio.Event) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             hello = self._hello()
             hello.secret = self._secret
             await call.write(worker_pb2.ConnectRequest(hello=hello))
+            await heard.wait()
             beat_s = time.monotonic()
             while True:
                 try:
@@ -236,7 +254,7 @@ class Membership:
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         """(Re)connects the exchange; what was not answered is sent again under the new term."""
-        self.term, self._secret = welcome.term, welcome.secret
+        self.term, self._secret, self._is_refused = welcome.term, welcome.secret, False
         self._close_socket()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)

@@ -24,6 +24,9 @@ from services.coordinator.weight_meters import WeightMeters
 from services.coordinator.weight_records import VersionRecord, WeightRecords
 from services.seldom import unforeseen
 
+TIME = "milliseconds"
+"""Counter of the time that a run was active."""
+
 log = logging.getLogger(__name__)
 
 
@@ -40,10 +43,12 @@ class Journal:
         self._versions = WeightRecords()
         self._meters = WeightMeters()
         self._run_id = ""
+        self._counted_s = time.monotonic()
+        """Until when the run's time is in the ledger, by the monotonic clock."""
 
     def open(self, run_id: str, directory: Path, *, tensorboard: bool) -> None:
         """Begins, or goes on with, the files of a run."""
-        self._run_id = run_id
+        self._run_id, self._counted_s = run_id, time.monotonic()
         self._recorder = Recorder(directory, tensorboard=tensorboard)
         self._learner, self._weights, self._versions = {}, {}, WeightRecords()
 
@@ -116,7 +121,7 @@ class Journal:
             "message": row["message"],
             "steps": row["next_step"],
             "samples": self._ledger.trained_samples(run_id),
-            "seconds": round(time.time() - row["submitted_s"], 3),
+            "seconds": self._seconds(run_id),
             "reward_before": rewards[0] if len(rewards) > 1 else None,
             "reward_after": rewards[-1] if rewards else None,
             "evaluations": evaluations,
@@ -127,8 +132,23 @@ class Journal:
             "export_path": self._ledger.export_path(run_id),
         }
 
+    def _seconds(self, run_id: str) -> float:
+        """For how long coordinators have had the run active, over all their lives. The wall clock may be set back."""
+        seconds = self._ledger.counters(run_id).get(TIME, 0) / 1000
+        if run_id == self._run_id and self._recorder is not None:
+            seconds += time.monotonic() - self._counted_s
+        return round(seconds, 3)
+
+    def _count_time(self) -> None:
+        """Inside a transaction."""
+        now_s = time.monotonic()
+        elapsed_ms = int((now_s - self._counted_s) * 1000)
+        self._ledger.count(self._run_id, TIME, elapsed_ms)
+        self._counted_s += elapsed_ms / 1000
+
     def _on_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
         """A step was trained: writes its metrics down and begins the evaluation that is due."""
+        self._count_time()
         metrics = metrics | self._learner | self._weights | self._pool_gauges()
         for state, number in self._ledger.groups_by_state(run.run_id).items():
             metrics[f"groups/{state}"] = number

@@ -24,6 +24,8 @@ from services.coordinator.places import resolved, stored
 
 OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
 ACTIVE_STATES = ("running", "paused")
+RECENT_RESULTS = 64
+"""Of which the size of those to come is taken."""
 
 
 class KnownCheckpoint(NamedTuple):
@@ -189,6 +191,15 @@ class Ledger(LedgerFile):
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
         ).fetchone()
         return self.payloads.payload(row, last=last) if row else None
+
+    def mean_result_bytes(self, run_id: str) -> float:
+        """Size of a group's result on the disk, by the newest that are kept; 0 while there is none."""
+        row = self.db.execute(
+            "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) AS size FROM"
+            " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)",
+            (run_id, RECENT_RESULTS),
+        ).fetchone()
+        return float(row["size"] or 0.0)
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
         """Forgets all of a group's."""

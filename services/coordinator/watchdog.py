@@ -41,12 +41,20 @@ class Watchdog:
         if run is None:
             self._moving_s = None
             return []
-        return [*self._check_disk(), *self._check_stall(run, now_s)]
+        return [*self._check_disk(run), *self._check_stall(run, now_s)]
 
-    def _check_disk(self) -> list[str]:
-        free_bytes = shutil.disk_usage(self._directory).free
-        was_closed, closed = bool(self._exchange.admission_closed), free_bytes < self._min_free_bytes
+    def _bytes_to_come(self, run: ActiveRun) -> int:
+        """What the groups that are admitted or leased will take, if they are like those that came last."""
+        groups = self._ledger.groups_by_state(run.run_id)
+        return int((groups["admitted"] + groups["leased"]) * self._ledger.mean_result_bytes(run.run_id))
+
+    def _check_disk(self, run: ActiveRun) -> list[str]:
+        free_bytes, to_come = shutil.disk_usage(self._directory).free, self._bytes_to_come(run)
+        was_closed = bool(self._exchange.admission_closed)
+        closed = free_bytes - to_come < self._min_free_bytes
         free = f"{free_bytes >> 20} MB are free in {self._directory}"
+        if to_come >> 20:
+            free += f", {to_come >> 20} MB of which open groups will take"
         limit = f"--min-free-mb is {self._min_free_bytes >> 20}"
         self._exchange.admission_closed = f"{free} and {limit}" if closed else ""
         if closed and not was_closed:

@@ -245,3 +245,33 @@ async def test_a_long_error_fits_into_its_trailer(plane: Plane) -> None:
     code, details = await refusal(plane.runs.Get(run_pb2.GetRequest(run_id="é\n" * 100_000)))
     assert code is grpc.StatusCode.NOT_FOUND
     assert details.endswith("[...]")
+
+
+async def test_the_seconds_of_a_run_never_go_back_with_the_wall_clock(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    monkeypatch.setattr("time.time", lambda: 0.0)  # decades ago
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))
+    summary = json.loads((Path(run.directory) / "summary.json").read_text())
+    assert 0.0 <= summary["seconds"] < 3600.0
+
+
+async def test_the_seconds_of_a_run_add_up_over_lives(tmp_path: Path) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    plane.coordinator.journal._counted_s -= 1000.0
+    with plane.ledger.transaction():
+        plane.coordinator.journal._count_time()
+    await plane.stop()
+    again = Plane(tmp_path)
+    await again.start()
+    try:
+        assert 1000.0 <= again.coordinator.journal.summary(run.run_id)["seconds"] < 4000.0
+    finally:
+        await again.stop()

@@ -320,3 +320,61 @@ async def test_gauges_that_cannot_be_had_silence_no_worker(
     membership._gauges = broken
     await coordinator.hear_report("heartbeat")
     await coordinator.hear_report("heartbeat")
+
+
+class Refusing(worker_pb2_grpc.WorkerServiceServicer):
+    """A coordinator of another protocol until `fits`, and then one that welcomes."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.fits = False
+        self.refused = 0
+        self._coordinator = coordinator
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        if not self.fits:
+            self.refused += 1
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "update the coordinator")
+        async for directive in self._coordinator.Connect(request_iterator, context):
+            yield directive
+
+
+async def test_a_worker_of_another_protocol_saves_what_it_has_and_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    coordinator = Coordinator()
+    servicer = Refusing(coordinator)
+    server = GrpcServer("127.0.0.1", 0)
+    server.add(servicer, worker_pb2_grpc.add_WorkerServiceServicer_to_server, "paceline.v1.WorkerService")
+    saved: list[str] = []
+    welcomed = asyncio.Event()
+
+    async def on_directive(directive: worker_pb2.ConnectResponse) -> None:
+        welcomed.set()
+
+    def hello() -> worker_pb2.Hello:
+        return worker_pb2.Hello(role=common_pb2.ROLE_LEARNER, member_id="learner-1", protocol=PROTOCOL)
+
+    def save() -> None:
+        saved.append("checkpoint")
+
+    async with server:
+        address = f"127.0.0.1:{server.port}"
+        membership = Membership(address, hello, on_directive, on_refused=save)
+        await membership.report(worker_pb2.ConnectRequest(checkpoint=worker_pb2.CheckpointReport(step=3)))
+        belonging = asyncio.create_task(membership.run())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while servicer.refused < 3:  # noqa: ASYNC110 (the servicer has no other word for it)
+                    await asyncio.sleep(0.05)
+                servicer.fits = True
+                await welcomed.wait()
+                await coordinator.hear_report("checkpoint")
+        finally:
+            belonging.cancel()
+            await asyncio.wait((belonging,))
+            coordinator.restart()
+            coordinator.close()
+    assert saved == ["checkpoint"], "once for all the time that it is refused"
+    assert "update the coordinator" in caplog.text

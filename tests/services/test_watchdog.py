@@ -57,6 +57,26 @@ def test_the_reason_is_the_first_thing_that_is_missing(changes: dict[str, Any], 
     assert words in text
 
 
+def test_what_open_groups_will_take_counts_before_it_is_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(watchdog_module.shutil, "disk_usage", lambda path: usage(0, 0, 130 << 20))
+    watchdog, _ = make_watchdog(world, min_free_bytes=100 << 20)
+    first, second = Rollout(world), Rollout(world, "rollout-2")
+    (lease,) = first.lease()
+    assert len(second.lease()) == 1
+    first.finish(lease)
+    assert world.ledger.mean_result_bytes(world.run_id) > 0
+    assert watchdog.look(0.0) == []
+    monkeypatch.setattr(type(world.ledger), "mean_result_bytes", lambda ledger, run_id: 12.0 * (1 << 20))
+    (message,) = watchdog.look(1.0)
+    groups = world.ledger.groups_by_state(world.run_id)
+    to_come = 12 * (groups["admitted"] + groups["leased"])
+    assert to_come >= 36
+    assert f"130 MB are free in {world.path.parent}, {to_come} MB of which open groups will take" in message
+
+
 def test_a_missing_learner_is_named() -> None:
     assert explain(facts(learners=0)).startswith("no learner has worked on step 5 for 60 s")
 

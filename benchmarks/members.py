@@ -1,0 +1,275 @@
+"""Many members on one coordinator: a real coordinator process, thin members in this one, no model.
+
+    python benchmarks/members.py [--members 1000] [--ranks 512] [--files 1024] [--json]
+
+A thin member keeps what a worker keeps, a control stream on a connection of its own and a DEALER socket, and says what a
+worker says: hello, ready, acknowledgements, a heartbeat a second. The coordinator starts with a soft limit of `--files`
+open files. Printed, seconds and the coordinator's processor time of each phase:
+
+  joins    all members and ranks join; until the learner has heard of an epoch with all of them
+  offers   the learner offers a version to every member and each acknowledges; until it has heard of all
+  parked   every member's request for leases waits; the coordinator's processor time for a second of it
+  drains   half of the members leave in good order; until the learner has heard of an epoch without them
+  breaks   the connections of the other half break; until the learner has heard of an epoch of nobody
+
+With --json the last line is one object; `served` is the number of members that were named in an epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import zmq
+import zmq.asyncio
+
+from paceline.client import Client
+from paceline.spec import ClusterSection, RunSpec
+from paceline.spec_io import parse_spec
+from paceline.token import metadata, read_token, token_path
+from paceline.up import LocalCluster
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.paceline.v1 import exchange_pb2 as pb
+
+DEADLINE_S = 300.0
+"""Of each phase."""
+
+PARKED_S = 5.0
+JOINING_AT_ONCE = 64
+BEAT_S = 1.0
+
+
+class Thin:
+    """One member: its stream and, for a rollout worker, its socket."""
+
+    def __init__(self, address: str, role: common_pb2.Role.ValueType, member_id: str, **hello: Any):
+        self.member_id = member_id
+        self.named: frozenset[str] = frozenset()
+        """Learner: members of the newest epoch."""
+        self.acks: set[tuple[str, int]] = set()
+        """Learner: members that acknowledged, and the step of what."""
+        self.directives = 0
+        self.changed = asyncio.Event()
+        self.welcomed = asyncio.Event()
+        self._hello = worker_pb2.Hello(role=role, member_id=member_id, protocol=PROTOCOL, **hello)
+        self._reports: asyncio.Queue[worker_pb2.ConnectRequest | None] = asyncio.Queue()
+        # Channels with the same options would share a connection.
+        self._channel = grpc.aio.insecure_channel(address, options=[("paceline.member", member_id)])
+        self._run = worker_pb2.RunAssignment()
+        self._welcome = worker_pb2.Welcome()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._task = asyncio.create_task(self._belong())
+
+    @property
+    def session(self) -> int:
+        """Learner: the one that it was given."""
+        return self._run.session
+
+    def say(self, **report: Any) -> None:
+        """Queues a report."""
+        self._reports.put_nowait(worker_pb2.ConnectRequest(**report))
+
+    def offer(self, member_id: str, step: int) -> None:
+        """Learner: offers a version."""
+        offer = worker_pb2.WeightOffer(run_id=self._run.run_id, member_id=member_id)
+        offer.version.session, offer.version.step = self._run.session, step
+        self.say(weight_offer=offer)
+
+    async def park(self, context: zmq.asyncio.Context) -> None:
+        """Sends a request for leases that waits."""
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(self._welcome.exchange_endpoint)
+        request = pb.ExchangeRequest(
+            protocol=PROTOCOL,
+            request_id=1,
+            term=self._welcome.term,
+            member_id=self.member_id,
+            run_id=self._run.run_id,
+            secret=self._welcome.secret,
+            lease=pb.LeaseRequest(room=8, wait_s=60.0),
+        )
+        await self._socket.send(request.SerializeToString())
+
+    async def end(self) -> None:
+        """Breaks the connections."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        await self._channel.close()
+        if self._socket is not None:
+            self._socket.close()
+
+    async def _belong(self) -> None:
+        stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        async for directive in stub.Connect(self._speak(), metadata=metadata(read_token(token_path()))):
+            self.directives += 1
+            match directive.WhichOneof("directive"):
+                case "welcome":
+                    self._welcome = directive.welcome
+                    self.welcomed.set()
+                case "run":
+                    self._run = directive.run
+                    report = worker_pb2.RunReport(run_id=self._run.run_id, session=self._run.session)
+                    self.say(run_report=report)
+                case "weight_offer":
+                    ack = worker_pb2.WeightAck(run_id=self._run.run_id, member_id=self.member_id, ok=True)
+                    ack.version.CopyFrom(directive.weight_offer.version)
+                    self.say(weight_ack=ack)
+                case "epoch":
+                    self.named = frozenset(directive.epoch.member_ids)
+                    self.changed.set()
+                case "weight_acks":
+                    self.acks |= {(ack.member_id, ack.version.step) for ack in directive.weight_acks.acks}
+                    self.changed.set()
+
+    async def _speak(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
+        yield worker_pb2.ConnectRequest(hello=self._hello)
+        while True:
+            try:
+                report = await asyncio.wait_for(self._reports.get(), BEAT_S)
+            except TimeoutError:
+                report = worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat())
+            if report is None:
+                return
+            yield report
+
+
+class Phases:
+    """What is measured, by phase."""
+
+    def __init__(self, coordinator: psutil.Process):
+        self.figures: dict[str, float] = {}
+        self._coordinator = coordinator
+
+    async def measure(self, name: str, work: Awaitable[None]) -> None:
+        """Seconds of `work`, and the coordinator's processor time meanwhile."""
+        started_s, before_s = time.perf_counter(), self._cpu_s()
+        async with asyncio.timeout(DEADLINE_S):
+            await work
+        self.figures[f"{name}_s"] = round(time.perf_counter() - started_s, 2)
+        self.figures[f"{name}_cpu_s"] = round(self._cpu_s() - before_s, 2)
+
+    def _cpu_s(self) -> float:
+        times = self._coordinator.cpu_times()
+        return float(times.user + times.system)
+
+
+async def measure(address: str, coordinator: psutil.Process, members: int, ranks: int) -> dict[str, Any]:
+    """All phases on a coordinator that has a run."""
+    phases, context = Phases(coordinator), zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, members + 16)
+    learner = Thin(address, common_pb2.ROLE_LEARNER, "learner-rank0", world_size=ranks)
+    await learner.welcomed.wait()
+    others: list[Thin] = []
+    thin: list[Thin] = []
+
+    async def heard(done: Any) -> None:
+        while not done():
+            learner.changed.clear()
+            await learner.changed.wait()
+
+    async def join() -> None:
+        for rank in range(1, ranks):
+            hello = {"world_size": ranks, "rank": rank}
+            others.append(Thin(address, common_pb2.ROLE_LEARNER, f"learner-rank{rank}", **hello))
+        for first in range(0, members, JOINING_AT_ONCE):
+            some = [
+                Thin(address, common_pb2.ROLE_ROLLOUT, f"rollout-{number}")
+                for number in range(first, min(first + JOINING_AT_ONCE, members))
+            ]
+            thin.extend(some)
+            await asyncio.gather(*(one.welcomed.wait() for one in some))
+        await asyncio.gather(*(one.welcomed.wait() for one in others))
+        await heard(lambda: len(learner.named) == members)
+
+    async def offer() -> None:
+        for one in thin:
+            learner.offer(one.member_id, 0)
+        await heard(lambda: len(learner.acks) == members)
+
+    async def park() -> None:
+        await asyncio.gather(*(one.park(context) for one in thin))
+        await asyncio.sleep(PARKED_S)
+
+    async def drain() -> None:
+        for one in thin[: members // 2]:
+            one.say(leave=worker_pb2.Leave())
+        await heard(lambda: len(learner.named) == members - members // 2)
+
+    async def part() -> None:
+        await asyncio.gather(*(one.end() for one in thin[members // 2 :]))
+        await heard(lambda: not learner.named)
+
+    before = learner.directives
+    await phases.measure("joins", join())
+    served = len(learner.named)
+    await phases.measure("offers", offer())
+    told = learner.directives - before + sum(one.directives for one in others)
+    await phases.measure("parked", park())
+    await phases.measure("drains", drain())
+    await phases.measure("breaks", part())
+    await asyncio.gather(*(one.end() for one in [learner, *others, *thin[: members // 2]]))
+    context.destroy(linger=0)
+    figures = {"members": members, "ranks": ranks, "served": served, "directives_to_ranks": told}
+    return figures | phases.figures | {"session": learner.session}
+
+
+def make_spec(folder: Path) -> RunSpec:
+    """A run that gives out no lease for long: two groups for a thousand workers."""
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": str(i), "answer": str(i)}) + "\n" for i in range(100)))
+    return parse_spec(
+        {
+            "policy": {"model_name": "none", "max_total_sequence_length": 1000},
+            "data": {"train": str(data)},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_num_steps": 100},
+            "rewards": [{"function": "exact_match"}],
+            "logger": {"tensorboard": False},
+        }
+    )
+
+
+def main() -> None:
+    """All phases, then the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--members", type=int, default=1000, help="thin rollout workers")
+    parser.add_argument(
+        "--ranks", type=int, default=512, help="of the learner; the first is the one that is told"
+    )
+    parser.add_argument("--files", type=int, default=1024, help="the coordinator's soft limit of open files")
+    parser.add_argument("--json", action="store_true", help="one object on the last line")
+    options = parser.parse_args()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cluster = LocalCluster(folder / "runs", ClusterSection())
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(options.files, soft), hard))
+            address = cluster.start_coordinator()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            with Client(address) as client:
+                client.submit(make_spec(folder))
+            coordinator = psutil.Process(cluster.pids("coordinator")[0])
+            figures = asyncio.run(measure(address, coordinator, options.members, options.ranks))
+        finally:
+            cluster.stop()
+    for label, value in figures.items():
+        print(f"{label:24}{value}")
+    if options.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
