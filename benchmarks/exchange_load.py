@@ -317,7 +317,10 @@ class Load:
             if reply.batch.state != pb.BATCH_STATE_READY:
                 self._ask_batch(socket)
                 return
-            groups = [pb.BatchGroup(group_id=g.group_id, digest=g.digest) for g in reply.batch.groups]
+            groups = [
+                pb.BatchGroup(group_id=g.group_id, digest=g.digest, scores_digest=g.scores_digest)
+                for g in reply.batch.groups
+            ]
             tokens = len(groups) * COMPLETIONS * self._tokens
             receipt = pb.Receipt(step=self.step, rank=0, world_size=1, groups=groups, tokens=tokens)
             self._send(socket, receipt=receipt)

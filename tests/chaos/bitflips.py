@@ -31,7 +31,7 @@ from paceline.errors import PacelineError
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
 
-STEPS = 12
+STEPS = 30
 Content = dict[str, list[tuple[Any, ...]]]
 
 
