@@ -64,6 +64,9 @@ def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
         say(f"the SQLite file: {whole - size} of its {whole} bytes were cut off")
     if _has_tables(path):
         return
+    if _write_schema(path, fresh):
+        say("the SQLite file: its list of tables was put right")
+        return
     new = bytearray(fresh.read_bytes()[:HEADER_BYTES])
     new[28:32] = (path.stat().st_size // _page_size(new)).to_bytes(4, "big")
     new[32:40] = bytes(8)  # the list of free pages, which are lost
@@ -75,6 +78,29 @@ def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
             f"the ledger {path} shows no tables any more and cannot be repaired; restore a backup"
         )
     say("the SQLite file: its header was written anew")
+
+
+def _write_schema(path: Path, fresh: Path) -> bool:
+    """Names and texts of the tables are the same in every ledger: one entry that is not is put right. Whether that helped."""
+    query = "SELECT rowid, type, name, tbl_name, sql FROM sqlite_master"
+    with contextlib.closing(sqlite3.connect(fresh)) as new:
+        expected = {row[2]: row[1:] for row in new.execute(query)}
+    try:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+            db.text_factory = lambda content: content.decode(errors="surrogateescape")
+            db.execute("PRAGMA writable_schema = ON")
+            found = {row[0]: row[1:] for row in db.execute(query)}
+            missing = expected.keys() - {row[1] for row in found.values()}
+            for rowid, row in found.items():
+                right = expected.get(row[1]) or (expected[missing.pop()] if len(missing) == 1 else row)
+                if row != right:
+                    db.execute(
+                        "UPDATE sqlite_master SET type = ?, name = ?, tbl_name = ?, sql = ? WHERE rowid = ?",
+                        (*right, rowid),
+                    )
+    except sqlite3.Error:
+        return False
+    return _has_tables(path)
 
 
 def _page_size(header: bytes | bytearray) -> int:

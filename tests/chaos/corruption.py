@@ -22,7 +22,7 @@ from typing import TypeVar
 from chaos_watch import coordinator_address, progress
 
 from paceline.client import Client
-from paceline.errors import Conflict, PacelineError
+from paceline.errors import Conflict, LedgerFault, PacelineError
 from paceline.run_folders import EXPORT_MANIFEST
 from paceline.up import LocalCluster
 from services.coordinator.artifacts import MANIFEST_NAME
@@ -76,13 +76,20 @@ class Corruption:
         """Changed bits that verify did not find."""
 
     def strike(self, target: str, run_id: str) -> bool:
-        """Changes a bit and sees to it that somebody reads it; False when there is nothing of the kind now."""
+        """Changes a bit and sees to it that somebody reads it; False when there is nothing of the kind now, or one of its bits
+        is changed already."""
+        if target in {bit.target for bit in self._bits}:
+            return False
         if target == "sqlite":
             with self._stopped():
                 self._copy.write_bytes(self._path.read_bytes())
                 self._bits.append(self._flip("sqlite", self._path, 0, self._path.stat().st_size))
             return True
-        with contextlib.closing(Ledger(self._path, read_only=True)) as ledger:
+        chosen = None
+        with (
+            contextlib.suppress(PacelineError, sqlite3.Error),  # the SQLite file may be damaged at the time
+            contextlib.closing(Ledger(self._path, read_only=True)) as ledger,
+        ):
             chosen = self._choose(ledger, target, run_id)
         if chosen is None:
             return False
@@ -100,7 +107,10 @@ class Corruption:
             if target == "sqlite":
                 self._repair(bit, run_id)
             else:
-                self._compare(bit, run_id)
+                try:
+                    self._compare(bit, run_id)
+                except (PacelineError, sqlite3.Error) as error:
+                    log.info("%s cannot be looked for: %s", bit, error)
                 bit.put_back()
         self._resume(run_id)
 
@@ -172,7 +182,10 @@ class Corruption:
             self.not_found.append(f"{bit}: verify finds {report.problems or 'nothing'}")
 
     def _repair(self, bit: Bit, run_id: str) -> None:
-        self._while_stopped(lambda: repair(self._path, lambda line: log.info("repair: %s", line)))
+        try:
+            self._while_stopped(lambda: repair(self._path, lambda line: log.info("repair: %s", line)))
+        except LedgerFault as fault:
+            log.info("repair: %s", fault)
         with self._stopped():
             left = self._problems(run_id)
             if left:

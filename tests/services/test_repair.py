@@ -184,6 +184,28 @@ def test_a_header_of_zeros_is_written_anew(closed: World) -> None:
     assert problems(closed) == []
 
 
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [(b"CREATE TABLE events", b"CRDATE TABLE events"), (b"tableeventsevents", b"tableeventqevents")],
+)
+def test_a_list_of_tables_that_cannot_be_read_is_put_right(closed: World, was: bytes, now: bytes) -> None:
+    with contextlib.closing(sqlite3.connect(closed.path)) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    content = closed.path.read_bytes()
+    assert content.count(was) == 1
+    overwrite(closed, content.index(was), now)
+    assert problems_or_fault(closed) != []
+    repaired(closed)
+    assert problems(closed) == []
+
+
+def problems_or_fault(world: World) -> list[str]:
+    try:
+        return problems(world)
+    except Conflict as error:
+        return [str(error)]
+
+
 def test_a_file_without_tables_is_left_to_a_backup(closed: World) -> None:
     closed.path.write_bytes(bytes(closed.path.stat().st_size))
     with pytest.raises(
