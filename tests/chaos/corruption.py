@@ -167,12 +167,9 @@ class Corruption:
                     self.not_found.append(f"{bit}: the export has no {EXPORT_MANIFEST}")
                     return
             report = verify(ledger, owner, deep=True)
-            marked = report.facts.get("checkpoints_marked_damaged", {})
-            known = [known.path for known in ledger.checkpoints(owner)]
-        if bit.target in ("checkpoint", "manifest") and (
-            str(bit.path.parent) in marked or str(bit.path.parent) not in known
-        ):
-            return
+            usable = [known.path for known in ledger.checkpoints(owner) if not known.damaged]
+        if bit.target in ("checkpoint", "manifest") and str(bit.path.parent) not in usable:
+            return  # pruned, or marked: no session begins from it
         named = bit.path.parent.name if bit.target != "segment" else "cannot be read"
         found = [problem for problem in report.problems if named in problem or bit.path.name in problem]
         log.info("verify says of %s: %s", bit, found or "nothing")
