@@ -296,3 +296,25 @@ def test_a_frozen_child_is_killed_like_any_other(start: Callable[..., Service]) 
     service.wait_ended(0.2)
     assert gone(pid)
     assert not service.deaths
+
+
+def test_a_worker_dies_with_a_killed_supervisor_whatever_its_grace(tmp_path: Path) -> None:
+    """A service can ask the kernel for SIGTERM at its starter's end; with work under way it would stay for its grace."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom paceline.spec import ClusterSection\n"
+        "from paceline.up import LocalCluster\n"
+        f"cluster = LocalCluster(Path({str(tmp_path)!r}), ClusterSection(), grace_s=600.0)\n"
+        "cluster.start_coordinator(); cluster.add('reward')\n"
+        "log = cluster.log_path('reward')\n"
+        "while not (log.exists() and 'member of' in log.read_text()): time.sleep(0.05)\n"
+        "print(cluster.pids('reward')[0], cluster.pids('coordinator')[0], flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pids = [int(pid) for pid in supervisor.stdout.readline().split()]
+        assert len(pids) == 2
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # so that nothing less than SIGKILL ends it
+        supervisor.kill()
+    for pid in pids:
+        until(lambda pid=pid: gone(pid))  # type: ignore[misc]
