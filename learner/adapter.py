@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learner.export_folder import written_beside
 from learner.export_manifest import write_export_manifest
-from paceline.errors import Conflict, InvalidInput
+from paceline.errors import InvalidInput
 from paceline.lora import A_SUFFIX, FINGERPRINT, PREFIX, fingerprint, merged, wire_names
 from paceline.spec import LoraSection
 
@@ -108,17 +109,20 @@ def is_part_of_adapter(name: str) -> bool:
 
 
 def export_adapter(
-    directory: Path, adapter: Mapping[str, Tensor], lora: LoraSection, model_name: str
+    directory: Path,
+    adapter: Mapping[str, Tensor],
+    lora: LoraSection,
+    model_name: str,
+    *,
+    replace: bool = False,
 ) -> Path:
     """Writes `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads.
 
-    Raises Conflict when `directory` exists.
+    Raises Conflict when `directory` exists; with `replace` only when it is no export.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    if directory.exists():
-        raise Conflict(f"{directory} exists; an export never overwrites")
     tensors = {name: tensor.detach().clone() for name, tensor in adapter.items() if name != FINGERPRINT}
     layers = [name.removeprefix(PREFIX).removesuffix(A_SUFFIX) for name in tensors if name.endswith(A_SUFFIX)]
     config = LoraConfig(
@@ -131,12 +135,10 @@ def export_adapter(
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
-    partial = directory.with_name(f".{directory.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(str(partial))
-    write_export_manifest(partial)
-    partial.rename(directory)
+    with written_beside(directory, replace=replace) as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(str(partial))
+        write_export_manifest(partial)
     return directory
 
 

@@ -6,7 +6,6 @@ the asked type, tied embeddings still tied; the folder appears whole under its n
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +23,10 @@ from transformers import (
 
 from learner.adapter import adapter_weights, add_adapter, export_adapter, is_part_of_adapter
 from learner.checkpoint import Location, read_state, verify
+from learner.export_folder import written_beside
 from learner.export_manifest import write_export_manifest
 from learner.gather import gather_merged
-from paceline.errors import Conflict, InvalidInput
+from paceline.errors import InvalidInput
 from paceline.prompts import padding_token_id
 from paceline.spec import PolicySection
 
@@ -51,31 +51,24 @@ def export_pretrained(
     tokenizer_name: str | None = None,
     dtype: torch.dtype | None = None,
     scoring: bool = False,
+    replace: bool = False,
 ) -> Path:
     """Writes `tensors` (a whole state dict by Hugging Face names, as `gather_weights` gives it) as a model folder.
 
     Config and generation config come from `model_name`, the tokenizer from `tokenizer_name` or else from there too,
-    if it has one. `dtype` None keeps the tensors' own. Raises Conflict when `directory` exists, InvalidInput when names
-    or shapes are not the model's.
+    if it has one. `dtype` None keeps the tensors' own. Raises Conflict when `directory` exists (with `replace`: and is no
+    export), InvalidInput when names or shapes are not the model's.
     """
-    if directory.exists():
-        raise Conflict(f"{directory} exists; an export never overwrites")
     model = _skeleton(model_name, scoring)
     if scoring:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or model_name)
         model.config.pad_token_id = padding_token_id(tokenizer)  # transformers scores the last other token
     converted = {name: _converted(tensor, dtype) for name, tensor in tensors.items()}
     _fill(model, converted, model_name)
-    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with written_beside(directory, replace=replace) as partial:
         model.save_pretrained(partial)
         _copy_tokenizer(tokenizer_name or model_name, partial, required=tokenizer_name is not None)
         write_export_manifest(partial)
-        os.rename(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return directory
 
 
@@ -110,10 +103,11 @@ def export_policy(
     dtype: torch.dtype | None = None,
     scoring: bool = False,
     adapter_only: bool = False,
+    replace: bool = False,
 ) -> Path:
     """`tensors` as what the policy's model has become, or with `adapter_only` as an adapter to it. Raises as both do."""
     if adapter_only:
-        return export_adapter(directory, tensors, policy.lora_cfg, policy.model_name)
+        return export_adapter(directory, tensors, policy.lora_cfg, policy.model_name, replace=replace)
     return export_pretrained(
         directory,
         tensors,
@@ -121,6 +115,7 @@ def export_policy(
         tokenizer_name=policy.tokenizer_name,
         dtype=dtype,
         scoring=scoring,
+        replace=replace,
     )
 
 

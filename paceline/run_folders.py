@@ -7,6 +7,8 @@ from paceline.storage import Folder
 
 EXPORT = "export"
 """The final export, in the run's directory."""
+EXPORTS = "exports"
+"""The exports that were asked for by name, in the run's directory."""
 
 EXPORT_MANIFEST = "paceline_manifest.json"
 """In every export: its files with their sizes and SHA-256."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shutil
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 
 from learner.batch import TrainSequence, sequences_from_groups
 from learner.channel import WeightChannel
@@ -25,13 +25,14 @@ from learner.checkpoint import Misfit
 from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
 from learner.examples import ExampleSource
 from learner.export import export_policy
+from learner.export_folder import remove_left_overs
 from learner.gather import gather_merged, gather_weights
 from learner.row_check import check_rows
 from learner.trainer import Trainer
-from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailable
+from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.prompts import load_tokenizer
-from paceline.run_folders import EXPORT
+from paceline.run_folders import EXPORT, EXPORTS
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from protos.paceline.v1 import worker_pb2
@@ -193,8 +194,11 @@ class LearnerRun:
             self._set_up_channel()
 
     def _read(self) -> None:
-        """Everything that the spec names, without a word to the other ranks."""
-        spec = self._spec
+        """Everything that the spec names, without a word to the other ranks. Rank 0 tidies up after exports that were killed."""
+        spec, directory = self._spec, Path(self._assignment.directory)
+        if self._rank.rank == 0:
+            for folder in (directory, directory / EXPORTS):
+                remove_left_overs(folder)
         torch.manual_seed(spec.seed)
         self._trainer = Trainer(spec, self._rank.device)
         self._tokenizer = load_tokenizer(spec.policy)
@@ -333,28 +337,59 @@ class LearnerRun:
                 order.set_result(self._checkpoints.newest)
 
     def _export_ordered(self) -> None:
-        """One export for all orders of this moment, as the first one wants it."""
+        """One export for all orders that want the same. One that cannot be written fails its order, and never the run."""
         orders = self._rank.orders.take_exports()
-        wanted = broadcast_bytes(json.dumps(orders[0][0] if orders else []).encode())
-        name, adapter_only = json.loads(wanted)
-        path = self._export(Path(self._assignment.directory) / name, adapter_only)
-        for _, order in orders:
-            order.set_result(path)
+        wanted = broadcast_bytes(json.dumps(orders[0][0] if orders else None).encode())
+        order = json.loads(wanted)
+        if order is None:
+            return  # whoever asked has gone
+        name, adapter_only = order
+        path = Path(self._assignment.directory) / EXPORTS / (name or f"step-{self.step}")
+        tensors = self._gather_export(adapter_only)
+        error: PacelineError | None = None
+        try:
+            self._write_export(path, tensors, adapter_only)
+        except PacelineError as refused:
+            error = refused
+        except Exception as failed:  # transformers, safetensors and the disk have their own
+            error = Unavailable(f"{path} could not be written: {type(failed).__name__}: {failed}")
+        if error is not None:
+            log.error("run %s: an export that was asked for failed: %s", self.run_id, error)
+        for _, waiting in orders:
+            if error is not None:
+                waiting.set_exception(error)
+            else:
+                waiting.set_result(str(path))
 
-    def _export(self, path: Path, adapter_only: bool = False) -> str:
-        """The current weights as a Hugging Face folder; replaces what this run exported there before."""
-        model, scoring = self._trainer.model, self._spec.algorithm == "rm"
-        tensors = gather_weights(model, None) if adapter_only else gather_merged(model)
+    def _gather_export(self, adapter_only: bool = False) -> dict[str, torch.Tensor]:
+        model = self._trainer.model
+        return gather_weights(model, None) if adapter_only else gather_merged(model)
+
+    def _write_export(self, path: Path, tensors: dict[str, torch.Tensor], adapter_only: bool = False) -> None:
+        """On rank 0: the weights as a Hugging Face folder; replaces what this run exported there before."""
         if self._rank.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-            export_policy(path, tensors, self._spec.policy, scoring=scoring, adapter_only=adapter_only)
-        return str(path)
+            scoring = self._spec.algorithm == "rm"
+            export_policy(
+                path, tensors, self._spec.policy, scoring=scoring, adapter_only=adapter_only, replace=True
+            )
 
     def _finish(self) -> None:
-        """Every step is trained: export, say so, and serve members with the last version until the run ends."""
-        path = self._export(Path(self._assignment.directory) / EXPORT)
-        self._checkpoints.save_last(self._trainer, self.step, self._chain, self._parts.superseded.wait)
-        self._report(self._run_report(finished=True, export_path=path))
+        """Every step is trained: export, say so, and serve members with the last version until the run ends.
+
+        What cannot be written now may be written later, by another session: all ranks are at one point.
+        """
+        path, tensors = Path(self._assignment.directory) / EXPORT, self._gather_export()
+        try:
+            succeed_on_all_ranks(lambda: self._write_export(path, tensors), self._rank.device)
+            self._checkpoints.save_last(self._trainer, self.step, self._chain, self._parts.superseded.wait)
+        except FailedElsewhere as error:
+            log.error("run %s: %s", self.run_id, error)
+            return
+        except (Unavailable, OSError, Conflict, SafetensorError) as error:
+            text = f"the run is trained, but what it leaves could not be written: {error}"
+            self._fail(text, fault=worker_pb2.FAULT_PASSING)
+            return
+        self._report(self._run_report(finished=True, export_path=str(path)))
         self._next_part()
 
     def _fail(self, message: str, **facts: Any) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 
 from learner.export import check_has_adapter
+from learner.export_folder import NAME
 from paceline.errors import Busy, Conflict, InvalidInput
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from services.grpc_server import with_status
@@ -28,7 +29,7 @@ class ExportOrder(NamedTuple):
     """What to export after the current step."""
 
     name: str
-    """Folder under the run's directory."""
+    """Folder under `exports/` in the run's directory; empty: by the step."""
     adapter_only: bool
 
 
@@ -57,23 +58,26 @@ class Orders:
         return future
 
     def take_checkpoints(self) -> list[Future[tuple[str, int]]]:
-        """The checkpoint orders, once."""
+        """The checkpoint orders that somebody waits for, once."""
         with self._lock:
             taken, self.checkpoint = self.checkpoint, []
-        return taken
+        return [future for future in taken if future.set_running_or_notify_cancel()]
 
     def take_exports(self) -> list[tuple[ExportOrder, Future[str]]]:
-        """The export orders, once."""
+        """The first export order that somebody waits for, and those that want the same, once."""
         with self._lock:
-            taken, self.export = self.export, []
-        return taken
+            waiting = [(order, future) for order, future in self.export if not future.cancelled()]
+            taken = [(order, future) for order, future in waiting if order == waiting[0][0]]
+            self.export = [(order, future) for order, future in waiting if order != waiting[0][0]]
+        return [(order, future) for order, future in taken if future.set_running_or_notify_cancel()]
 
     def refuse_all(self, reason: str) -> None:
         """The run is over."""
         for future in self.take_checkpoints():
             future.set_exception(Conflict(reason))
-        for _, export in self.take_exports():
-            export.set_exception(Conflict(reason))
+        while self.export:
+            for _, export in self.take_exports():
+                export.set_exception(Conflict(reason))
 
 
 def _check_room(orders: Sequence[object]) -> None:
@@ -112,9 +116,11 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.ExportRequest, context: Context
     ) -> learner_pb2.ExportResponse:
         run = self._check_running()
-        name = request.name or "export"
-        if "/" in name or name.startswith("."):
-            raise InvalidInput(f"name {name!r} has to be a plain folder name under the run's directory")
+        name = request.name
+        if name and not NAME.fullmatch(name):
+            raise InvalidInput(
+                f"name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -, the first a letter or a digit"
+            )
         if request.adapter_only:
             check_has_adapter(run.spec.policy)
         order = self._rank.orders.ask_export(ExportOrder(name, request.adapter_only))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import zmq
 from google.protobuf import descriptor_pool, json_format, message_factory
@@ -105,9 +106,21 @@ def test_every_service_answers_by_reflection(
     with Reflected(address_of(client, "LEARNER")) as learner:
         assert learner.call("LearnerService", "Status", {})["runId"] == run.run_id
         checkpoint = learner.call("LearnerService", "Checkpoint", {})
-        export = learner.call("LearnerService", "Export", {"name": "midway"})
+        exports = [learner.call("LearnerService", "Export", {"name": "midway"}) for _ in range(2)]
+        for name in ("../checkpoints", ".x", "x" * 65):
+            with pytest.raises(grpc.RpcError) as refused:
+                learner.call("LearnerService", "Export", {"name": name})
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        (Path(run.directory) / "exports" / "mine").mkdir()
+        (Path(run.directory) / "exports" / "mine" / "notes").write_text("of a person")
+        with pytest.raises(grpc.RpcError) as refused:
+            learner.call("LearnerService", "Export", {"name": "mine"})
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        after = learner.call("LearnerService", "Export", {"name": "checkpoints"})
     assert (Path(checkpoint["path"]) / "manifest.json").is_file()
-    assert (Path(export["path"]) / "model.safetensors").is_file()
+    for export, name in ((exports[1], "midway"), (after, "checkpoints")):
+        assert Path(export["path"]) == Path(run.directory) / "exports" / name
+        assert (Path(export["path"]) / "model.safetensors").is_file()
     with Reflected(cluster.address) as coordinator:
         assert run.run_id in {r["runId"] for r in coordinator.call("RunService", "List", {})["runs"]}
         client.cancel(run.run_id)

@@ -122,7 +122,9 @@ class ExportRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Folder under the run's directory; empty means export/."""
+    """Folder under exports/ in the run's directory, 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or a digit; an export of
+    that name is replaced. Empty: step-N, by the version that is written.
+    """
     adapter_only: _builtins.bool
     """The LoRA adapter alone, as peft reads it, in place of the model with the adapter merged. INVALID_ARGUMENT for a run
     without one.
