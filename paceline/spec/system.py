@@ -23,7 +23,7 @@ class WeightsSection(Section):
     gloo by TCP; a worker that `shared` does not reach gets its weights by gloo. `nccl` cannot be chosen."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
-    max_wait_s: PositiveFloat = 30.0
+    max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
     """Longest silence of a member that is being brought a version: a member that neither takes bytes nor reports that it is
     loading them for this long is left out."""
     bucket_mb: PositiveInt = 64

@@ -60,6 +60,8 @@ def test_an_unknown_key_says_what_was_meant(spec_path: Path, override: str, mess
     [
         ("grpo.num_prompts_per_step=0", ("grpo.num_prompts_per_step", "greater than 0", "got 0")),
         ("grpo.num_prompts_per_step=many", ("grpo.num_prompts_per_step", "valid integer", "got 'many'")),
+        ("weights.max_wait_s=.inf", ("weights.max_wait_s", "less than or equal to 604800", "got inf")),
+        ("weights.max_wait_s=.nan", ("weights.max_wait_s", "got nan")),
         ("algorithm=ppo", ("algorithm", "'grpo', 'sft', 'dpo'", "got 'ppo'")),
         ("loss_fn.ratio_clip_min=1.5", ("loss_fn.ratio_clip_min", "less than or equal to 1", "got 1.5")),
     ],
