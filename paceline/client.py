@@ -186,7 +186,7 @@ class Client:
         return self._call(lambda: self._runs.Pause(PauseRequest(run_id=run_id), timeout=self._timeout_s)).run
 
     def resume(self, run_id: str) -> Run:
-        """Goes on with a paused run. Raises NotFound, Conflict."""
+        """Goes on with a paused run; queues a failed one again, with all that was open. Raises NotFound, Conflict."""
         from protos.paceline.v1.run_pb2 import ResumeRequest
 
         request = ResumeRequest(run_id=run_id)

@@ -81,7 +81,7 @@ def pause(run: str, coordinator: str, as_json: bool) -> None:
 @coordinator_option
 @json_option
 def resume(run: str, coordinator: str, as_json: bool) -> None:
-    """Go on with a run that is paused."""
+    """Go on with a run that is paused; queue one that has failed again."""
     with Client(coordinator) as client:
         _say(view.run_facts(client.resume(run)), as_json)
 
