@@ -114,6 +114,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
         hello = await _hello(request_iterator)
         self._check_room(hello.member_id)
+        if self._coordinator.waits_for:
+            raise Unavailable(self._coordinator.waits_for)
         member = await self._coordinator.pool.join(hello)
         reports = asyncio.create_task(self._read(member, request_iterator))
         try:

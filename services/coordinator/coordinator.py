@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import sqlite3
 import time
 import uuid
@@ -87,6 +88,8 @@ class Coordinator:
         """Held while a thread reads a spec: one at a time leaves the loop its turn."""
         self._retried = ""
         """The run that is paused and tried again by itself."""
+        self.waits_for = ""
+        """Why workers are asked to come back later: the run that they may be working on is not open yet."""
         self._open_again_s = 0.0
         """When the data of the run that is due may be opened again, by the monotonic clock."""
         self._pause = GrowingPause()
@@ -139,13 +142,17 @@ class Coordinator:
     async def _tick(self) -> None:
         if self._fault is not None:
             raise self._fault
-        for duty in (self._start_next, self.pool.look_after, self._look_on, self._tidy_up):
+        for duty in (self._start_next, self._look_after, self._look_on, self._tidy_up):
             try:
                 await duty()
             except (LedgerFault, sqlite3.Error):
                 raise
             except Exception as error:  # one member's or one run's; the next tick tries again
                 unforeseen.note("the coordinator's duties", error)
+
+    async def _look_after(self) -> None:
+        if not self.waits_for:  # nobody may come then, so nobody is silent
+            await self.pool.look_after()
 
     async def _look_on(self) -> None:
         await self.faults.look(time.monotonic())
@@ -344,6 +351,10 @@ class Coordinator:
         self.journal.open(run_id, self.ledger.run_directory(run_id), tensorboard=spec.logger.tensorboard)
         self._finished_session = 0
         self.faults.forget()
+        if self.waits_for:
+            self.waits_for = ""
+            self.members.forgive(math.inf, time.monotonic())
+            self.pool.expect_holders()
         log.info("run %s starts at step %d of %d", run_id, row["next_step"], spec.max_num_steps)
         await self.pool.assignments.put_to_work()
         await self.tell_watchers()
@@ -355,6 +366,9 @@ class Coordinator:
             await self.fail(run_id, str(error))
             return
         self._open_again_s = time.monotonic() + self._pause.next_s()
+        if row["session"]:
+            # Told that their run is not the current one, workers would drop what they hold of it.
+            self.waits_for = f"run {run_id} cannot be taken up yet: {error}"
         await self.pause_on_fault(run_id, f"{error}. {AGAIN}", retried=True)
 
     async def fail(self, run_id: str, message: str) -> None:
@@ -388,6 +402,8 @@ class Coordinator:
             self.server.wake("lease", "task", "batch")
         if self._retried == run_id:
             self._retried, self._open_again_s = "", 0.0
+        if not active and before in ACTIVE_STATES:
+            self.waits_for = ""
         await self.tell_watchers()
 
     async def see_off(self, grace_s: float) -> None:

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 import yaml
-from control_plane import Plane, Worker, learner, rollout
+from control_plane import Plane, Worker, learner, refusal, rollout
 from exchange_drivers import make_spec
 
 from paceline.spec_io import spec_to_yaml
@@ -167,6 +168,31 @@ async def test_a_data_set_that_is_away_when_the_coordinator_comes_back_ends_noth
         assert (await state_of(third, run.run_id)) == ("running", "")
     finally:
         await third.stop()
+
+
+async def test_workers_keep_what_they_hold_until_the_run_can_be_taken_up(tmp_path: Path) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    session = (await put_on(learner(plane))).session
+    await plane.stop()
+    (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
+    again = impatient(Plane(tmp_path))
+    await again.start()
+    try:
+        code, details = await refusal(learner(again, session=session, run_id=run.run_id).call.read())
+        assert code is grpc.StatusCode.UNAVAILABLE, "it comes back, and is not told that its run is over"
+        assert "no file" in details
+        (tmp_path / "moved.jsonl").rename(tmp_path / "train.jsonl")
+        again.run_loops()
+        await next_state(again, run.run_id, 2, "running")
+        back = learner(again, session=session, run_id=run.run_id)
+        await back.hear("epoch")
+        assert again.ledger.run(run.run_id)["session"] == session
+    finally:
+        await again.stop()
 
 
 async def test_a_person_s_pause_outlives_a_data_set_that_was_away(tmp_path: Path) -> None:
