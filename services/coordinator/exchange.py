@@ -24,6 +24,7 @@ from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.batch_split import Splits
+from services.coordinator.lease_ages import LeaseAges
 from services.coordinator.ledger import OPEN_STATES, Ledger
 from services.coordinator.payloads import Frame, StoredFrame, read_frame
 from services.coordinator.senders import Senders
@@ -111,6 +112,10 @@ class Exchange:
         """Workers that are there. Others are answered nothing: nobody would notice that they died with what they got."""
         self.suspected: set[str] = set()
         """Of these the ones that may be gone: what they hold is still theirs, but no batch waits for it."""
+        self.ages = LeaseAges()
+        """How long leases are out."""
+        self.overdue: set[str] = set()
+        """Workers that held leases for too long: they get none before they have handed something in."""
         self.versions: dict[str, Version] = {}
         """Version that each rollout worker acknowledged, by member id."""
         self.offered: dict[str, Version] = {}
@@ -320,6 +325,7 @@ class Exchange:
             self.training = None
             self.reserved.clear()
             self.offered.clear()
+            self.overdue.clear()
 
     # Replies
 

@@ -16,6 +16,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import damage, evaluation, poison, seals
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
+from services.coordinator.lease_ages import Overdue
 from services.coordinator.payloads import DamagedRecord, Frame, Payload, read_frame
 
 MAX_ROOM = 1 << 16
@@ -66,7 +67,7 @@ class _Lending:
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.lease.SetInParent()
         version = exchange.versions.get(request.member_id)
-        if version is None or run.prompts is None:
+        if version is None or run.prompts is None or request.member_id in exchange.overdue:
             return Outcome(reply, empty=True)
         if poison.suspects(exchange, run):
             self.write_down()  # who holds what decides now
@@ -232,7 +233,10 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
         if on_record[request.member_id] - held:
             _release_lost(exchange, run, request)
         # Who is suspected may have said so before it fell silent; once it is heard of, it says so again.
-        if held - on_record[request.member_id] and request.member_id not in exchange.suspected:
+        if (
+            held - on_record[request.member_id]
+            and request.member_id not in exchange.suspected | exchange.overdue
+        ):
             _take_up_again(exchange, run, request)
 
 
@@ -312,6 +316,27 @@ def lend_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) 
     return number
 
 
+def overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
+    """Workers that hold leases for far longer than others need; asked every few seconds."""
+    held = exchange.db.execute(
+        "SELECT member_id, group_id, attempt FROM groups INDEXED BY held_groups WHERE state = 'leased' AND run_id = ?",
+        (run.run_id,),
+    ).fetchall()
+    return exchange.ages.look(now_s, [(row[0], row[1], row[2]) for row in held])
+
+
+def take_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
+    """Gives others what such workers hold, in a transaction. What they still hand in counts, if it is the first."""
+    for member_id, why in found:
+        taken = lend_again(exchange, [member_id], with_leases=True)
+        evaluation.unpin_member(exchange, run, member_id)
+        exchange.overdue.add(member_id)
+        exchange.notice(
+            "warning",
+            message=f"{member_id} gets no lease before it hands in a group, and others get the {taken} that it holds: {why}",
+        )
+
+
 def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
     """Takes back every lease and task of a member that is gone; returns how many leases."""
     if crashed and exchange.active is not None:
@@ -319,6 +344,7 @@ def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
     exchange.versions.pop(member_id, None)
     exchange.offered.pop(member_id, None)
+    exchange.overdue.discard(member_id)
     exchange.suspected.discard(member_id)
     released = exchange.db.execute(
         "UPDATE groups SET state = 'admitted' WHERE member_id = ? AND state = 'leased'",

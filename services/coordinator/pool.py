@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 TOLD_S = 1.0
 """Pauses of the coordinator that its log tells of."""
 
+LOOK_S = 5.0
+"""Between two looks at how long leases are out."""
+
 log = logging.getLogger(__name__)
 
 
@@ -44,6 +47,8 @@ class Pool:
         self.members = members
         self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
         self.lag = LoopLag()
+        self._looked_s = 0.0
+        """When the ages of leases were last looked at."""
         self._runs = runs
         self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
         self._lock: asyncio.Lock = runs.lock
@@ -82,6 +87,7 @@ class Pool:
         await self.lend_again()
         # Whoever left took the task with it in which the next learner was looked for.
         await self.assignments.assign_learner()
+        await self._take_overdue()
 
     @contextmanager
     def _fault_of(self, member: Member) -> Iterator[None]:
@@ -224,6 +230,24 @@ class Pool:
         log.warning("%s %s is suspected: %s", member.role_name, member.member_id, why)
         self.assignments.name_epoch()
         await self._add_member_event(member, f"suspected: {why}")
+
+    async def _take_overdue(self) -> None:
+        """Gives others the leases of workers that are heard of and hand in nothing."""
+        run, now_s = self._exchange.active, time.monotonic()
+        if run is None or now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        found = leases.overdue(self._exchange, run, now_s)
+        if not found:
+            return
+        async with self._lock:
+            with self._ledger.transaction():
+                leases.take_overdue(self._exchange, run, found)
+                notices = self._exchange.take_notices()
+                self._journal.write_down(notices)
+        log.warning("%s", "; ".join(notice.content.get("message", notice.kind) for notice in notices))
+        self._runs.server.wake("lease")
+        await self._runs.act_on(notices)
 
     async def lend_again(self) -> None:
         """Lends what silent workers hold to others before their time-out: score tasks at once, leases when the learner waits,

@@ -35,10 +35,12 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     if row["state"] not in ("admitted", "leased") and (arrived.is_known or group is not None):
         if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
+            _handed_in(exchange, request)
         return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
     if arrived.is_known:  # until a moment ago: it was put back, and is generated again
         return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
     if group is None or arrived.place is None:
+        exchange.ages.refused(request.member_id)
         return exchange.refuse(request, arrived.fault)
     expected = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
     if len(group.completions) != expected:
@@ -50,6 +52,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         return exchange.stale(request, "tokens of another version than the evaluation's")
     fault = _fault(exchange, run, arrived, row, result.attempt)
     if fault:
+        exchange.ages.refused(request.member_id)
         return exchange.refuse(request, f"group {result.group_id}: {fault}")
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
@@ -59,6 +62,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         "INSERT INTO payloads VALUES (?, ?, 'result', x'', x'', ?, ?, ?, ?, ?, ?)",
         (run.run_id, result.group_id, *arrived.place),
     )
+    _handed_in(exchange, request)
     poison.clear(exchange, run, result.group_id)
     exchange.set_group(
         run,
@@ -116,6 +120,15 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         exchange.set_group(run, returned.group_id, oldest_step=oldest if oldest >= 0 else row["lease_step"])
     exchange.set_group(run, returned.group_id, state="admitted", member_id=None)
     return exchange.committed(request)
+
+
+def _handed_in(exchange: Exchange, request: pb.ExchangeRequest) -> None:
+    """A worker does what it holds leases for."""
+    member_id = request.member_id
+    exchange.ages.handed_in(member_id, request.group.group_id, request.group.attempt)
+    if member_id in exchange.overdue:
+        exchange.overdue.remove(member_id)
+        exchange.notice("warning", message=f"{member_id} has handed in a group and gets leases again")
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:

@@ -1,0 +1,101 @@
+"""Which workers hold leases far longer than the others need. Pure bookkeeping with a clock of its own; the pool feeds it.
+
+A lease has no deadline, because a completion may take as long as it takes. But a worker that is heard of and hands in nothing,
+while the others hand in all the time, keeps places that they could fill. It is overdue when it has held a lease, and handed in
+nothing, for longer than LIMIT_MULTIPLE times the pool's own median from lease to result, and LIMIT_S at least. So is a
+worker whose results are refused one after the other. Nobody is overdue unless another worker has handed in something since.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LIMIT_S = 60.0
+LIMIT_MULTIPLE = 10.0
+
+MAX_REFUSED = 3
+"""Results of a worker that are refused in a row before it counts as one that hands in nothing."""
+
+MIN_RESULTS = 8
+"""Results of other workers that make a median."""
+
+WINDOW = 256
+"""Newest results that the median is taken over."""
+
+LONGEST_STEP_S = 10.0
+"""What lies further between two looks was a standstill of the coordinator, not of a worker."""
+
+
+class Overdue(NamedTuple):
+    """A worker that keeps what others could do."""
+
+    member_id: str
+    why: str
+
+
+class LeaseAges:
+    """One for a coordinator."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._looked_s: float | None = None
+        self._since_s: dict[tuple[str, int, int], float] = {}
+        """When each lease that is out was first seen, by worker, group and attempt."""
+        self._results: deque[tuple[str, float]] = deque(maxlen=WINDOW)
+        """Worker of each of the newest results, and seconds from its lease."""
+        self._handed_in_s: dict[str, float] = {}
+        """When each worker last handed in a group that was accepted."""
+        self._refused: dict[str, int] = {}
+        """Results in a row of each worker that were refused."""
+
+    def handed_in(self, member_id: str, group_id: int, attempt: int) -> None:
+        """A worker's result was accepted, or came after another's."""
+        since_s = self._since_s.get((member_id, group_id, attempt), self._now_s)
+        self._results.append((member_id, self._now_s - since_s))
+        self._handed_in_s[member_id] = self._now_s
+        self._refused.pop(member_id, None)
+
+    def refused(self, member_id: str) -> None:
+        """A worker's result cannot be accepted."""
+        self._refused[member_id] = self._refused.get(member_id, 0) + 1
+
+    def look(self, now_s: float, held: Iterable[tuple[str, int, int]]) -> list[Overdue]:
+        """Who is overdue, where `held` are all leases that are out: worker, group, attempt."""
+        if self._looked_s is not None:
+            self._now_s += min(max(0.0, now_s - self._looked_s), LONGEST_STEP_S)
+        self._looked_s = now_s
+        self._since_s = {lease: self._since_s.get(lease, self._now_s) for lease in held}
+        oldest_s: dict[str, float] = {}
+        for (member_id, _, _), since_s in self._since_s.items():
+            oldest_s[member_id] = min(since_s, oldest_s.get(member_id, since_s))
+        known = oldest_s.keys() | {member_id for member_id, _ in self._results}
+        self._handed_in_s = {m: s for m, s in self._handed_in_s.items() if m in known}
+        self._refused = {m: n for m, n in self._refused.items() if m in known}
+        return [
+            Overdue(member_id, why)
+            for member_id in oldest_s
+            if (why := self._why(member_id, oldest_s[member_id]))
+        ]
+
+    def _why(self, member_id: str, oldest_s: float) -> str:
+        """Why a worker is overdue; empty where it is not."""
+        others = [seconds for other, seconds in self._results if other != member_id]
+        if len(others) < MIN_RESULTS:
+            return ""
+        median_s = statistics.median(others)
+        limit_s = max(LIMIT_S, LIMIT_MULTIPLE * median_s)
+        since_s = max(oldest_s, self._handed_in_s.get(member_id, oldest_s))
+        if not any(s >= since_s for other, s in self._handed_in_s.items() if other != member_id):
+            return ""  # the others do no better
+        if self._refused.get(member_id, 0) >= MAX_REFUSED:
+            return f"the last {self._refused[member_id]} groups that it handed in were refused"
+        waited_s = self._now_s - since_s
+        if waited_s <= limit_s:
+            return ""
+        return (
+            f"it has handed in nothing for {waited_s:.0f} s, and others need {median_s:.0f} s from lease to result "
+            f"(the limit is {limit_s:.0f} s)"
+        )

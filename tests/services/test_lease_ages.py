@@ -1,0 +1,215 @@
+"""A worker that holds leases and hands in nothing, while others do, loses them; one that works, or waits with all, never does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from control_plane import Plane, rollout
+from exchange_drivers import (
+    COMMITTED,
+    DUPLICATE,
+    INVALID,
+    MakeWorld,
+    Rollout,
+    World,
+    group_result,
+    make_completion,
+)
+
+from paceline.groups import Version
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import leases, pool
+from services.coordinator.lease_ages import LIMIT_S, MIN_RESULTS, LeaseAges
+
+Lease = tuple[str, int, int]
+
+
+class Time:
+    """Looks every second at leases that are out."""
+
+    def __init__(self) -> None:
+        self.ages, self.now_s, self.held = LeaseAges(), 100.0, dict[Lease, None]()
+        self.found: list[str] = []
+
+    def run(self, seconds: int, *busy: str, lease_s: int = 2) -> None:
+        """`busy` workers hand in a group every `lease_s` seconds, one lease each."""
+        for _ in range(seconds):
+            self.now_s += 1.0
+            group = int(self.now_s)
+            if group % lease_s == 0:
+                for worker in busy:
+                    for lease in [lease for lease in self.held if lease[0] == worker]:
+                        del self.held[lease]
+                        self.ages.handed_in(*lease)
+                    self.held[worker, group, 1] = None
+            self.found += [member_id for member_id, _ in self.ages.look(self.now_s, self.held)]
+
+
+def test_who_hands_in_nothing_while_others_do_is_overdue() -> None:
+    time = Time()
+    time.held["idle", 1, 1] = None
+    time.run(int(LIMIT_S), "busy", "other")
+    assert time.found == []
+    time.run(5, "busy", "other")
+    assert set(time.found) == {"idle"}
+
+
+def test_the_limit_grows_with_what_others_need() -> None:
+    time = Time()
+    time.held["long", 1, 1] = None
+    time.run(180, "busy", "other", lease_s=20)  # ten times their 20 s are 200
+    assert time.found == []
+    time.run(60, "busy", "other", lease_s=20)
+    assert "long" in time.found
+
+
+def test_one_long_lease_beside_others_that_are_handed_in_is_no_fault() -> None:
+    time = Time()
+    time.held["worker", 1, 1] = None
+    for _ in range(10):
+        time.run(int(LIMIT_S / 2), "busy")
+        time.ages.handed_in("worker", 2, 1)
+    assert time.found == []
+
+
+def test_a_pool_of_one_is_waited_for() -> None:
+    time = Time()
+    time.run(30, "worker")
+    time.run(1000)
+    assert time.found == []
+
+
+def test_nobody_is_overdue_while_nobody_hands_in() -> None:
+    time = Time()
+    time.run(30, "busy")
+    time.held["slow", 1, 1] = None
+    time.run(1000)  # so are the others, then
+    assert time.found == []
+
+
+def test_whoever_the_others_wait_for_is_overdue_though_they_have_nothing_to_do_meanwhile() -> None:
+    time = Time()
+    time.run(30, "busy")
+    time.held["idle", 1, 1] = None
+    time.run(3, "busy")
+    time.run(int(LIMIT_S) + 3)
+    assert "idle" in time.found
+
+
+def test_a_standstill_of_the_coordinator_is_nobodys_age() -> None:
+    time = Time()
+    time.held["idle", 1, 1] = None
+    time.run(30, "busy", "other")
+    time.now_s += 3600.0
+    time.run(5, "busy", "other")
+    assert time.found == []
+
+
+def test_who_is_refused_again_and_again_is_overdue_at_once() -> None:
+    time = Time()
+    time.held["sick", 1, 1] = None
+    time.run(MIN_RESULTS * 2 + 2, "busy")
+    for _ in range(2):
+        time.ages.refused("sick")
+    time.run(1, "busy")
+    assert time.found == []
+    time.ages.refused("sick")
+    time.run(1, "busy")
+    assert time.found == ["sick"]
+
+
+def test_what_is_kept_is_bounded() -> None:
+    time = Time()
+    for index in range(2000):
+        time.ages.handed_in(f"worker-{index}", index, 1)
+        time.ages.refused(f"worker-{index}")
+    time.run(1)
+    assert (
+        max(len(vars(time.ages)[name]) for name in ("_since_s", "_results", "_handed_in_s", "_refused"))
+        <= 256
+    )
+
+
+def take_overdue(world: World, *member_ids: str) -> None:
+    """These workers are found to be overdue."""
+    found = [leases.Overdue(member_id, "it sleeps") for member_id in member_ids]
+    with world.ledger.transaction():
+        leases.take_overdue(world.exchange, world.run, found)
+    world.notices += world.exchange.take_notices()
+
+
+def test_its_leases_go_to_others_and_it_gets_none_before_it_hands_one_in(world: World) -> None:
+    idle, busy = Rollout(world, "idle"), Rollout(world, "busy")
+    first, second = idle.lease(4)
+    take_overdue(world, "idle")
+    assert "idle gets no lease" in world.kinds("warning")[-1]["message"]
+    held = pb.LeaseRequest(room=4, held=pb.Held(group_ids=[first.group_id, second.group_id]))
+    reply = world.send(pb.ExchangeRequest(member_id="idle", lease=held)).reply
+    assert list(reply.lease.leases) == []
+    assert [lease.group_id for lease in busy.lease(4)] == [first.group_id, second.group_id]
+    assert idle.finish(first) == COMMITTED  # late, but the first
+    assert "gets leases again" in world.kinds("warning")[-1]["message"]
+    assert len(idle.lease(4)) > 0
+
+
+def test_a_late_result_that_another_was_before_counts_as_one(world: World) -> None:
+    idle, busy = Rollout(world, "idle"), Rollout(world, "busy")
+    (lease,) = idle.lease()
+    take_overdue(world, "idle")
+    (again,) = busy.lease()
+    assert busy.finish(again) == COMMITTED
+    assert idle.finish(lease) == DUPLICATE
+    assert len(idle.lease()) == 1
+
+
+def test_an_evaluation_goes_to_another_worker(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"val_period": 1}, check=False)
+    with world.ledger.transaction():
+        world.ledger.update_run(world.run_id, published_step=0)
+    world.begin_evaluation(0)
+    idle, busy = Rollout(world, "idle"), Rollout(world, "busy")
+    assert idle.lease(1)[0].HasField("pinned_version")
+    assert not [lease for lease in busy.lease(1) if lease.HasField("pinned_version")]
+    take_overdue(world, "idle")
+    assert busy.lease(1)[0].HasField("pinned_version")
+
+
+def test_refused_results_are_counted(world: World) -> None:
+    idle, busy = Rollout(world, "sick"), Rollout(world, "busy")
+    (lease,) = idle.lease()
+    busy.lease()
+    for _ in range(MIN_RESULTS):
+        world.exchange.ages.handed_in("busy", 99, 1)
+    bad = make_completion(Version(1, 0), 17, 0)
+    request, frames = group_result(lease.group_id, 1, [bad, bad])
+    request.member_id = "sick"
+    for _ in range(3):
+        assert leases.overdue(world.exchange, world.run, 1.0) == []
+        assert world.send(request, frames).reply.status == INVALID
+    ((member_id, why),) = leases.overdue(world.exchange, world.run, 1.0)
+    assert member_id == "sick"
+    assert "3 groups" in why
+
+
+async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "LOOK_S", 0.0)
+    monkeypatch.setattr(
+        leases, "overdue", lambda *_: [leases.Overdue("idle", "it has handed in nothing for 99 s")]
+    )
+    plane = Plane(tmp_path)
+    await plane.start()
+    try:
+        run = await plane.submit()
+        plane.run_loops()
+        idle = rollout(plane, "idle")
+        await idle.hear("run")
+        await plane.watch_until(
+            run.run_id,
+            "warning",
+            message="idle gets no lease before it hands in a group, and others get the 0 that it holds: "
+            "it has handed in nothing for 99 s",
+        )
+        assert plane.coordinator.exchange.overdue == {"idle"}
+    finally:
+        await plane.stop()
