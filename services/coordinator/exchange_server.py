@@ -41,6 +41,7 @@ from services.coordinator.handlers import handle, handle_leases, turn_away
 from services.coordinator.intake import look_at, store
 from services.coordinator.payloads import DamagedRecord, read_frame
 from services.coordinator.stage import Stage
+from services.seldom import SeldomLog, unforeseen
 
 MAX_TRANSACTION_S = 0.006
 """How long requests are taken into one transaction; what arrives meanwhile waits for its end."""
@@ -77,6 +78,7 @@ WAKES = {
 """Which parked requests an arrived one can change the answer to."""
 
 log = logging.getLogger(__name__)
+seldom = SeldomLog(log)
 
 
 @dataclass
@@ -221,7 +223,7 @@ class ExchangeServer:
         try:
             waiting = parse(message)
         except WireError as error:
-            log.warning("refused a message from %s: %s", message.identity.hex()[:16], error)
+            seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
             self._socket.send(message.identity, reply)
             return
@@ -369,7 +371,7 @@ class ExchangeServer:
         except (sqlite3.Error, LedgerFault):
             raise
         except Exception:
-            log.exception("requests for leases failed together, they are tried one by one")
+            seldom.warning("leases", "requests for leases failed together, they are tried one by one")
             outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
         for waiting, outcome in zip(asked.values(), outcomes, strict=True):
             self._settle(waiting, outcome, now_s, answers)
@@ -405,8 +407,8 @@ class ExchangeServer:
         except (sqlite3.Error, LedgerFault):
             raise  # the ledger itself is in trouble: nothing may be acknowledged any more
         except Exception as error:
-            log.exception("a %s request from %s failed", waiting.kind, waiting.request.member_id)
-            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {error!r}")
+            told = unforeseen.note(f"a {waiting.kind} request", error)
+            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {told}")
 
     @contextmanager
     def _undone_alone(self) -> Iterator[None]:

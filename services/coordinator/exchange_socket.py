@@ -14,6 +14,7 @@ from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.intake import Arrived
 from services.exchange_link import in_brackets, use_ipv6, watch
+from services.seldom import SeldomLog
 
 MAX_UNREAD = 4
 """Messages of one peer that have arrived and are not read."""
@@ -21,7 +22,7 @@ MAX_UNREAD = 4
 MAX_WAIT_S = 30.0
 """Longest time for which a request is parked, whatever it asks for."""
 
-log = logging.getLogger(__name__)
+seldom = SeldomLog(logging.getLogger(__name__))
 
 
 @dataclass
@@ -101,7 +102,7 @@ class ExchangeSocket:
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)
         except zmq.ZMQError as error:
-            log.warning("a reply to %s could not be sent: %s", identity.hex()[:16], error)
+            seldom.warning("unsent", "a reply to %s could not be sent: %s", identity.hex()[:16], error)
 
     def close(self) -> None:
         """Sends what is queued, then closes."""

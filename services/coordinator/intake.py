@@ -8,7 +8,6 @@ want (a duplicate) leaves bytes behind that go with their segment.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,11 +17,10 @@ from paceline.wire import Buffer, CompletionArrays, decode_completions, decode_r
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.checks import Limits, check_arrays, check_texts
 from services.coordinator.payloads import PayloadStore, Place, Record
+from services.seldom import unforeseen
 
 FINISHED, ABORTED = ("stop", "length"), ("abort",)
 """Why a completion ended; an aborted one is to be continued."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -83,8 +81,8 @@ def look_at(arrived: Arrived) -> None:
     except WireError as error:
         arrived.fault = str(error)
     except Exception as error:  # whatever bytes come, the other groups are stored
-        log.exception("a %s cannot be looked at", arrived.kind)
-        arrived.fault = f"the coordinator failed on it: {error!r}"
+        told = unforeseen.note(f"a look at a {arrived.kind}", error)
+        arrived.fault = f"the coordinator failed on it: {told}"
 
 
 def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
