@@ -61,12 +61,22 @@ class Members:
         self._names = names
         self._outboxes: dict[str, asyncio.Queue[worker_pb2.ConnectRequest]] = {}
         self._waiting = set(names)
+        self._held: dict[str, int] = {}
+        """Newest version that each rollout worker was offered."""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
 
     def acknowledge(self, step: int) -> None:
         """Every rollout worker holds version `step` now. From any thread."""
         self._loop.call_soon_threadsafe(self._acknowledge, step)
+
+    def all_hold(self, step: int) -> bool:
+        """Whether the coordinator has offered version `step` to every rollout worker. From any thread."""
+        return all(
+            self._held.get(name, -1) >= step
+            for name, role in self._names.items()
+            if role == common_pb2.ROLE_ROLLOUT
+        )
 
     def stop(self) -> None:
         """Ends the streams."""
@@ -111,6 +121,7 @@ class Members:
                 case "epoch":
                     self._offer_all()
                 case "weight_offer":
+                    self._held[name] = directive.weight_offer.version.step
                     outbox.put_nowait(self._ack(name, directive.weight_offer.version.step))
 
     def _acknowledge(self, step: int) -> None:
@@ -183,8 +194,8 @@ class Load:
         self._tokens = group_bytes // (COMPLETIONS * BYTES_PER_TOKEN)
         self._completions = [_random_completion(seed, self._tokens) for seed in range(COMPLETIONS)]
         self._version = -1
-        self._publish_s = 0.0
-        self._publish(0)
+        self._published, self._publish_s = 0, time.perf_counter()
+        self._switch(0)
         self._poller = zmq.Poller()
         self._on_reply: dict[
             zmq.Socket[bytes], Callable[[zmq.Socket[bytes], pb.ExchangeReply, Any], None]
@@ -249,10 +260,13 @@ class Load:
     # Rollout
 
     def _publish(self, step: int) -> None:
-        """From now on groups are of version `step`; the workers' acknowledgements are on their way."""
-        if step:
-            self._members.acknowledge(step)
-        self._version, self._publish_s = step, time.perf_counter()
+        """Version `step` is on its way to the workers."""
+        self._members.acknowledge(step)
+        self._published, self._publish_s = step, time.perf_counter()
+
+    def _switch(self, step: int) -> None:
+        """From now on groups are of version `step`."""
+        self._version = step
         span = VersionSpan(1, step, 0, self._tokens)
         completions = [replace(completion, spans=(span,)) for completion in self._completions]
         prompt_ids = np.arange(1, 20, dtype=np.int32)
@@ -327,6 +341,9 @@ class Load:
             return
         assert reply.status == pb.REPLY_STATUS_COMMITTED, reply.message
         self.step += 1
-        if time.perf_counter() - self._publish_s > PUBLISH_S:
+        if self._version < self._published:
+            if self._members.all_hold(self._published):
+                self._switch(self._published)
+        elif time.perf_counter() - self._publish_s > PUBLISH_S:
             self._publish(self.step)
         self._ask_batch(socket)
