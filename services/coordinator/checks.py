@@ -27,6 +27,8 @@ MAX_LOGPROB = 1e-3
 MIN_LOGPROB = -1e5
 """Far below that of any token that a sampler draws: a probability of 1e-45 is the least that float32 holds."""
 
+MAX_ID = 2**31 - 1
+
 MAX_TEXT_BYTES = 1024
 """Of a token's text; the longest of known vocabularies have some hundred."""
 
@@ -52,10 +54,15 @@ def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
     num_prompt = len(arrays.prompt_ids)
     if num_prompt == 0:
         raise WireError("prompt_ids is empty, but a prompt has at least one token")
+    max_id = 0
     for name, ids in (("prompt_ids", arrays.prompt_ids), ("token_ids", arrays.token_ids)):
-        if ids.min(initial=0) < 0:
-            raise WireError(f"{name} holds {ids.min()}, but ids begin at 0")
-    longest = int(arrays.lengths.max(initial=0))
+        if len(ids):
+            max_id = max(
+                max_id, highest := int(np.maximum.reduce(ids.view(np.uint32)))
+            )  # a negative one is huge
+            if highest > MAX_ID:
+                raise WireError(f"{name} holds {ids.min()}, but ids begin at 0")
+    longest = max(arrays.lengths.tolist(), default=0)
     if limits is not None and longest > limits.max_new_tokens:
         raise WireError(
             f"a completion of {longest} tokens is longer than policy.generation.max_new_tokens {limits.max_new_tokens}"
@@ -65,12 +72,13 @@ def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
             f"a prompt of {num_prompt} tokens and a completion of {longest} are together longer than "
             f"policy.max_total_sequence_length {limits.max_total_tokens}"
         )
-    lowest, highest = arrays.logprobs.min(initial=0), arrays.logprobs.max(initial=MIN_LOGPROB)
-    if not (lowest >= MIN_LOGPROB and highest <= MAX_LOGPROB):  # in this form it holds for not-a-number
-        raise WireError(
-            f"logprobs goes from {lowest} to {highest}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
-        )
-    return int(max(arrays.prompt_ids.max(), arrays.token_ids.max(initial=0)))
+    if len(arrays.logprobs):
+        least, most = np.minimum.reduce(arrays.logprobs), np.maximum.reduce(arrays.logprobs)
+        if not (least >= MIN_LOGPROB and most <= MAX_LOGPROB):  # in this form it holds for not-a-number
+            raise WireError(
+                f"logprobs goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
+            )
+    return max_id
 
 
 def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allowed: Collection[str]) -> None:
@@ -99,9 +107,9 @@ def fault_of_versions(
     A worker's own tokens are of versions that it acknowledged, or that are on their way to it; those that an earlier holder
     handed back are of any that exist.
     """
-    versions = {Version(span.session, span.step) for c in completions for span in c.spans}
-    newest = max(versions, default=Version(0, 0))
-    session, step = newest.session, max((version.step for version in versions), default=0)
+    versions = {span[:2] for c in completions for span in c.spans}
+    newest = Version(*max(versions, default=(0, 0)))
+    session, step = newest.session, max((step for _, step in versions), default=0)
     row = exchange.ledger.run(run.run_id)
     if session > row["session"] or step > row["published_step"]:  # else there is no need to ask each worker's
         known = exchange.newest_version()

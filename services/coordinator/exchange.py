@@ -157,8 +157,10 @@ class Exchange:
 
     def newest_of(self, member_id: str) -> Version | None:
         """The newest version that a worker's tokens can be of; None where nothing is known of it."""
-        known = [held[member_id] for held in (self.versions, self.offered) if member_id in held]
-        return max(known, default=None)
+        acknowledged, offered = self.versions.get(member_id), self.offered.get(member_id)
+        if acknowledged is None or offered is None:
+            return acknowledged or offered
+        return max(acknowledged, offered)
 
     def newest_version(self) -> Version:
         """Newest session and newest step among the versions that are known of."""
