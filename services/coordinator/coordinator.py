@@ -326,7 +326,7 @@ class Coordinator:
             return
         run_id = row["run_id"]
         try:
-            spec, warnings = spec_from_ledger(row["spec_yaml"])
+            spec, warnings = await asyncio.to_thread(spec_from_ledger, row["spec_yaml"])
             prompts, validation = await asyncio.to_thread(_open_data, spec)
         except (PacelineError, OSError) as error:
             await self._put_off(row, error)
