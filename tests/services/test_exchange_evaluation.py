@@ -65,6 +65,7 @@ def test_an_evaluation_from_lease_to_result(make_world: MakeWorld) -> None:
 
 def test_only_the_pinned_worker_and_only_a_version_that_is_new_enough(make_world: MakeWorld) -> None:
     world = make_evaluation(make_world, step=2)
+    world.check = False  # nothing was trained up to that step
     old, first, second = Rollout(world, "old", 1), Rollout(world, "first", 2), Rollout(world, "second", 4)
     assert not [lease for lease in old.lease(2) if lease.HasField("pinned_version")]
     assert [lease.HasField("pinned_version") for lease in first.lease(1)] == [True]
