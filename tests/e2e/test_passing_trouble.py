@@ -39,7 +39,9 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
                 connected.cancel(run.run_id)
 
 
-@pytest.mark.parametrize(("role", "missing"), [("reward", "rewards.py"), ("learner", "model")])
+@pytest.mark.parametrize(
+    ("role", "missing"), [("reward", "rewards.py"), ("learner", "model"), ("coordinator", "train.jsonl")]
+)
 def test_a_file_that_is_away_when_a_service_starts_ends_no_run(
     client: Client,
     cluster: LocalCluster,
