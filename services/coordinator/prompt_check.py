@@ -1,0 +1,150 @@
+"""Whether a group that was handed in is about its lease's own prompt: the prompt is encoded once more and compared.
+
+The coordinator has no tokenizer; a child process (prompt_encoder.py) has it, and loads it when a run starts. Where it cannot be
+loaded here (the model is only on the workers' disks) or the template writes the date, prompts are not compared, and `unavailable`
+says why. Used by the exchange's check thread; only `begin` and `close` are called from elsewhere.
+
+A child that does not answer within ANSWER_S is ended, and prompts are not compared until the next run begins.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from paceline.groups import IntArray
+from paceline.spec import RunSpec
+from paceline.tether import tethered
+from services.coordinator.prompt_encoder import prompt_digest
+
+LOAD_S = 60.0
+"""A tokenizer may take so long to load; groups that arrive meanwhile wait for it."""
+
+ANSWER_S = 10.0
+"""An answer may take so long."""
+
+log = logging.getLogger(__name__)
+
+
+class PromptCheck:
+    """Compares the prompts of one run at a time. `ledger` is the file that has the prompts of its groups."""
+
+    def __init__(self, ledger: Path):
+        self.unavailable = ""
+        """Why prompts are not compared; empty while they are."""
+        self._path = ledger
+        self._reader: sqlite3.Connection | None = None
+        self._run_id = ""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        """To the child's standard input and output; None: prompts are not compared."""
+        self._buffer = b""
+        self._loaded = False
+        self._lock = threading.Lock()
+
+    def begin(self, run_id: str, spec: RunSpec) -> None:
+        """Starts to load the run's tokenizer, without waiting for it."""
+        with self._lock:
+            self._end_child()
+            self._run_id, self._loaded, self.unavailable = run_id, False, ""
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    self._child = subprocess.Popen(
+                        tethered([sys.executable, "-m", "services.coordinator.prompt_encoder"]),
+                        stdin=theirs.fileno(),
+                        stdout=theirs.fileno(),
+                        env=os.environ | {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
+                    )
+                self._socket = ours
+                policy = spec.policy.model_dump(mode="json")
+                self._say({"policy": policy, "template": spec.data.apply_chat_template})
+            except OSError as error:
+                ours.close()
+                self._give_up(f"its process cannot be started: {error}")
+
+    def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
+        """Why these are not the tokens of the group's prompt; empty when they are, or when nobody can tell."""
+        with self._lock:
+            prompt_json = (
+                self._prompt_of(group_id) if self._socket is not None and run_id == self._run_id else None
+            )
+            if prompt_json is None:
+                return ""
+            try:
+                if not self._loaded:
+                    ready = self._hear(LOAD_S)
+                    self._loaded = True
+                    if "refused" in ready:
+                        self._give_up(ready["refused"])
+                        return ""
+                self._say({"prompt": json.loads(prompt_json)})
+                answer = self._hear(ANSWER_S)
+            except (OSError, ValueError) as error:
+                self._give_up(f"its process does not answer: {error}")
+                return ""
+        if "refused" in answer:
+            return f"the prompt of group {group_id} cannot be encoded, so no tokens are its own: {answer['refused']}"
+        if answer["digest"] != prompt_digest(prompt_ids):
+            return (
+                f"group {group_id} came with {len(prompt_ids)} prompt tokens that are not those of its lease's prompt, which "
+                f"has {answer['tokens']}; do worker and coordinator have the same tokenizer and version of transformers?"
+            )
+        return ""
+
+    def close(self) -> None:
+        """Ends the child."""
+        with self._lock:
+            self._end_child()
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+
+    def _prompt_of(self, group_id: int) -> str | None:
+        """The prompt on record; None for a group that nobody leased, which the handler refuses."""
+        if self._reader is None:
+            self._reader = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
+        row = self._reader.execute(
+            "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?", (self._run_id, group_id)
+        ).fetchone()
+        return None if row is None else str(row[0])
+
+    def _say(self, line: dict[str, Any]) -> None:
+        """Writes a line. Raises OSError when the child is gone or does not read in time."""
+        assert self._socket is not None
+        self._socket.settimeout(ANSWER_S)
+        self._socket.sendall(json.dumps(line).encode() + b"\n")
+
+    def _hear(self, within_s: float) -> dict[str, Any]:
+        """The next line. Raises OSError when the child is gone or says nothing in time, ValueError for what is no answer."""
+        assert self._socket is not None
+        self._socket.settimeout(within_s)
+        while b"\n" not in self._buffer:
+            content = self._socket.recv(1 << 16)
+            if not content:
+                raise ConnectionError("it has ended, the log may say why")
+            self._buffer += content
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _give_up(self, reason: str) -> None:
+        self.unavailable = reason
+        log.warning("prompts of run %s are not compared with those of their leases: %s", self._run_id, reason)
+        self._end_child()
+
+    def _end_child(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        self._child, self._socket, self._buffer = None, None, b""

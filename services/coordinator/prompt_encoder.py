@@ -1,0 +1,68 @@
+"""The child of `PromptCheck`: encodes prompts as the rollout workers should, one JSON line in, one out.
+
+    {"policy": {...}, "template": "auto"}    loads a tokenizer; {"ready": true} or {"refused": "why"}
+    {"prompt": "..."}                        {"digest": "...", "tokens": 3} or {"refused": "why"}
+
+A process of its own, because a tokenizer is heavy and its chat template is the user's code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import xxhash
+
+from paceline.errors import InvalidInput
+from paceline.groups import IntArray
+from paceline.prompts import encode_prompt, load_tokenizer
+from paceline.spec import PolicySection
+
+CHANGES_WITH_TIME = "strftime_now"
+"""A chat template that calls this writes another prompt tomorrow."""
+
+
+def prompt_digest(prompt_ids: IntArray) -> str:
+    """XXH3-128 over the token ids as little-endian int32."""
+    return xxhash.xxh3_128(prompt_ids.astype("<i4").tobytes()).hexdigest()
+
+
+class Encoder:
+    """One tokenizer at a time."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Any = None
+        self._template = ""
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one line."""
+        try:
+            if "policy" in asked:
+                return self._load(asked)
+            ids = encode_prompt(self._tokenizer, asked["prompt"], self._template)
+            return {"digest": prompt_digest(ids), "tokens": len(ids)}
+        except Exception as error:  # a chat template may raise anything
+            return {"refused": f"{type(error).__name__}: {error}"[:500]}
+
+    def _load(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self._tokenizer = load_tokenizer(PolicySection.model_validate(asked["policy"]))
+        self._template = asked["template"]
+        if CHANGES_WITH_TIME in str(self._tokenizer.chat_template):
+            raise InvalidInput("the chat template writes the date, so a prompt is not the same twice")
+        return {"ready": True}
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    os.nice(10)  # services and engine come first
+    encoder = Encoder()
+    for line in sys.stdin:
+        print(json.dumps(encoder.answer(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Prompts that are not their lease's: found by encoding the prompt once more, in a process that may fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exchange_drivers import make_spec
+
+from paceline.demo.model import make_tokenizer
+from paceline.prompts import encode_prompt
+from paceline.spec import RunSpec
+from services.coordinator.ledger import Ledger
+from services.coordinator.prompt_check import PromptCheck
+
+PROMPTS = {7: "12+34=", 8: "99+01=", 9: [{"role": "user", "content": "1+1="}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Path]:
+    """A ledger with the prompts of run a-1."""
+    path = tmp_path / "ledger.sqlite"
+    opened = Ledger(path)
+    for group_id, prompt in PROMPTS.items():
+        opened.db.execute("INSERT INTO prompts VALUES ('a-1', ?, ?, '{}')", (group_id, json.dumps(prompt)))
+    yield path
+    opened.close()
+
+
+@pytest.fixture
+def check(ledger: Path) -> Iterator[PromptCheck]:
+    """One that is closed."""
+    made = PromptCheck(ledger)
+    yield made
+    made.close()
+
+
+def spec_of(directory: Path, model_name: str) -> RunSpec:
+    """A spec whose policy is in a folder."""
+    return make_spec(directory, policy={"model_name": model_name, "generation": {"max_new_tokens": 4}})
+
+
+def test_only_the_leases_own_prompt_passes(check: PromptCheck, model: Path, tmp_path: Path) -> None:
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    tokenizer = make_tokenizer()
+    own = {group: encode_prompt(tokenizer, PROMPTS[group], "auto") for group in (7, 8)}
+    assert check.fault("a-1", 7, own[7]) == ""
+    assert "that are not those of its lease's prompt, which has 6" in check.fault("a-1", 7, own[8])
+    assert "came with 5 prompt tokens" in check.fault("a-1", 7, own[7][:-1])
+    assert check.fault("a-1", 8, own[8]) == ""
+    assert check.unavailable == ""
+
+
+def test_a_prompt_that_cannot_be_encoded_has_no_tokens(
+    check: PromptCheck, model: Path, tmp_path: Path
+) -> None:
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    assert "no chat template" in check.fault("a-1", 9, np.array([3, 4], np.int32))
+    assert check.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == "", (
+        "the next is answered"
+    )
+
+
+def test_what_nobody_can_tell_passes(check: PromptCheck, model: Path, tmp_path: Path) -> None:
+    any_ids = np.array([3, 4], np.int32)
+    assert check.fault("a-1", 7, any_ids) == "", "no run began"
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    assert check.fault("b-2", 7, any_ids) == "", "of another run"
+    assert check.fault("a-1", 1000, any_ids) == "", "a group that is not on record"
+    check.begin("a-1", spec_of(tmp_path, str(tmp_path / "nowhere")))
+    assert check.fault("a-1", 7, any_ids) == ""
+    assert "no folder" in check.unavailable
+
+
+def test_a_template_that_writes_the_date_is_not_compared(
+    check: PromptCheck, model: Path, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path / "dated")
+    check.begin("a-1", spec_of(tmp_path, str(tmp_path / "dated")))
+    assert check.fault("a-1", 7, np.array([3], np.int32)) == ""
+    assert "writes the date" in check.unavailable
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_fails_holds_nothing_up(
+    check: PromptCheck, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr("services.coordinator.prompt_check.ANSWER_S", 0.2)
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
+    assert check.fault("a-1", 7, own[:-1]) != "", "it works"
+    child = check._child
+    assert child is not None
+    child.send_signal(number)
+    assert check.fault("a-1", 7, own[:-1]) == ""
+    assert "does not answer" in check.unavailable
+    assert child.returncode == -signal.SIGKILL, "nothing is left behind"
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    assert check.fault("a-1", 7, own[:-1]) != "", "the next run's works again"
+
+
+def test_the_reader_needs_no_lock(ledger: Path) -> None:
+    """It reads beside the coordinator that writes."""
+    connection = sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)
+    assert connection.execute("SELECT COUNT(*) FROM prompts").fetchone() == (3,)
+    connection.close()
