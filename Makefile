@@ -21,7 +21,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm chaos bitflips soak churn lint lint-python lint-protos lint-deploy protos clean
+.PHONY: help demo test test-vllm chaos bitflips fuzz soak churn lint lint-python lint-protos lint-deploy protos clean
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,11 +40,14 @@ test: $(STAMP) ## Run the tests (TESTS="tests/reward -k math" for some of them)
 test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own (KILLS=20)
 	PACELINE_KILLS=$(KILLS) $(VLLM_BIN)/python $(PYTEST) -m vllm $(VLLM_WARNINGS) $(or $(TESTS),tests/rollout tests/services/test_endpoint.py tests/e2e)
 
-chaos: $(STAMP) ## Kill, stop and cut off every role in short runs (CHAOS="--faults 100 --seed 1")
+chaos: $(STAMP) ## Kill, stop, cut off and lie to every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)
 
 bitflips: $(STAMP) ## Flip single bits of a ledger's SQLite file and count those that verify finds (BITFLIPS="--flips 300 --seed 1")
 	$(BIN)/python tests/chaos/bitflips.py $(BITFLIPS)
+
+fuzz: $(STAMP) ## Send strange messages to every port of a cluster that trains (FUZZ="--seconds 60 --json")
+	$(BIN)/python tests/fuzz/fuzz.py $(FUZZ)
 
 soak: $(STAMP) ## Kill and stop receivers and learner ranks in the middle of publishing (SOAK="--rounds 20 --phase transfer")
 	$(BIN)/python tests/weights/weight_soak.py $(SOAK)

@@ -136,6 +136,7 @@ def campaign(
             verdict = judge(cluster.directory, run_id, stalled)
             verdict.problems += setting.corruption.not_found
             setting.corruption.not_found.clear()
+            verdict.problems += setting.liar.believed(run_id)
             result.runs += 1
             result.verdicts.append(verdict)
             log.info(

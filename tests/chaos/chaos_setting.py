@@ -17,6 +17,7 @@ from chaos_watch import coordinator_address
 from corruption import Corruption
 from disk import Ballast
 from faults import LINKS, Fault
+from lying import LyingWorker
 from network import Network
 from proxy import Proxy
 
@@ -56,12 +57,14 @@ class Setting:
     """By name, as in `faults.LINKS`."""
     ballast: Ballast
     corruption: Corruption
+    liar: LyingWorker
     suffered: dict[str, Fault] = field(default_factory=dict)
     """By link, while it lasts."""
 
     def end(self) -> None:
         """Ends the services, when everything is whole again."""
         self.ballast.clear()
+        self.liar.end()
         for link in self.links.values():
             link.mend()
         self.cluster.stop()
@@ -91,7 +94,9 @@ def tormented(
             options |= {"learner": ["--host", network.near], "rollout": ["--host", network.far]}
             launchers["rollout"] = network.launcher
         cluster = LocalCluster(directory, section, say=log.info, options=options, launchers=launchers)
-        setting = Setting(cluster, links, Ballast(directory), Corruption(cluster, seed))
+        setting = Setting(
+            cluster, links, Ballast(directory), Corruption(cluster, seed), LyingWorker(directory, control.address)
+        )
         stack.callback(setting.end)
         cluster.start_coordinator()
         cluster.address = control.address
@@ -115,6 +120,8 @@ def strike(setting: Setting, fault: Fault, run_id: str) -> bool:
         setting.suffered[fault.role] = fault
         setting.links[fault.role].harm(fault.kind)
         return True
+    if fault.kind == "lie":
+        return setting.liar.tell(fault.index, fault.lasts_s)
     if fault.kind == "full":
         setting.ballast.fill()
         return True
@@ -133,7 +140,7 @@ def mend(setting: Setting, fault: Fault, run_id: str) -> None:
         setting.ballast.clear()
     elif fault.kind == "corrupt":
         setting.corruption.mend(fault.role, run_id)
-    else:
+    elif fault.kind != "lie":  # which ends by itself
         setting.cluster.kill(fault.role, fault.index, signal.SIGCONT)
 
 

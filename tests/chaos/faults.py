@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lies import LIES
+
 ROLES = {"rollout": 2, "reward": 2, "learner": 1, "coordinator": 1}
 """How many services of each role a campaign has."""
 
@@ -13,10 +15,11 @@ KINDS = {
     **{"kill": 6, "pause": 4, "term": 1, "full": 1},
     **{"cut": 2, "drop": 2, "delay": 1, "truncate": 1, "duplicate": 1},
     "corrupt": 2,
+    "lie": 2,
 }
 """SIGKILL; SIGSTOP with SIGCONT later; SIGTERM; the disk of ledger, checkpoints and logs full to the last byte for a while;
-what a link suffers for a while (harm.py); a bit that the disk changes (corruption.py). The numbers say how often, in
-proportion."""
+what a link suffers for a while (harm.py); a bit that the disk changes (corruption.py); a rollout worker that
+lies (liar.py). The numbers say how often, in proportion."""
 
 ON_REQUEST = ("full", "corrupt")
 """Kinds that a campaign has only when they are asked for."""
@@ -47,12 +50,15 @@ class Fault:
     """Since the fault before it."""
     kind: str
     role: str
-    """A service's; a link's, for what meets every worker behind it; `disk`."""
+    """A service's; a link's, for what meets every worker behind it; `disk`; `liar`."""
     index: int
+    """Of the service; of the lie in `LIES`."""
     lasts_s: float = 0.0
     """Of a pause, a full disk, or what a link suffers."""
 
     def __str__(self) -> str:
+        if self.kind == "lie":
+            return f"lie about {LIES[self.index]}"
         lasts = f" for {self.lasts_s:g} s" if self.lasts_s else ""
         return f"{self.kind} {self.role}-{self.index}{lasts}"
 
@@ -85,6 +91,8 @@ def schedule(
             able = [link for link in links if kind in LINKS[link]]
             if able:
                 yield Fault(after_s, kind, rng.choice(able), 0, lasts_s)
+            elif kind == "lie":
+                yield Fault(after_s, kind, "liar", rng.randrange(len(LIES)), lasts_s)
             elif kind == "full":
                 yield Fault(after_s, kind, "disk", 0, lasts_s)
             elif kind == "corrupt":

@@ -17,7 +17,6 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -162,7 +161,8 @@ async def send(
         sources.append(Strangers(endpoint, f"{seed}/strangers/{index}", known))
         for role, name in roles.items():
             sources.append(Impostor(role, f"fuzz-{name}-{seed}-{index}", cluster.address, known, credentials))
-    ends_s, warm = time.monotonic() + seconds, {}
+    warm_s, ends_s = time.monotonic() + seconds * WARM_UP_SHARE, time.monotonic() + seconds
+    warm: dict[str, float] = {}
 
     def total() -> int:
         return sum(source.sent for source in sources)
@@ -170,17 +170,12 @@ async def send(
     async def keep_sending(source: Source) -> None:
         while total() < messages and time.monotonic() < ends_s:
             await source.send_one()
+            if not warm and (total() >= messages * WARM_UP_SHARE or time.monotonic() > warm_s):
+                warm.update(resident_mb(cluster))
             await asyncio.sleep(0)
-
-    async def weigh() -> None:
-        start_s = time.monotonic()
-        while total() < messages * WARM_UP_SHARE and time.monotonic() < start_s + seconds * WARM_UP_SHARE:
-            await asyncio.sleep(0.1)
-        warm.update(resident_mb(cluster))
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(weigh())
             for source in sources:
                 tasks.create_task(keep_sending(source))
     finally:
@@ -218,15 +213,10 @@ def token_of(cluster: LocalCluster) -> Metadata:
 
 def wait_for_step(client: Client, run_id: str, step: int) -> None:
     """Until the run trains."""
-    for event in events_of(client, run_id):
+    for event in client.watch(run_id):
         if event.kind == "step" and event.content["step"] >= step:
             return
     raise AssertionError(f"{run_id} ended before step {step}: {client.get(run_id).message}")
-
-
-def events_of(client: Client, run_id: str) -> Iterator[Any]:
-    """The run's events as they happen."""
-    yield from client.watch(run_id)
 
 
 def wait_for_end(client: Client, run_id: str) -> str:
