@@ -40,6 +40,7 @@ from services.coordinator.ledger import ACTIVE_STATES, Ledger
 from services.coordinator.members import Members
 from services.coordinator.openings import Openings
 from services.coordinator.pool import Pool
+from services.coordinator.prompt_check import PromptCheck
 from services.coordinator.restored import free_name
 from services.coordinator.watchdog import Watchdog
 from services.growing_pause import GrowingPause
@@ -76,8 +77,9 @@ class Coordinator:
         self.exchange = Exchange(ledger)
         self.journal = Journal(ledger, self.exchange, members)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
+        self._prompts = PromptCheck(ledger.path)
         self.server = ExchangeServer(
-            self.exchange, self.lock, self.journal.write_down, self.act_on, host, exchange_port
+            self.exchange, self.lock, self.journal.write_down, self.act_on, host, exchange_port, self._prompts
         )
         self.changed = asyncio.Condition()
         """Notified when events were added or `stopping` was set, for Watch."""
@@ -156,7 +158,7 @@ class Coordinator:
 
     async def _look_on(self) -> None:
         await self.faults.look(time.monotonic())
-        await self.warn(self.watchdog.look(time.monotonic()))
+        await self.warn([*self.watchdog.look(time.monotonic()), *self._prompts.take_warnings()])
 
     async def _tidy_up(self) -> None:
         await self._prune()
@@ -355,6 +357,8 @@ class Coordinator:
             self.waits_for = ""
             self.members.forgive(math.inf, time.monotonic())
             self.pool.expect_holders()
+        if prompts is not None:
+            self._prompts.begin(run_id, spec)
         log.info("run %s starts at step %d of %d", run_id, row["next_step"], spec.max_num_steps)
         await self.pool.assignments.put_to_work()
         await self.tell_watchers()
@@ -429,6 +433,7 @@ class Coordinator:
     def close(self) -> None:
         """Closes sockets and files; the ledger is its opener's to close."""
         self.server.close()
+        self._prompts.close()
         self.journal.close()
         self.committed.close()
 

@@ -9,7 +9,7 @@ they are answered or dropped, and the loops go on.
 A message passes these steps; all but those on the event loop are threads (stage.py), so that none waits for another's turn:
 
   receive   event loop: reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
-  check     decodes and hashes groups, while leases pass by (intake.py)
+  check     decodes and hashes groups, while leases pass by (intake.py), and compares their prompts (prompt_check.py)
   store     writes and syncs them, several at once
   answer    event loop: one transaction after another, every other one for leases alone while there are any
   sync      syncs what was committed meanwhile: the next transactions go on beside it, and what is synced is answered
@@ -40,6 +40,7 @@ from services.coordinator.exchange_socket import ExchangeSocket, Message, Waitin
 from services.coordinator.handlers import handle, handle_leases, turn_away
 from services.coordinator.intake import look_at, store
 from services.coordinator.payloads import DamagedRecord, read_frame
+from services.coordinator.prompt_check import PromptCheck
 from services.coordinator.stage import Stage
 from services.seldom import SeldomLog, unforeseen
 
@@ -116,8 +117,10 @@ class ExchangeServer:
         act: Callable[[list[Notice]], Awaitable[None]],
         host: str,
         port: int,
+        prompts: PromptCheck | None = None,
     ):
         self._exchange = exchange
+        self._prompts = prompts
         self._lock = lock
         self._record = record
         self._act = act
@@ -258,6 +261,8 @@ class ExchangeServer:
     def _check(self, portion: list[Waiting]) -> None:
         for waiting in portion:
             look_at(waiting.arrived)
+            if self._prompts is not None:
+                self._prompts.look_at(waiting.arrived)
             self._stores.put(waiting)
 
     def _on_stored(self, portion: list[Waiting]) -> None:

@@ -1,8 +1,8 @@
 """Whether a group that was handed in is about its lease's own prompt: the prompt is encoded once more and compared.
 
 The coordinator has no tokenizer; a child process (prompt_encoder.py) has it, and loads it when a run starts. Where it cannot be
-loaded here (the model is only on the workers' disks) or the template writes the date, prompts are not compared, and `unavailable`
-says why. Used by the exchange's check thread; only `begin` and `close` are called from elsewhere.
+loaded from this machine's disk (the model is only on the workers') or the template writes the date, prompts are not compared,
+and `unavailable` says why. Used by the exchange's check thread; only `begin` and `close` are called from elsewhere.
 
 A child that does not answer within ANSWER_S is ended, and prompts are not compared until the next run begins.
 """
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.groups import IntArray
-from paceline.spec import RunSpec
+from paceline.spec import PolicySection, RunSpec
 from paceline.tether import tethered
+from services.coordinator.intake import Arrived
 from services.coordinator.prompt_encoder import prompt_digest
 
 LOAD_S = 60.0
@@ -48,13 +49,18 @@ class PromptCheck:
         """To the child's standard input and output; None: prompts are not compared."""
         self._buffer = b""
         self._loaded = False
+        self._warnings: list[str] = []
         self._lock = threading.Lock()
 
     def begin(self, run_id: str, spec: RunSpec) -> None:
         """Starts to load the run's tokenizer, without waiting for it."""
         with self._lock:
             self._end_child()
-            self._run_id, self._loaded, self.unavailable = run_id, False, ""
+            self._run_id, self._loaded = run_id, False
+            self.unavailable = ""
+            if not _is_here(spec.policy):
+                self._give_up("its tokenizer is not on the coordinator's disk")
+                return
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
@@ -62,7 +68,7 @@ class PromptCheck:
                         tethered([sys.executable, "-m", "services.coordinator.prompt_encoder"]),
                         stdin=theirs.fileno(),
                         stdout=theirs.fileno(),
-                        env=os.environ | {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
+                        env=os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
                     )
                 self._socket = ours
                 policy = spec.policy.model_dump(mode="json")
@@ -99,6 +105,19 @@ class PromptCheck:
                 f"has {answer['tokens']}; do worker and coordinator have the same tokenizer and version of transformers?"
             )
         return ""
+
+    def look_at(self, arrived: Arrived) -> None:
+        """Makes it the fault of what has arrived that its prompt is not its lease's."""
+        if arrived.group is None:
+            return
+        fault = self.fault(arrived.request.run_id, arrived.group.group_id, arrived.group.prompt_ids)
+        if fault:
+            arrived.fault, arrived.group, arrived.record = fault, None, None
+
+    def take_warnings(self) -> list[str]:
+        """Why the prompts of the run are not compared, once."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def close(self) -> None:
         """Ends the child."""
@@ -138,7 +157,7 @@ class PromptCheck:
 
     def _give_up(self, reason: str) -> None:
         self.unavailable = reason
-        log.warning("prompts of run %s are not compared with those of their leases: %s", self._run_id, reason)
+        self._warnings = [f"prompts of groups are not compared with their leases': {reason}"]
         self._end_child()
 
     def _end_child(self) -> None:
@@ -148,3 +167,11 @@ class PromptCheck:
             self._child.kill()
             self._child.wait()
         self._child, self._socket, self._buffer = None, None, b""
+
+
+def _is_here(policy: PolicySection) -> bool:
+    """Whether the tokenizer can be read from this machine's disk: a folder, or a model of the hub that is in its cache."""
+    name = policy.tokenizer_name or policy.model_name
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    return Path(name).is_dir() or (cache / f"models--{name.replace('/', '--')}").is_dir()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import xxhash
@@ -54,8 +55,18 @@ class Encoder:
         return {"ready": True}
 
 
+class WithoutTorch(PathFinder):
+    """Finds modules as Python does, but torch: tokenizers need none, and to import it takes longer than all else here."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Where a module is; nowhere for torch."""
+        return None if fullname.partition(".")[0] == "torch" else super().find_spec(fullname, path, target)
+
+
 def main() -> None:
     """Answers until standard input ends."""
+    sys.meta_path[:] = [WithoutTorch if finder is PathFinder else finder for finder in sys.meta_path]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     os.nice(10)  # services and engine come first

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import click
 import psutil
-from targets import Http, Impostor, Metadata, Rpcs, Strangers
+from targets import Http, Impostor, Rpcs, Strangers
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "chaos"))
@@ -33,6 +33,7 @@ from verdict import judge  # noqa: E402
 
 from paceline.client import ENDED_STATES, Client, state_name  # noqa: E402
 from paceline.spec import ClusterSection, RunSpec  # noqa: E402
+from paceline.token import metadata, read_token  # noqa: E402
 from paceline.up import LocalCluster  # noqa: E402
 from protos.paceline.v1 import common_pb2  # noqa: E402
 
@@ -122,7 +123,7 @@ async def send(
     seed: int,
 ) -> None:
     """All sources at once, until there are enough messages."""
-    credentials = token_of(cluster)
+    credentials = metadata(read_token(cluster.token_file))
     known = {
         "run_id": [run_id],
         "member_id": list(members),
@@ -203,12 +204,6 @@ def resident_mb(cluster: LocalCluster) -> dict[str, float]:
 def deaths(cluster: LocalCluster) -> int:
     """How many lives of services have ended."""
     return sum(len(cluster.deaths(role, index)) for role in ROLES for index in cluster.pids(role))
-
-
-def token_of(cluster: LocalCluster) -> Metadata:
-    """What calls carry so that the services accept them."""
-    path = cluster.directory / "token"
-    return (("authorization", f"Bearer {path.read_text().strip()}"),) if path.exists() else ()
 
 
 def wait_for_step(client: Client, run_id: str, step: int) -> None:

@@ -23,6 +23,7 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from messages import Known, Maker
 
 from paceline.groups import Completion, VersionSpan
+from paceline.token import Metadata
 from paceline.wire import PROTOCOL, encode_reference, encode_result
 from protos.paceline.v1 import (
     common_pb2,
@@ -48,7 +49,6 @@ SERVICES: dict[str, tuple[ModuleType, ...]] = {
     "reward": (reward_pb2,),
     "learner": (learner_pb2,),
 }
-Metadata = tuple[tuple[str, str], ...]
 
 
 def methods_of(role: str) -> list[MethodDescriptor]:

@@ -13,8 +13,12 @@ import pytest
 from exchange_drivers import make_spec
 
 from paceline.demo.model import make_tokenizer
+from paceline.groups import Completion, Group, IntArray, VersionSpan
 from paceline.prompts import encode_prompt
 from paceline.spec import RunSpec
+from paceline.wire import encode_result
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.intake import Arrived, look_at
 from services.coordinator.ledger import Ledger
 from services.coordinator.prompt_check import PromptCheck
 
@@ -35,7 +39,10 @@ def ledger(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "ledger.sqlite"
     opened = Ledger(path)
     for group_id, prompt in PROMPTS.items():
-        opened.db.execute("INSERT INTO prompts VALUES ('a-1', ?, ?, '{}')", (group_id, json.dumps(prompt)))
+        opened.db.execute(
+            "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json) VALUES ('a-1', ?, ?, '{}')",
+            (group_id, json.dumps(prompt)),
+        )
     yield path
     opened.close()
 
@@ -64,6 +71,27 @@ def test_only_the_leases_own_prompt_passes(check: PromptCheck, model: Path, tmp_
     assert check.unavailable == ""
 
 
+def test_a_result_with_another_prompt_is_at_fault(check: PromptCheck, model: Path, tmp_path: Path) -> None:
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
+    completion = Completion(own[:1], np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop")
+
+    def arrived(prompt_ids: IntArray) -> Arrived:
+        group = Group(7, prompt_ids, (completion,))
+        result = pb.GroupResult(group_id=7, attempt=1, digest=group.digest())
+        made = Arrived(
+            pb.ExchangeRequest(run_id="a-1", group=result), encode_result(prompt_ids, group.completions)
+        )
+        look_at(made)
+        check.look_at(made)
+        return made
+
+    honest, other = arrived(own), arrived(own[::-1])
+    assert (honest.fault, honest.group is None, honest.record is None) == ("", False, False)
+    assert "not those of its lease's prompt" in other.fault
+    assert (other.group, other.record) == (None, None), "nothing of it is stored"
+
+
 def test_a_prompt_that_cannot_be_encoded_has_no_tokens(
     check: PromptCheck, model: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +110,7 @@ def test_what_nobody_can_tell_passes(check: PromptCheck, model: Path, tmp_path: 
     assert check.fault("a-1", 1000, any_ids) == "", "a group that is not on record"
     check.begin("a-1", spec_of(tmp_path, str(tmp_path / "nowhere")))
     assert check.fault("a-1", 7, any_ids) == ""
-    assert "no folder" in check.unavailable
+    assert "not on the coordinator" in check.unavailable
 
 
 def test_a_template_that_writes_the_date_is_not_compared(
