@@ -95,7 +95,11 @@ def tormented(
             launchers["rollout"] = network.launcher
         cluster = LocalCluster(directory, section, say=log.info, options=options, launchers=launchers)
         setting = Setting(
-            cluster, links, Ballast(directory), Corruption(cluster, seed), LyingWorker(directory, control.address)
+            cluster,
+            links,
+            Ballast(directory),
+            Corruption(cluster, seed),
+            LyingWorker(directory, control.address),
         )
         stack.callback(setting.end)
         cluster.start_coordinator()

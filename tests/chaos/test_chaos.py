@@ -9,7 +9,12 @@ from pathlib import Path
 import network
 import pytest
 from campaign import Result, Upcoming, campaign
+<<<<<<< HEAD
 from faults import FILES, KINDS, LINKS, ON_REQUEST, ROLES, schedule
+=======
+from faults import KINDS, LINKS, ROLES, schedule
+from lies import LIES
+>>>>>>> 9453ad8 (chaos: tell a lie in the short campaign)
 from verdict import Verdict, judge
 
 from services.coordinator.ledger import Ledger
@@ -19,17 +24,19 @@ from services.coordinator.ledger import Ledger
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """Runs that met five faults, and where they are."""
     directory = tmp_path_factory.mktemp("chaos")
-    return directory / "runs", campaign(directory, schedule(82), faults=5, steps=120, per_run=5)
+    return directory / "runs", campaign(directory, schedule(204), faults=5, steps=120, per_run=5)
 
 
 @pytest.mark.slow
 def test_a_short_campaign_keeps_the_promise(outcome: tuple[Path, Result]) -> None:
-    _, result = outcome
+    directory, result = outcome
     assert result.problems == []
     assert result.line().endswith("runs: lost 0, trained twice 0, stalled 0, wrong weights 0")
     assert result.faults == 5
-    assert {"kill", "drop", "duplicate"} <= {kind for _, _, kind in result.met}
+    assert {"kill", "lie", "drop", "duplicate"} <= {kind for _, _, kind in result.met}
     assert result.on_links["exchange"]["doubled"] > 0
+    (told,) = [json.loads(line) for line in (directory / "lies.jsonl").read_text().splitlines()]
+    assert (told["lie"], told["status"]) == ("no secret", "INVALID")
     assert result.good
 
 
@@ -82,8 +89,13 @@ def test_a_schedule_is_its_seed_and_meets_every_role() -> None:
     assert first == [fault for fault, _ in zip(schedule(3), range(100), strict=False)]
     assert first != [fault for fault, _ in zip(schedule(4), range(100), strict=False)]
     assert set(ROLES) <= {fault.role for fault in first}
+<<<<<<< HEAD
     assert {fault.kind for fault in first} == set(KINDS) - {*ON_REQUEST}
     assert all(fault.index < ROLES.get(fault.role, 1) for fault in first)
+=======
+    assert {fault.kind for fault in first} == set(KINDS) - {"full"}
+    assert all(fault.index < (ROLES | {"liar": len(LIES)}).get(fault.role, 1) for fault in first)
+>>>>>>> 9453ad8 (chaos: tell a lie in the short campaign)
 
 
 def test_bits_are_changed_in_every_kind_of_file_when_asked_for() -> None:
