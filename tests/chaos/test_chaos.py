@@ -9,12 +9,8 @@ from pathlib import Path
 import network
 import pytest
 from campaign import Result, Upcoming, campaign
-<<<<<<< HEAD
 from faults import FILES, KINDS, LINKS, ON_REQUEST, ROLES, schedule
-=======
-from faults import KINDS, LINKS, ROLES, schedule
 from lies import LIES
->>>>>>> 9453ad8 (chaos: tell a lie in the short campaign)
 from verdict import Verdict, judge
 
 from services.coordinator.ledger import Ledger
@@ -89,13 +85,8 @@ def test_a_schedule_is_its_seed_and_meets_every_role() -> None:
     assert first == [fault for fault, _ in zip(schedule(3), range(100), strict=False)]
     assert first != [fault for fault, _ in zip(schedule(4), range(100), strict=False)]
     assert set(ROLES) <= {fault.role for fault in first}
-<<<<<<< HEAD
     assert {fault.kind for fault in first} == set(KINDS) - {*ON_REQUEST}
-    assert all(fault.index < ROLES.get(fault.role, 1) for fault in first)
-=======
-    assert {fault.kind for fault in first} == set(KINDS) - {"full"}
     assert all(fault.index < (ROLES | {"liar": len(LIES)}).get(fault.role, 1) for fault in first)
->>>>>>> 9453ad8 (chaos: tell a lie in the short campaign)
 
 
 def test_bits_are_changed_in_every_kind_of_file_when_asked_for() -> None:
