@@ -9,14 +9,13 @@ A child that does not answer within ANSWER_S is ended, and prompts are not compa
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import os
 import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ LOAD_S = 60.0
 ANSWER_S = 10.0
 """An answer may take so long."""
 
-log = logging.getLogger(__name__)
-
 
 class PromptCheck:
     """Compares the prompts of one run at a time. `ledger` is the file that has the prompts of its groups."""
@@ -43,60 +40,40 @@ class PromptCheck:
         """Why prompts are not compared; empty while they are."""
         self._path = ledger
         self._reader: sqlite3.Connection | None = None
-        self._run_id = ""
-        self._child: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        """To the child's standard input and output; None: prompts are not compared."""
-        self._buffer = b""
-        self._loaded = False
+        """The check thread's own."""
+        self._encoder: Encoder | None = None
+        """Of the run; None: prompts are not compared."""
         self._warnings: list[str] = []
-        self._lock = threading.Lock()
 
     def begin(self, run_id: str, spec: RunSpec) -> None:
-        """Starts to load the run's tokenizer, without waiting for it."""
-        with self._lock:
-            self._end_child()
-            self._run_id, self._loaded = run_id, False
-            self.unavailable = ""
-            if not _is_here(spec.policy):
-                self._give_up("its tokenizer is not on the coordinator's disk")
-                return
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    self._child = subprocess.Popen(
-                        tethered([sys.executable, "-m", "services.coordinator.prompt_encoder"]),
-                        stdin=theirs.fileno(),
-                        stdout=theirs.fileno(),
-                        env=os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
-                    )
-                self._socket = ours
-                policy = spec.policy.model_dump(mode="json")
-                self._say({"policy": policy, "template": spec.data.apply_chat_template})
-            except OSError as error:
-                ours.close()
-                self._give_up(f"its process cannot be started: {error}")
+        """Starts to load the run's tokenizer, without waiting for it. The check of an earlier run's group ends at once."""
+        before, self._encoder, self.unavailable = self._encoder, None, ""
+        if before is not None:
+            before.end()
+        if not _is_here(spec.policy):
+            self._give_up("its tokenizer is not on the coordinator's disk")
+            return
+        try:
+            self._encoder = Encoder(run_id, spec)
+        except OSError as error:
+            self._give_up(f"its process cannot be started: {error}")
 
     def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
         """Why these are not the tokens of the group's prompt; empty when they are, or when nobody can tell."""
-        with self._lock:
-            prompt_json = (
-                self._prompt_of(group_id) if self._socket is not None and run_id == self._run_id else None
-            )
-            if prompt_json is None:
-                return ""
-            try:
-                if not self._loaded:
-                    ready = self._hear(LOAD_S)
-                    self._loaded = True
-                    if "refused" in ready:
-                        self._give_up(ready["refused"])
-                        return ""
-                self._say({"prompt": json.loads(prompt_json)})
-                answer = self._hear(ANSWER_S)
-            except (OSError, ValueError) as error:
-                self._give_up(f"its process does not answer: {error}")
-                return ""
+        encoder = self._encoder
+        prompt_json = (
+            self._prompt_of(run_id, group_id) if encoder is not None and encoder.run_id == run_id else None
+        )
+        if encoder is None or prompt_json is None:
+            return ""
+        try:
+            answer = encoder.encode(prompt_json)
+        except (OSError, ValueError) as error:
+            if self._encoder is encoder:  # else another run has begun
+                self._encoder = None
+                self._give_up(str(error))
+            encoder.end()
+            return ""
         if "refused" in answer:
             return f"the prompt of group {group_id} cannot be encoded, so no tokens are its own: {answer['refused']}"
         if answer["digest"] != prompt_digest(prompt_ids):
@@ -120,53 +97,87 @@ class PromptCheck:
         return warnings
 
     def close(self) -> None:
-        """Ends the child."""
-        with self._lock:
-            self._end_child()
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
+        """Ends the child. Nothing is checked any more."""
+        if self._encoder is not None:
+            self._encoder.end()
+            self._encoder = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
-    def _prompt_of(self, group_id: int) -> str | None:
+    def _prompt_of(self, run_id: str, group_id: int) -> str | None:
         """The prompt on record; None for a group that nobody leased, which the handler refuses."""
         if self._reader is None:
             self._reader = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
         row = self._reader.execute(
-            "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?", (self._run_id, group_id)
+            "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
         ).fetchone()
         return None if row is None else str(row[0])
 
+    def _give_up(self, reason: str) -> None:
+        self.unavailable = reason
+        self._warnings = [f"prompts of groups are not compared with their leases': {reason}"]
+
+
+class Encoder:
+    """The child of one run, and the lines to and from it."""
+
+    def __init__(self, run_id: str, spec: RunSpec):
+        """Starts it; it loads the tokenizer by itself. Raises OSError."""
+        self.run_id = run_id
+        self._buffer, self._loaded = b"", False
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    tethered([sys.executable, "-m", "services.coordinator.prompt_encoder"]),
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    env=os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
+                )
+            self._say(
+                {"policy": spec.policy.model_dump(mode="json"), "template": spec.data.apply_chat_template}
+            )
+        except OSError:
+            self._socket.close()
+            raise
+
+    def encode(self, prompt_json: str) -> dict[str, Any]:
+        """What it says of a prompt. Raises OSError or ValueError when it does not answer, with the reason."""
+        if not self._loaded:
+            ready = self._hear(LOAD_S)
+            if "refused" in ready:
+                raise ValueError(ready["refused"])
+            self._loaded = True
+        self._say({"prompt": json.loads(prompt_json)})
+        return self._hear(ANSWER_S)
+
+    def end(self) -> None:
+        """Kills it; whoever waits for its answer goes on. From any thread."""
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):  # it was ended before
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
     def _say(self, line: dict[str, Any]) -> None:
-        """Writes a line. Raises OSError when the child is gone or does not read in time."""
-        assert self._socket is not None
         self._socket.settimeout(ANSWER_S)
         self._socket.sendall(json.dumps(line).encode() + b"\n")
 
     def _hear(self, within_s: float) -> dict[str, Any]:
         """The next line. Raises OSError when the child is gone or says nothing in time, ValueError for what is no answer."""
-        assert self._socket is not None
         self._socket.settimeout(within_s)
         while b"\n" not in self._buffer:
-            content = self._socket.recv(1 << 16)
+            try:
+                content = self._socket.recv(1 << 16)
+            except TimeoutError:
+                raise TimeoutError(f"its process does not answer within {within_s:g} s") from None
             if not content:
-                raise ConnectionError("it has ended, the log may say why")
+                raise ConnectionError("its process has ended and does not answer; the log may say why")
             self._buffer += content
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def _give_up(self, reason: str) -> None:
-        self.unavailable = reason
-        self._warnings = [f"prompts of groups are not compared with their leases': {reason}"]
-        self._end_child()
-
-    def _end_child(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-        self._child, self._socket, self._buffer = None, None, b""
 
 
 def _is_here(policy: PolicySection) -> bool:

@@ -132,8 +132,8 @@ def test_a_process_that_fails_holds_nothing_up(
     check.begin("a-1", spec_of(tmp_path, str(model)))
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     assert check.fault("a-1", 7, own[:-1]) != "", "it works"
-    child = check._child
-    assert child is not None
+    assert check._encoder is not None
+    child = check._encoder.process
     child.send_signal(number)
     assert check.fault("a-1", 7, own[:-1]) == ""
     assert "does not answer" in check.unavailable
