@@ -32,6 +32,10 @@ ANSWER_S = 10.0
 """An answer may take so long."""
 
 
+class Refused(Exception):
+    """The child cannot encode the run's prompts, for the reason that it gives."""
+
+
 class PromptCheck:
     """Compares the prompts of one run at a time. `ledger` is the file that has the prompts of its groups."""
 
@@ -68,10 +72,12 @@ class PromptCheck:
             return ""
         try:
             answer = encoder.encode(prompt_json)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, Refused) as error:
             if self._encoder is encoder:  # else another run has begun
                 self._encoder = None
-                self._give_up(str(error))
+                self._give_up(
+                    str(error) if isinstance(error, Refused) else f"its process does not answer: {error}"
+                )
             encoder.end()
             return ""
         if "refused" in answer:
@@ -147,7 +153,7 @@ class Encoder:
         if not self._loaded:
             ready = self._hear(LOAD_S)
             if "refused" in ready:
-                raise ValueError(ready["refused"])
+                raise Refused(ready["refused"])
             self._loaded = True
         self._say({"prompt": json.loads(prompt_json)})
         return self._hear(ANSWER_S)
@@ -168,12 +174,9 @@ class Encoder:
         """The next line. Raises OSError when the child is gone or says nothing in time, ValueError for what is no answer."""
         self._socket.settimeout(within_s)
         while b"\n" not in self._buffer:
-            try:
-                content = self._socket.recv(1 << 16)
-            except TimeoutError:
-                raise TimeoutError(f"its process does not answer within {within_s:g} s") from None
+            content = self._socket.recv(1 << 16)
             if not content:
-                raise ConnectionError("its process has ended and does not answer; the log may say why")
+                raise ConnectionError("it has ended, and the log may say why")
             self._buffer += content
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
