@@ -61,6 +61,8 @@ class Members:
         self._names = names
         self._outboxes: dict[str, asyncio.Queue[worker_pb2.ConnectRequest]] = {}
         self._waiting = set(names)
+        self._offered: dict[str, int] = {}
+        """Newest version that the learner offered each rollout worker that an epoch has named."""
         self._held: dict[str, int] = {}
         """Newest version that each rollout worker was offered."""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -119,19 +121,20 @@ class Members:
                     if not self._waiting:
                         self.ready.set()
                 case "epoch":
-                    self._offer_all()
+                    self._offer(directive.epoch.member_ids)
                 case "weight_offer":
                     self._held[name] = directive.weight_offer.version.step
                     outbox.put_nowait(self._ack(name, directive.weight_offer.version.step))
 
     def _acknowledge(self, step: int) -> None:
         self._step = step
-        self._offer_all()
+        self._offer(list(self._offered))
 
-    def _offer_all(self) -> None:
-        """The learner offers the newest version to every rollout worker, which acknowledges it at once."""
-        for name, role in self._names.items():
-            if role == common_pb2.ROLE_ROLLOUT:
+    def _offer(self, names: Sequence[str]) -> None:
+        """The learner offers the newest version to those that it has not offered it, which acknowledge it at once."""
+        for name in names:
+            if self._offered.get(name) != self._step:
+                self._offered[name] = self._step
                 offer = worker_pb2.WeightOffer(run_id=self.run_id, member_id=name)
                 offer.version.session, offer.version.step = 1, self._step
                 self._outboxes[LEARNER].put_nowait(worker_pb2.ConnectRequest(weight_offer=offer))
