@@ -334,11 +334,20 @@ class Membership:
                 broken = True
                 continue
             self._stands.set()
+            await self._introduce()
             if broken:
                 broken = False
                 log.warning("the connection to the exchange stands again")
                 for pending in self._unanswered():
                     await self._send(pending)
+
+    async def _introduce(self) -> None:
+        """Says whose the new connection is, also when there is nothing to ask for a long time."""
+        introduction = pb.ExchangeRequest(
+            protocol=PROTOCOL, member_id=self._hello().member_id, term=self.term, secret=self._secret
+        )
+        if self._socket is not None:
+            await self._socket.send(introduction.SerializeToString())
 
     async def _resend(self) -> None:
         """A reply can be lost without a connection that breaks: ask again after a while."""

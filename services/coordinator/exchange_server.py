@@ -37,7 +37,7 @@ from services.coordinator.checks import Limits
 from services.coordinator.door import Door
 from services.coordinator.exchange import Exchange, Notice, Outcome
 from services.coordinator.exchange_socket import ExchangeSocket, Message, Waiting, parse
-from services.coordinator.handlers import handle, handle_leases, turn_away
+from services.coordinator.handlers import handle, handle_leases, is_introduction, turn_away
 from services.coordinator.intake import look_at, store
 from services.coordinator.payloads import DamagedRecord, read_frame
 from services.coordinator.prompt_check import PromptCheck
@@ -222,6 +222,12 @@ class ExchangeServer:
             self._take(message)
         return False
 
+    def _look_at_connections(self) -> None:
+        """Every TICK_S; not while something waits to be read, which may be the end of what is under way."""
+        if self._pending_bytes < MAX_PENDING_BYTES and self._read_some():
+            self._socket.look_at_connections()
+        self._readable.set()
+
     def _take(self, message: Message) -> None:
         try:
             waiting = parse(message)
@@ -231,6 +237,9 @@ class ExchangeServer:
             self._socket.send(message.identity, reply)
             return
         refusal = turn_away(self._exchange, waiting.request)
+        self._socket.connections.heard(message.descriptor, of_member=refusal is None)
+        if refusal is None and is_introduction(waiting.request):
+            return
         if refusal is None and (fault := self._door.fault(waiting)):
             refusal = self._exchange.refuse(waiting.request, fault)
         if refusal is not None:  # before anything is kept of it: no bytes on the disk, no place to wait in
@@ -286,6 +295,7 @@ class ExchangeServer:
             if time.monotonic() - tick_s > TICK_S:
                 kinds |= {"task", "batch"}
                 tick_s, self._ticked = time.monotonic(), True
+                self._look_at_connections()
             if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self._parked):
                 await self._transact(kinds, woken)
                 await asyncio.sleep(0)  # everybody else has a turn

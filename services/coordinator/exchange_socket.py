@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import Conflict
 from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange_connections import Connections
 from services.coordinator.intake import Arrived
 from services.exchange_link import in_brackets, use_ipv6, watch
 from services.seldom import SeldomLog
@@ -61,6 +63,8 @@ class Message:
     identity: bytes
     header: bytes
     payloads: list[Buffer]
+    descriptor: int = -1
+    """Of the connection that it came on."""
 
 
 class ExchangeSocket:
@@ -76,7 +80,11 @@ class ExchangeSocket:
         # For each peer. What is not read yet stays with its sender; MAX_PENDING_BYTES bounds what is.
         self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         watch(self._socket)
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        self._monitor = self._socket.get_monitor_socket(events)
         self.port = self._bind(host, port)
+        self.connections = Connections(self.port)
+        """Those that stand."""
 
     @property
     def descriptor(self) -> int:
@@ -90,11 +98,25 @@ class ExchangeSocket:
             identity = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        header = socket.recv(zmq.NOBLOCK) if socket.getsockopt(zmq.RCVMORE) else b""
+        header, descriptor = b"", -1
+        if socket.getsockopt(zmq.RCVMORE):
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            header, descriptor = frame.bytes, _source(frame)
         payloads: list[Buffer] = []
         while socket.getsockopt(zmq.RCVMORE):
             payloads.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
-        return Message(identity, header, payloads)
+        return Message(identity, header, payloads, descriptor)
+
+    def look_at_connections(self) -> None:
+        """Cuts off connections on which too much is under way, or nobody's. Only when `receive` has nothing more."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.connections.opened(event["value"])
+            else:
+                self.connections.closed(event["value"])
+        for reason in self.connections.look():
+            seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
         """A reply, unless its peer is gone or does not read: that must not hold up the others; it will ask again."""
@@ -106,6 +128,8 @@ class ExchangeSocket:
 
     def close(self) -> None:
         """Sends what is queued, then closes."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
 
@@ -123,6 +147,14 @@ class ExchangeSocket:
                 f"the exchange cannot listen on {host}:{port} ({error}); is another process there? "
                 "Choose another --exchange-port"
             ) from None
+
+
+def _source(frame: zmq.Frame) -> int:
+    """Descriptor of the connection that a frame came on; -1 where ZeroMQ does not say."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def parse(message: Message) -> Waiting:

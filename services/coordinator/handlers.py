@@ -93,6 +93,11 @@ def turn_away(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None
     return None
 
 
+def is_introduction(request: pb.ExchangeRequest) -> bool:
+    """Whether it only says whose a connection is, and is not answered."""
+    return request.request_id == 0 and request.WhichOneof("body") is None
+
+
 def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
     """The answer to a member's request that no handler has to see."""
     request, kind, run = arrived.request, arrived.kind, exchange.active

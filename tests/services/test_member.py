@@ -34,6 +34,7 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
         self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self.reports: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
         self._ended = asyncio.Event()
+        self.introductions: list[pb.ExchangeRequest] = []
         self._broken = False
 
     async def Connect(
@@ -90,10 +91,14 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
                     await asyncio.sleep(0.01)
 
     async def hear(self) -> tuple[bytes, pb.ExchangeRequest]:
-        """The next request, and whose it is."""
+        """The next request, and whose it is; introductions of connections are passed by."""
         async with asyncio.timeout(DEADLINE_S):
-            identity, header = await self._router.recv_multipart()
-        return identity, pb.ExchangeRequest.FromString(header)
+            while True:
+                identity, header = await self._router.recv_multipart()
+                request = pb.ExchangeRequest.FromString(header)
+                if request.WhichOneof("body") is not None:
+                    return identity, request
+                self.introductions.append(request)
 
     async def answer(
         self, to: tuple[bytes, pb.ExchangeRequest], term: int, status: pb.ReplyStatus.ValueType

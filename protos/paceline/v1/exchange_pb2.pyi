@@ -90,7 +90,8 @@ class ExchangeRequest(_message.Message):
     frames that the header's body asks for, each a safetensors blob unless it says otherwise. Every request gets one reply
     with its request_id.
 
-    From a worker.
+    From a worker. The first message of a connection has neither number nor body: it introduces the worker by its secret, and is not
+    answered. A connection on which no member has spoken is closed after a while.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

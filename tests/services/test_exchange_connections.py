@@ -1,0 +1,153 @@
+"""Connections that send without end, or belong to nobody, are cut off; those of members stay, whatever they send."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from services.coordinator import exchange_connections
+from services.coordinator.exchange_socket import ExchangeSocket, Message
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
+SOCKET_TYPE = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+READY = b"\x04" + bytes([6 + len(SOCKET_TYPE)]) + b"\x05READY" + SOCKET_TYPE
+MORE_FRAMES = b"\x03"
+POLLS = 600
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def exchange() -> Iterator[ExchangeSocket]:
+    """The exchange's socket with nothing behind it."""
+    made = ExchangeSocket("127.0.0.1", 0)
+    made.connections._clock = Clock()
+    yield made
+    made.close()
+
+
+def until(exchange: ExchangeSocket, done: Callable[[], bool], *, member: bool = False) -> list[Message]:
+    """Looks at the connections, reading all that comes, until something holds; what came."""
+    messages = []
+    for _ in range(POLLS):
+        while (message := exchange.receive()) is not None:
+            exchange.connections.heard(message.descriptor, of_member=member)
+            messages.append(message)
+        exchange.look_at_connections()
+        if done():
+            return messages
+        zmq.zmq_poll([], 10)
+    raise AssertionError("it never came to hold")
+
+
+def raw(exchange: ExchangeSocket) -> socket.socket:
+    """A connection that has introduced itself as ZeroMQ does, and speaks ZMTP by hand."""
+    connection = socket.create_connection(("127.0.0.1", exchange.port), timeout=10.0)
+    connection.sendall(GREETING + READY)
+    return connection
+
+
+def send_frames(connection: socket.socket, number: int, exchange: ExchangeSocket) -> None:
+    """Frames of 64 kB, none of them a message's last."""
+    for _ in range(number):
+        connection.sendall(MORE_FRAMES + struct.pack(">Q", 64 << 10) + bytes(64 << 10))
+        exchange.look_at_connections()
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Whether the other side has ended it."""
+    connection.settimeout(0.01)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def test_a_message_without_end_is_cut_off(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_connections, "MAX_BYTES", 1 << 20)
+    with raw(exchange) as connection:
+        until(exchange, lambda: len(exchange.connections) == 1)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_frames(connection, 4000, exchange)  # 250 MB, if nobody objected
+        until(exchange, lambda: is_cut(connection))
+        assert len(exchange.connections) == 0
+
+
+def test_a_large_whole_message_arrives_and_the_next_one_too(
+    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_connections, "MAX_BYTES", 3 << 20)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    try:
+        dealer.connect(f"tcp://127.0.0.1:{exchange.port}")
+        came: list[Message] = []
+        for size in (2 << 20, 2 << 20, 2 << 20, 10):
+            dealer.send_multipart([b"header", bytes(size)])
+            before = len(came)
+            while len(came) == before:
+                came += until(exchange, lambda: True, member=True)
+        assert [sum(map(len, message.payloads)) for message in came] == [2 << 20, 2 << 20, 2 << 20, 10]
+        assert len({message.descriptor for message in came}) == 1, "one connection, never cut off"
+    finally:
+        dealer.close(linger=0)
+        context.term()
+
+
+def test_strangers_share_a_budget(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_connections, "MAX_STRANGERS_BYTES", 1 << 20)
+    with raw(exchange) as first, raw(exchange) as second:
+        until(exchange, lambda: len(exchange.connections) == 2)
+        for connection in (first, second):
+            connection.sendall(MORE_FRAMES + struct.pack(">Q", 700 << 10) + bytes(700 << 10))
+        until(exchange, lambda: len(exchange.connections) == 1)
+        assert is_cut(first) != is_cut(second), "one of them is enough"
+
+
+def test_only_members_may_stay(exchange: ExchangeSocket) -> None:
+    clock = exchange.connections._clock
+    assert isinstance(clock, Clock)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    try:
+        with raw(exchange) as stranger:
+            dealer.connect(f"tcp://127.0.0.1:{exchange.port}")
+            dealer.send(b"I am")
+            until(exchange, lambda: len(exchange.connections) == 2)
+            while not until(exchange, lambda: True, member=True):
+                pass
+            clock.now_s = exchange_connections.STRANGER_S + 1
+            until(exchange, lambda: is_cut(stranger))
+            assert len(exchange.connections) == 1
+            dealer.send(b"still")
+            while not until(exchange, lambda: True, member=True):
+                pass
+    finally:
+        dealer.close(linger=0)
+        context.term()
+
+
+def test_a_number_that_stands_for_another_file_is_left_alone(exchange: ExchangeSocket) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        exchange.connections.opened(ours.fileno())
+        exchange.connections._clock.now_s = 1e6  # type: ignore[attr-defined]
+        assert exchange.connections.look() == []
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"
