@@ -12,6 +12,7 @@ hearing of it a number may stand for another file: what is not a connection of t
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import struct
 import sys
@@ -26,6 +27,9 @@ MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)
 
 MAX_STRANGERS_BYTES = 512 << 20
 """Likewise on all connections together on which no member has spoken. A worker's first message may be a large group."""
+
+MAX_STRANGERS_SHARE = 0.25
+"""Of the files that may be open: as many connections may stand on which no member has spoken."""
 
 STRANGER_S = 15.0
 """So long a connection may stand on which no member has spoken."""
@@ -51,6 +55,7 @@ class Connections:
 
     def __init__(self, port: int, clock: Callable[[], float] = time.monotonic):
         self._port, self._clock = port, clock
+        self._max_strangers = int(MAX_STRANGERS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._by_descriptor: dict[int, Connection] = {}
 
     def __len__(self) -> int:
@@ -75,27 +80,31 @@ class Connections:
         """Cuts off what has too much under way, or is nobody's; says so, a sentence each. Only when every whole message has
         been read."""
         said, strangers_bytes = [], 0
+        strangers = sum(not connection.of_member for connection in self._by_descriptor.values())
         for descriptor, connection in list(self._by_descriptor.items()):
             came = _bytes_received(descriptor)
             if connection.heard:
                 connection.heard, connection.mark = False, came
             under_way = came - connection.mark
             strangers_bytes += 0 if connection.of_member else under_way
-            reason = self._fault(connection, under_way, strangers_bytes)
+            reason = self._fault(connection, under_way, strangers_bytes, strangers)
             if reason:
+                strangers -= not connection.of_member
                 strangers_bytes -= 0 if connection.of_member else under_way
                 if self._cut(descriptor):
                     said.append(reason)
                 del self._by_descriptor[descriptor]
         return said
 
-    def _fault(self, connection: Connection, under_way: int, strangers_bytes: int) -> str:
-        """Why a connection is cut off; empty where it stays."""
+    def _fault(self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int) -> str:
+        """Why a connection is cut off; empty where it stays. Asked for the oldest first: members introduce themselves at once."""
         silent_s = self._clock() - connection.opened_s
         if under_way > MAX_BYTES:
             return f"{under_way} bytes came on it without the end of a message, {MAX_BYTES} are allowed"
         if not connection.of_member and silent_s > STRANGER_S:
             return f"no member has spoken on it for {silent_s:.0f} s"
+        if not connection.of_member and strangers > self._max_strangers:
+            return f"{strangers} connections stand on which no member has spoken, {self._max_strangers} may"
         if not connection.of_member and strangers_bytes > MAX_STRANGERS_BYTES:
             return f"connections on which no member has spoken have {strangers_bytes} bytes under way"
         return ""

@@ -372,7 +372,13 @@ class ExchangeServer:
 
     async def _act_on_notices(self) -> None:
         while True:
-            await self._act(await self._notices.get())
+            notices = await self._notices.get()
+            try:
+                await self._act(notices)
+            except (LedgerFault, sqlite3.Error):
+                raise
+            except Exception as error:  # what is committed stays; the next notices are acted on
+                unforeseen.note("what follows from a commit", error)
 
     def _give_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
         """Answers the next requests for leases, of different workers."""

@@ -120,6 +120,17 @@ def test_strangers_share_a_budget(exchange: ExchangeSocket, monkeypatch: pytest.
         assert is_cut(first) != is_cut(second), "one of them is enough"
 
 
+def test_strangers_leave_files_for_members(exchange: ExchangeSocket) -> None:
+    exchange.connections._max_strangers = 2
+    with raw(exchange) as first, raw(exchange) as second:
+        until(exchange, lambda: len(exchange.connections) == 2)
+        with raw(exchange) as third:
+            until(exchange, lambda: is_cut(first))
+            assert len(exchange.connections) == 2
+            assert not is_cut(second)
+            assert not is_cut(third)
+
+
 def test_only_members_may_stay(exchange: ExchangeSocket) -> None:
     clock = exchange.connections._clock
     assert isinstance(clock, Clock)
