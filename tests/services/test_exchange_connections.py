@@ -38,16 +38,22 @@ def exchange() -> Iterator[ExchangeSocket]:
     made.close()
 
 
-def until(exchange: ExchangeSocket, done: Callable[[], bool], *, member: bool = False) -> list[Message]:
-    """Looks at the connections, reading all that comes, until something holds; what came."""
-    messages = []
+def until(
+    exchange: ExchangeSocket,
+    done: Callable[[], bool],
+    *,
+    member: bool = False,
+    came: list[Message] | None = None,
+) -> None:
+    """Looks at the connections, reading all that comes, until something holds."""
     for _ in range(POLLS):
         while (message := exchange.receive()) is not None:
             exchange.connections.heard(message.descriptor, of_member=member)
-            messages.append(message)
+            if came is not None:
+                came.append(message)
         exchange.look_at_connections()
         if done():
-            return messages
+            return
         zmq.zmq_poll([], 10)
     raise AssertionError("it never came to hold")
 
@@ -64,6 +70,11 @@ def send_frames(connection: socket.socket, number: int, exchange: ExchangeSocket
     for _ in range(number):
         connection.sendall(MORE_FRAMES + struct.pack(">Q", 64 << 10) + bytes(64 << 10))
         exchange.look_at_connections()
+
+
+def members(exchange: ExchangeSocket) -> int:
+    """Connections on which a member has spoken."""
+    return sum(connection.of_member for connection in exchange.connections._by_descriptor.values())
 
 
 def is_cut(connection: socket.socket) -> bool:
@@ -100,9 +111,8 @@ def test_a_large_whole_message_arrives_and_the_next_one_too(
         came: list[Message] = []
         for size in (2 << 20, 2 << 20, 2 << 20, 10):
             dealer.send_multipart([b"header", bytes(size)])
-            before = len(came)
-            while len(came) == before:
-                came += until(exchange, lambda: True, member=True)
+            number = len(came) + 1
+            until(exchange, lambda: len(came) == number, member=True, came=came)  # noqa: B023: called at once
         assert [sum(map(len, message.payloads)) for message in came] == [2 << 20, 2 << 20, 2 << 20, 10]
         assert len({message.descriptor for message in came}) == 1, "one connection, never cut off"
     finally:
@@ -140,15 +150,13 @@ def test_only_members_may_stay(exchange: ExchangeSocket) -> None:
         with raw(exchange) as stranger:
             dealer.connect(f"tcp://127.0.0.1:{exchange.port}")
             dealer.send(b"I am")
-            until(exchange, lambda: len(exchange.connections) == 2)
-            while not until(exchange, lambda: True, member=True):
-                pass
+            until(exchange, lambda: len(exchange.connections) == 2 and members(exchange) == 1, member=True)
             clock.now_s = exchange_connections.STRANGER_S + 1
             until(exchange, lambda: is_cut(stranger))
             assert len(exchange.connections) == 1
             dealer.send(b"still")
-            while not until(exchange, lambda: True, member=True):
-                pass
+            came: list[Message] = []
+            until(exchange, lambda: bool(came), member=True, came=came)
     finally:
         dealer.close(linger=0)
         context.term()
