@@ -109,11 +109,11 @@ def test_a_large_whole_message_arrives_and_the_next_one_too(
     try:
         dealer.connect(f"tcp://127.0.0.1:{exchange.port}")
         came: list[Message] = []
-        for size in (2 << 20, 2 << 20, 2 << 20, 10):
+        sizes = [2 << 20, 2 << 20, 2 << 20, 10]
+        for number, size in enumerate(sizes, 1):
             dealer.send_multipart([b"header", bytes(size)])
-            number = len(came) + 1
-            until(exchange, lambda: len(came) == number, member=True, came=came)  # noqa: B023: called at once
-        assert [sum(map(len, message.payloads)) for message in came] == [2 << 20, 2 << 20, 2 << 20, 10]
+            until(exchange, lambda number=number: len(came) == number, member=True, came=came)  # type: ignore[misc]
+        assert [sum(map(len, message.payloads)) for message in came] == sizes
         assert len({message.descriptor for message in came}) == 1, "one connection, never cut off"
     finally:
         dealer.close(linger=0)
