@@ -69,6 +69,11 @@ class Connections:
         """ZeroMQ has closed it."""
         self._by_descriptor.pop(descriptor, None)
 
+    def is_of_member(self, descriptor: int) -> bool:
+        """Whether a member has spoken on it."""
+        connection = self._by_descriptor.get(descriptor)
+        return connection is not None and connection.of_member
+
     def heard(self, descriptor: int, *, of_member: bool) -> None:
         """A whole message has come on it."""
         connection = self._by_descriptor.get(descriptor)

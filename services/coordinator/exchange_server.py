@@ -237,8 +237,9 @@ class ExchangeServer:
             self._socket.send(message.identity, reply)
             return
         refusal = turn_away(self._exchange, waiting.request)
-        self._socket.connections.heard(message.descriptor, of_member=refusal is None)
-        if refusal is None and is_introduction(waiting.request):
+        introduction = is_introduction(waiting.request)
+        self._socket.heard(message.descriptor, of_member=refusal is None, first=introduction)
+        if refusal is None and introduction:
             return
         if refusal is None and (fault := self._door.fault(waiting)):
             refusal = self._exchange.refuse(waiting.request, fault)

@@ -107,14 +107,16 @@ class ExchangeSocket:
             payloads.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
         return Message(identity, header, payloads, descriptor)
 
+    def heard(self, descriptor: int, *, of_member: bool, first: bool = False) -> None:
+        """A message was received on a connection, the first one if it says so. ZeroMQ tells of a connection before it gives out
+        a message of it, and a number may be that of an earlier one which has ended."""
+        if first or not self.connections.is_of_member(descriptor):
+            self._hear_of_connections()
+        self.connections.heard(descriptor, of_member=of_member)
+
     def look_at_connections(self) -> None:
         """Cuts off connections on which too much is under way, or nobody's. Only when `receive` has nothing more."""
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self.connections.opened(event["value"])
-            else:
-                self.connections.closed(event["value"])
+        self._hear_of_connections()
         for reason in self.connections.look():
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
@@ -125,6 +127,14 @@ class ExchangeSocket:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)
         except zmq.ZMQError as error:
             seldom.warning("unsent", "a reply to %s could not be sent: %s", identity.hex()[:16], error)
+
+    def _hear_of_connections(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.connections.opened(event["value"])
+            else:
+                self.connections.closed(event["value"])
 
     def close(self) -> None:
         """Sends what is queued, then closes."""

@@ -49,7 +49,7 @@ def until(
     """Looks at the connections, reading all that comes, until something holds."""
     for _ in range(POLLS):
         while (message := exchange.receive()) is not None:
-            exchange.connections.heard(message.descriptor, of_member=member)
+            exchange.heard(message.descriptor, of_member=member)
             if came is not None:
                 came.append(message)
         exchange.look_at_connections()
