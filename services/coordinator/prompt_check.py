@@ -2,7 +2,7 @@
 
 The coordinator has no tokenizer; a child process (prompt_encoder.py) has it, and loads it when a run starts. Where it cannot be
 loaded from this machine's disk (the model is only on the workers') or the template writes the date, prompts are not compared,
-and `unavailable` says why. Used by the exchange's check thread; only `begin` and `close` are called from elsewhere.
+and `unavailable` says why; what fails besides is a warning in the run's events. Used by the exchange's check thread; only `begin` and `close` are called from elsewhere.
 
 A child that does not answer within ANSWER_S is ended, and prompts are not compared until the next run begins.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import sqlite3
@@ -30,6 +31,9 @@ LOAD_S = 60.0
 
 ANSWER_S = 10.0
 """An answer may take so long."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -55,7 +59,8 @@ class PromptCheck:
         if before is not None:
             before.end()
         if not _is_here(spec.policy):
-            self._give_up("its tokenizer is not on the coordinator's disk")
+            self.unavailable = "its tokenizer is not on the coordinator's disk"
+            log.info("prompts of run %s are not compared with their leases': %s", run_id, self.unavailable)
             return
         try:
             self._encoder = Encoder(run_id, spec)

@@ -222,7 +222,7 @@ def test_metadata_cannot_lead_out_of_the_checkpoint(copied: Checkpoint, policy: 
 
 def test_checkpoint_of_another_model_is_refused(written: Checkpoint, tmp_path: Path) -> None:
     wider = Trainer(make_spec(save_tiny_policy(tmp_path / "wider", intermediate_size=64)), CPU)
-    with pytest.raises(Conflict, match="refused: it does not fit: rank 0: Size mismatch"):
+    with pytest.raises(Conflict, match=r"refused: it does not fit the model .*: rank 0: Size mismatch"):
         load(written, wider)
 
 

@@ -147,7 +147,8 @@ def test_the_merged_model_the_adapter_folder_and_the_policy_are_one(
     adapted: Any = PeftModel.from_pretrained(base_model(policy), str(alone))
     torch.testing.assert_close(logits(adapted), whole, rtol=0, atol=1e-4)
     assert (whole - logits(base_model(policy))).abs().max() > 1e-2
-    assert {path.name for path in alone.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    names = {"adapter_config.json", "adapter_model.safetensors", "paceline_manifest.json"}
+    assert {path.name for path in alone.iterdir()} == names
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 5, str(policy))
 

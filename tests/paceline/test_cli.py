@@ -142,7 +142,10 @@ def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_pa
     assert table[0].split()[:3] == ["run", "state", "steps"]
     assert table[2].split()[:3] == ["again-2", "queued", "0/100"]
     refused = call("resume", "again-2", coordinator=at)
-    assert (refused.exit_code, refused.stderr) == (1, "Error: run again-2 is queued, not paused\n")
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "Error: run again-2 is queued, neither paused nor failed\n",
+    )
     refused = call("drop", "again-2", "3", coordinator=at)
     assert refused.stderr.startswith(
         "Error: run again-2 is queued; groups are dropped only while it is paused"

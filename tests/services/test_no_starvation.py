@@ -20,6 +20,7 @@ def test_lengths_that_differ_fifty_fold_are_trained_alike(make_world: MakeWorld,
     world = make_world(
         grpo={"num_prompts_per_step": 4, "max_num_steps": STEPS},
         async_grpo={"order": order, "max_trajectory_age_steps": 2, "late_wait_s": 600.0},
+        policy={"model_name": "none", "generation": {"max_new_tokens": 64}},
     )
     rollouts = [Rollout(world, f"rollout-{i}") for i in range(3)]
     reward, learner = Reward(world), Learner(world)

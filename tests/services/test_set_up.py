@@ -118,7 +118,10 @@ async def test_a_rollout_worker_waits_for_its_model(tmp_path: Path, monkeypatch:
         if not folder.exists():
             return await started(spec, *rest)
         engine = SimpleNamespace(watch=forever, version=None)
-        return SimpleNamespace(run_id="run-1", engine=engine, generate_forever=forever, close=close)
+        weights = SimpleNamespace(report_progress=forever)
+        return SimpleNamespace(
+            run_id="run-1", engine=engine, weights=weights, generate_forever=forever, close=close
+        )
 
     monkeypatch.setattr(RolloutRun, "start", start)
     worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1", GrowingPause(0.01, 0.01))

@@ -70,6 +70,7 @@ class Session(LearnerRun):
     """A session whose steps end with an exception."""
 
     error: Exception
+    _vocabulary = 0  # type: ignore[assignment]  # there is no model
 
     def _set_up(self) -> None:
         pass

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -95,14 +96,18 @@ def hand_in(address: str, directory: Path) -> list[Result]:
     results = []
     with open_channel(address) as channel, zmq.Context() as context:
         run_pb2_grpc.RunServiceStub(channel).Submit(run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(spec)))
-        reports: queue.SimpleQueue[worker_pb2.ConnectRequest] = queue.SimpleQueue()
-        hello = worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout", protocol=PROTOCOL)
-        reports.put(worker_pb2.ConnectRequest(hello=hello))
-        directives = worker_pb2_grpc.WorkerServiceStub(channel).Connect(iter(reports.get, None))
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        reports, directives = join(stub, common_pb2.ROLE_ROLLOUT, "rollout")
         welcome = next(directives).welcome
         run_id = next(d.run.run_id for d in directives if d.WhichOneof("directive") == "run")
+        offers, learner = join(stub, common_pb2.ROLE_LEARNER, "learner")
+        session = next(d.run.session for d in learner if d.WhichOneof("directive") == "run")
+        offer = worker_pb2.WeightOffer(run_id=run_id, member_id="rollout")
+        offer.version.session = session
+        offers.put(worker_pb2.ConnectRequest(weight_offer=offer))
+        next(d for d in directives if d.WhichOneof("directive") == "weight_offer")
         ack = worker_pb2.WeightAck(run_id=run_id, member_id="rollout", ok=True)
-        ack.version.session = 1
+        ack.version.session = session
         reports.put(worker_pb2.ConnectRequest(weight_ack=ack))
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
@@ -126,7 +131,18 @@ def hand_in(address: str, directory: Path) -> list[Result]:
                 reply = pb.ExchangeReply.FromString(socket.recv_multipart()[0])
                 assert reply.status == pb.REPLY_STATUS_COMMITTED, reply.message
         directives.cancel()
+        learner.cancel()
     return results
+
+
+def join(
+    stub: Any, role: common_pb2.Role.ValueType, member_id: str
+) -> tuple[queue.SimpleQueue[worker_pb2.ConnectRequest], Any]:
+    """A member: where its reports go, and its directives."""
+    reports: queue.SimpleQueue[worker_pb2.ConnectRequest] = queue.SimpleQueue()
+    hello = worker_pb2.Hello(role=role, member_id=member_id, protocol=PROTOCOL)
+    reports.put(worker_pb2.ConnectRequest(hello=hello))
+    return reports, stub.Connect(iter(reports.get, None))
 
 
 @dataclass
