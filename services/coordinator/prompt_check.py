@@ -144,7 +144,12 @@ class Encoder:
                     tethered([sys.executable, "-m", "services.coordinator.prompt_encoder"]),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
-                    env=os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
+                    env=os.environ
+                    | {
+                        "PYTHONSAFEPATH": "1",
+                        "HF_HUB_OFFLINE": "1",
+                        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+                    },
                 )
             self._say(
                 {"policy": spec.policy.model_dump(mode="json"), "template": spec.data.apply_chat_template}
