@@ -118,7 +118,10 @@ class RewardProcess:
         if self._reader is None or self._writer is None or self._process is None or self._watch is None:
             raise ProcessDied("was not running")
         process, watch = self._process, self._watch
-        used_s = processor_seconds(process.pid)
+        used_s: list[float] = []  # by the half of the time: to measure it reads all processes of the machine
+        half = asyncio.get_running_loop().call_later(
+            timeout_s / 2, lambda: used_s.append(processor_seconds(process.pid))
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 self._writer.writelines(frames)
@@ -126,9 +129,11 @@ class RewardProcess:
                 return await receive_async(self._reader)
         except TimeoutError:
             timeout = ProcessTimeout(f"timed out after {timeout_s:g} s")
-            used_s = processor_seconds(process.pid) - used_s
-            if used_s < STARVED_SHARE * timeout_s and wants_to_work(process.pid):
-                timeout = ProcessTimeout(f"got {used_s:.2f} s of a processor in {timeout_s:g} s")
+            since_s = processor_seconds(process.pid) - sum(used_s)
+            if since_s < STARVED_SHARE * timeout_s / 2 and wants_to_work(process.pid):
+                timeout = ProcessTimeout(
+                    f"timed out after {timeout_s:g} s, with {since_s:.2f} s of a processor in the second half"
+                )
                 timeout.starved = True
             self.kill()
             raise timeout from None
@@ -147,6 +152,8 @@ class RewardProcess:
         except BaseException:
             self.kill()
             raise
+        finally:
+            half.cancel()
 
     def kill(self) -> None:
         """Ends the process and all that it started, now; `close` or `start` waits until it is gone."""
