@@ -156,6 +156,9 @@ class Encoder:
             )
         except OSError:
             self._socket.close()
+            if hasattr(self, "process"):  # it was started, and does not read
+                self.process.kill()
+                self.process.wait()
             raise
 
     def encode(self, prompt_json: str) -> dict[str, Any]:
