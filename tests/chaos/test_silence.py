@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-import zmq
 from proxy import Proxy
 
 from paceline.wire import PROTOCOL
@@ -50,16 +49,17 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
                 pass
 
     async def take(self) -> Waiting:
-        """The next request at the exchange."""
-        received: list[list[zmq.Frame]] = []
+        """The next request at the exchange; introductions ask for nothing."""
+        received: list[Waiting] = []
 
         def has_come() -> bool:
-            frames = self.socket.receive()
-            received.extend([frames] if frames else [])
+            message = self.socket.receive()
+            request = parse(message) if message else None
+            received.extend([request] if request and request.kind else [])
             return bool(received)
 
         await until(has_come)
-        return parse(received[0])
+        return received[0]
 
 
 async def until(true: Callable[[], bool]) -> None:

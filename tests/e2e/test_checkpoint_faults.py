@@ -39,6 +39,16 @@ def warnings(client: Client, run_id: str) -> list[str]:
     return [event.content["message"] for event in client.watch(run_id) if event.kind == "warning"]
 
 
+def wait_until_registered(directory: Path, step: int) -> None:
+    """Training does not wait for a checkpoint that is written."""
+    deadline_s = time.monotonic() + RUN_TIMEOUT_S
+    pause = threading.Event()
+    with opened(directory.parent) as ledger:
+        while (newest := ledger.newest_checkpoint(directory.name)) is None or newest.step < step:
+            assert time.monotonic() < deadline_s, f"no checkpoint of step {step}"
+            pause.wait(0.05)
+
+
 def test_a_damaged_and_a_missing_checkpoint_are_passed_over(
     client: Client,
     cluster: LocalCluster,
@@ -48,6 +58,7 @@ def test_a_damaged_and_a_missing_checkpoint_are_passed_over(
     reward, gate = gated(11 * 8)
     run = client.submit(make_spec(grpo={"max_num_steps": 20}, rewards=[reward]))
     wait_for_step(client, cluster, run.run_id, 10)
+    wait_until_registered(Path(run.directory), 8)
     checkpoints = Path(run.directory) / "checkpoints"
     file = checkpoints / "1-8" / "__1_0.distcp"
     content = bytearray(file.read_bytes())
