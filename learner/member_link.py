@@ -12,7 +12,6 @@ State is guarded by one condition per member. Only the member's own answer count
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -21,13 +20,13 @@ from dataclasses import dataclass, field, replace
 
 from learner.publish_result import Failure, PublishResult
 from learner.staged import StagedWeights
+from paceline.errors import PacelineError
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from paceline.shared_link import SharedLink
 from paceline.tracing import span, version_traceparent
 from paceline.weight_link import SENDER, WeightLink, first_line, form_link
 from paceline.weights import WeightOffer, longest_s
-
-log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
 MAX_BUSY = 4
@@ -295,9 +294,8 @@ class MemberLink:
     def _report(self, result: PublishResult) -> None:
         try:
             self._settings.on_result(result)
-        except Exception:
-            # A fault in the listener must not leave the member without its link.
-            log.exception("on_result failed for member %s, version %s", result.member_id, result.version)
+        except Exception as error:  # of whatever the listener calls: the member must not lose its link by it
+            unforeseen.note("what follows from a publish", error)
 
     def _carry(self, transfer: _Transfer) -> None:
         """The transfer's thread: every call in here may block outside Python."""
@@ -321,7 +319,11 @@ class MemberLink:
                 link.send(flat, manifest, lambda _: self._enter(transfer, "transfer"))
             transfer.link = link
             self._enter(transfer, "answer")
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # of torch, the store and the listener: it fails this attempt, with its text
+            if not isinstance(error, PacelineError | RuntimeError | OSError):
+                unforeseen.note("bringing weights to a member", error)
             with self._changed:
                 transfer.error = f"{transfer.phase}: {first_line(error)}"
                 self._changed.notify_all()

@@ -81,8 +81,9 @@ class _TcpBoard:
             started_s = time.monotonic()
             try:
                 self._store.wait([key], timedelta(seconds=POLL_S))
-            except Exception:
-                # A time-out and a store that is gone raise the same; neither may become a busy loop.
+            except RuntimeError:  # torch's DistError
+                # A time-out and a store that is gone raise the same; neither may become a busy loop. `check` above then raises
+                # for the store that is gone.
                 closed.wait(max(0.0, POLL_S - (time.monotonic() - started_s)))
         return None
 

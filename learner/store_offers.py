@@ -10,7 +10,6 @@ waits for it. State is guarded by one condition.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -20,10 +19,9 @@ from dataclasses import dataclass
 from learner.publish_result import PublishResult
 from learner.store_chain import Stored
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from paceline.stored_weights import StoreOffer
 from paceline.weights import Algorithm
-
-log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
 MAX_ANCHORS = 3
@@ -190,9 +188,10 @@ class StoreOffers:
     def _guarded(self, call: Callable[..., None], argument: PublishResult | StoreOffer) -> None:
         try:
             call(argument)
-        except Exception:
-            # A fault in the listener must not leave the other members without offers; this one is made again.
-            log.exception("%s", argument)
+        except (
+            Exception
+        ) as error:  # of whatever the listener calls: other members must not lose their offers by it
+            unforeseen.note("what follows from an offer of stored weights", error)  # an offer is made again
 
     def _due(self) -> list[StoreOffer]:
         newest, now = self._newest, time.monotonic()

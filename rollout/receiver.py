@@ -20,6 +20,7 @@ import torch
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.flat_weights import Check, check_fits, empty_flat
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from paceline.shared_link import SharedLink
 from paceline.tracing import span, version_traceparent
 from paceline.weight_link import MEMBER, WeightLink, first_line, form_link
@@ -208,9 +209,9 @@ class WeightReceiver:
     def _acknowledge(self, version: Version, ok: bool, message: str) -> None:
         try:
             self._on_ack(version, ok, message)
-        except Exception:
+        except Exception as error:  # of whatever the listener calls: this thread has versions to come
             # The learner hears nothing and tries again after its deadline; this side then says "already held".
-            log.exception("acknowledging version %s failed", tuple(version))
+            unforeseen.note("acknowledging weights", error)
 
     def _failed(self, link: _Link, version: Version, error: Exception) -> None:
         with self._lock:
@@ -276,9 +277,9 @@ class _Link:
             offer, manifest = taken
             try:
                 self._receiver._take(self, offer, manifest)
-            except Exception as error:
+            except Exception as error:  # of torch and the engine too: the version is refused with its text
                 if not isinstance(error, PacelineError):
-                    log.exception("weights %s could not be taken", tuple(offer.version))
+                    unforeseen.note("taking weights", error)
                 # A link that failed once may hold half a version; the learner will offer another.
                 self._link = None
                 self._receiver._failed(self, offer.version, error)

@@ -18,6 +18,7 @@ import torch
 
 from paceline.errors import Conflict, PacelineError
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from paceline.stored_weights import StoreOffer
 from paceline.weight_link import first_line
 from paceline.weight_store import WeightStore
@@ -142,9 +143,9 @@ class _Reading:
                 log.warning("weights %s refused: %s", tuple(offer.version), message)
             try:
                 self._on_ack(offer.version, ok, message, damaged)
-            except Exception:
+            except Exception as error:  # of whatever the listener calls: this thread has versions to come
                 # The learner hears nothing and offers again; this side then says that it has them.
-                log.exception("acknowledging version %s failed", tuple(offer.version))
+                unforeseen.note("acknowledging stored weights", error)
 
     def _next(self) -> StoreOffer | None:
         with self._changed:
@@ -169,8 +170,10 @@ class _Reading:
             return False, first_line(error), True
         except PacelineError as error:
             return False, first_line(error), False
-        except Exception as error:
-            log.exception("weights %s could not be taken", tuple(offer.version))
+        except (
+            Exception
+        ) as error:  # of the store's client and the engine too: the version is refused with its text
+            unforeseen.note("taking stored weights", error)
             self._reader = None
             return False, first_line(error), False
         self._serving = offer.version

@@ -30,13 +30,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.address import checked_address
 from paceline.errors import Conflict, WireError
+from paceline.seldom import unforeseen
 from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
 from services.exchange_link import use_ipv6, watch
 from services.grpc_server import CHANNEL_OPTIONS
-from services.seldom import unforeseen
 
 MAX_BACKOFF_S = 5.0
 LEAVE_WAIT_S = 2.0
@@ -245,12 +245,14 @@ class Membership:
                     self._unsaid = None
 
     def _said_gauges(self) -> dict[str, float]:
-        """The worker's gauges; none when they cannot be had, since a heartbeat says more than they do."""
+        """The worker's gauges, and how many unforeseen errors it met; that alone when they cannot be had, since a heartbeat
+        says more than they do."""
         try:
-            return self._gauges()
+            gauges = self._gauges()
         except Exception as error:
             unforeseen.note("a worker's gauges", error)
-            return {}
+            gauges = {}
+        return gauges | {"unforeseen_errors": float(unforeseen.total)}
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         """(Re)connects the exchange; what was not answered is sent again under the new term."""

@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from paceline.errors import LedgerFault, WireError
+from paceline.seldom import SeldomLog, unforeseen
 from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import batches, damage
@@ -42,7 +43,6 @@ from services.coordinator.intake import look_at, store
 from services.coordinator.payloads import DamagedRecord, read_frame
 from services.coordinator.prompt_check import PromptCheck
 from services.coordinator.stage import Stage
-from services.seldom import SeldomLog, unforeseen
 
 MAX_TRANSACTION_S = 0.006
 """How long requests are taken into one transaction; what arrives meanwhile waits for its end."""

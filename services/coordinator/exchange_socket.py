@@ -11,12 +11,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import Conflict
+from paceline.seldom import SeldomLog
 from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange_connections import Connections
 from services.coordinator.intake import Arrived
 from services.exchange_link import in_brackets, use_ipv6, watch
-from services.seldom import SeldomLog
 
 MAX_UNREAD = 4
 """Messages of one peer that have arrived and are not read."""

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.seldom import unforeseen
 from protos.paceline.v1 import worker_pb2
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
@@ -22,7 +23,6 @@ from services.coordinator.members import Members
 from services.coordinator.recorder import SUMMARY_NAME, Recorder, write_summary
 from services.coordinator.weight_meters import WeightMeters
 from services.coordinator.weight_records import VersionRecord, WeightRecords
-from services.seldom import unforeseen
 
 TIME = "milliseconds"
 """Counter of the time that a run was active."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import LedgerFault
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import evaluation, leases, poison, session_faults
 from services.coordinator.assignments import Assignments
@@ -26,7 +27,6 @@ from services.coordinator.limits import cut, one_line
 from services.coordinator.loop_lag import LoopLag
 from services.coordinator.members import Member, Members
 from services.coordinator.reports import Reports
-from services.seldom import unforeseen
 
 if TYPE_CHECKING:
     from services.coordinator.coordinator import Coordinator

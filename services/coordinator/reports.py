@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.run_folders import EXPORT
+from paceline.seldom import SeldomLog
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import checkpoints, retention, session_faults
 from services.coordinator.authority import Authority, cut_texts
@@ -19,7 +20,6 @@ from services.coordinator.exchange import ActiveRun
 from services.coordinator.limits import finite_gauges, one_line
 from services.coordinator.members import Member
 from services.coordinator.places import stored
-from services.seldom import SeldomLog
 
 if TYPE_CHECKING:
     from services.coordinator.coordinator import Coordinator

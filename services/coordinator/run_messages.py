@@ -9,9 +9,9 @@ import sqlite3
 import time
 
 from paceline.errors import InvalidInput
+from paceline.seldom import SeldomLog
 from protos.paceline.v1 import run_pb2
 from services.coordinator.ledger import Ledger
-from services.seldom import SeldomLog
 
 PAGE_SIZE = 100
 seldom = SeldomLog(logging.getLogger(__name__))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +17,7 @@ from aiohttp import web
 
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from rollout.engine import sample_seed
 from services.endpoint.answers import Answer, Json
 from services.endpoint.gate import Gate
@@ -50,7 +50,6 @@ STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
 )
 """Error, status, type and code; first match wins."""
 
-log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -265,7 +264,7 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
         message = f"{request.method} {request.path}: {error.reason}; see /v1/models for what is here"
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
         return web.json_response(body, status=error.status)
-    except Exception:
-        log.exception("%s %s failed", request.method, request.path)
-        body = {"error": {"message": "internal error; see the worker's log", "type": "server_error"}}
+    except Exception as error:  # whatever it is, its sender is answered and others are served on
+        told = unforeseen.note(f"an HTTP {request.method}", error)
+        body = {"error": {"message": told, "type": "server_error", "param": None, "code": None}}
         return web.json_response(body, status=500)

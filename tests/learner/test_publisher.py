@@ -17,6 +17,7 @@ from learner.publisher import Publisher, PublishResult
 from paceline.errors import Conflict, Unavailable, WireError
 from paceline.flat_weights import checksums, pack, plan
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from paceline.shared_link import SharedLink
 from paceline.weights import WeightOffer
 from rollout.receiver import WeightReceiver
@@ -238,6 +239,37 @@ def test_offer_that_cannot_be_sent_is_a_failed_attempt(bench: Bench) -> None:
     while not bench.result().ok:
         pass
     assert served == [V1]
+
+
+def test_a_listener_that_fails_costs_no_member_its_link(bench: Bench) -> None:
+    before, told = unforeseen.total, bench.on_result
+
+    def fail_once(result: PublishResult) -> None:
+        bench.on_result = told
+        raise KeyError(result.member_id)
+
+    bench.on_result = fail_once
+    _, acks = bench.receiver(lambda version, tensors: None)
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0))
+    assert acks.get(timeout=DEADLINE_S) == (V1, True, "")
+    bench.publisher.stage(V2, ones(2.0))
+    assert bench.result().version == V2
+    assert unforeseen.total == before + 1
+
+
+def test_an_unforeseen_error_fails_its_attempt_and_is_counted(bench: Bench) -> None:
+    before = unforeseen.total
+
+    def fail(offer: WeightOffer) -> None:
+        raise KeyError("nowhere")
+
+    bench.deliver = fail
+    bench.publisher.set_members(1, ["m"])
+    bench.publisher.stage(V1, ones(1.0))
+    result = bench.result()
+    assert (result.ok, result.failure, result.error) == (False, "link", "offer: 'nowhere'")
+    assert unforeseen.total > before
 
 
 def test_answer_without_transfer_delivers_and_the_link_is_made_anew(hasty: Bench) -> None:

@@ -11,6 +11,7 @@ from learner.publish_result import PublishResult
 from learner.store_chain import Stored
 from learner.store_offers import MAX_ANCHORS, StoreOffers
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from paceline.stored_weights import StoredObject, StoreOffer
 
 DEADLINE_S = 20.0
@@ -71,3 +72,32 @@ def test_a_version_that_was_never_stored_is_held_by_nobody(bench: Bench) -> None
     bench.answer(1, ok=True)
     bench.offers.answer("m", Version(9, 9), True, "", False)
     assert bench.offers.oldest_held() == (1, 1)
+
+
+def test_a_listener_that_fails_costs_no_other_member_its_offer() -> None:
+    before, offered = unforeseen.total, queue.Queue[StoreOffer]()
+
+    def send(offer: StoreOffer) -> None:
+        if offer.member_id == "a":
+            raise KeyError("a")
+        offered.put(offer)
+
+    bench = Bench()
+    bench.offers.close()
+    bench.offers = StoreOffers(
+        run_id="run",
+        url="/store",
+        algorithm="xxh3_64",
+        max_wait_s=60.0,
+        send=send,
+        on_result=bench.results.put,
+    )
+    try:
+        bench.offers.set_members(1, ["a", "b"])
+        bench.store_anchor(1)
+        assert offered.get(timeout=DEADLINE_S).member_id == "b"
+        bench.store_anchor(2)
+        assert offered.get(timeout=DEADLINE_S).version.step == 2
+        assert unforeseen.total == before + 2
+    finally:
+        bench.offers.close()

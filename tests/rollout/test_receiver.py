@@ -12,6 +12,7 @@ import torch
 from paceline.errors import Conflict, WireError
 from paceline.flat_weights import checksums, pack, plan
 from paceline.groups import Version
+from paceline.seldom import unforeseen
 from paceline.weight_link import SENDER, WeightLink, form_link, serve_store
 from paceline.weights import WeightManifest, WeightOffer
 from rollout.receiver import WeightReceiver
@@ -215,6 +216,38 @@ def test_engine_that_refuses_is_reported_and_keeps_its_version(engine: Engine, s
     sender.form("b").send(flat, manifest)
     assert engine.ack() == ((0, 2), False, "names differ: weight")
     assert engine.receiver.held == (0, 1)
+
+
+def test_an_engine_s_unforeseen_error_refuses_its_version_and_is_counted(
+    engine: Engine, sender: Sender
+) -> None:
+    before, engine.error = unforeseen.total, KeyError("layer")
+    offer, flat, manifest = sender.offer(1, "p1")
+    engine.receiver.offer(offer)
+    sender.form("p1").send(flat, manifest)
+    assert engine.ack() == ((0, 1), False, "'layer'")
+    assert unforeseen.total == before + 1
+    engine.error = None
+    deliver(engine, sender, 2, "p2", 2.0)
+    assert unforeseen.total == before + 1
+
+
+def test_a_listener_that_fails_does_not_end_the_receiving(engine: Engine, sender: Sender) -> None:
+    before, heard = unforeseen.total, engine.receiver._on_ack
+
+    def fail_once(version: Version, ok: bool, message: str) -> None:
+        engine.receiver._on_ack = heard
+        raise KeyError("stream")
+
+    engine.receiver._on_ack = fail_once
+    link = None
+    for step in (1, 2):
+        offer, flat, manifest = sender.offer(step, "p", value=float(step))
+        engine.receiver.offer(offer)
+        link = link or sender.form("p")
+        link.send(flat, manifest)
+    assert engine.ack() == ((0, 2), True, "")
+    assert unforeseen.total == before + 1
 
 
 def test_reset_takes_another_run_from_its_first_version(engine: Engine, sender: Sender) -> None:

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from control_plane import Plane, Worker, ack, learner, offer, refusal, rollout
 
+from paceline.seldom import unforeseen
 from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
-from services.seldom import unforeseen
 
 
 async def started(plane: Plane) -> run_pb2.Run:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.groups import Completion, Version
 from paceline.prompts import load_tokenizer
+from paceline.seldom import unforeseen
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
 from services.endpoint.server import Endpoint
@@ -539,6 +540,22 @@ async def test_without_a_run_there_are_no_models_and_a_clear_word(no_run: Callab
             await client.completions.create(model=RUN, prompt="abc")
         assert refused.value.status_code == 503
     await endpoint.close()
+
+
+async def test_an_unforeseen_error_is_answered_and_counted() -> None:
+    def broken() -> None:
+        raise KeyError("run")
+
+    before, endpoint = unforeseen.total, Endpoint(broken)
+    port = await endpoint.start("127.0.0.1", 0)
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(
+            openai.InternalServerError, match="unforeseen KeyError in an HTTP POST"
+        ) as refused:
+            await client.completions.create(model=RUN, prompt="abc")
+        assert (refused.value.status_code, refused.value.type) == (500, "server_error")
+    await endpoint.close()
+    assert unforeseen.total == before + 1
 
 
 async def test_errors_of_http_itself_have_the_same_shape(url: str) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from services.seldom import MAX_KINDS, SeldomLog, Unforeseen
+from paceline.seldom import MAX_KINDS, SeldomLog, Unforeseen
 
 log = logging.getLogger("test")
 
