@@ -1,15 +1,23 @@
-"""YAML of a stranger, read within bounds: size, depth, number of values, length of one, no anchors, no aliases.
+"""YAML of a stranger, read within bounds: size, depth, number of values, length of one, no anchors, no aliases, and time.
 
 An alias stands for a whole tree, and aliases of aliases for exponentially many: a spec has no use for them on its way (a
-user's own file may have them: they are resolved where it is read). The loader is the plain Python one, so that a thread
-which reads a large text leaves other threads their turn.
+user's own file may have them: they are resolved where it is read). Characters are read by libyaml, values are put together
+in Python: a thread that reads a large text leaves other threads their turn after each value.
 """
 
 from __future__ import annotations
 
+import importlib
+import time
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import Resolver
+from yaml.scanner import Scanner
 
 from paceline.errors import SpecError
 
@@ -19,19 +27,54 @@ MAX_NODES = 20_000
 """Keys and values together."""
 MAX_SCALAR = 1 << 16
 """Characters of one value."""
+MAX_NUMBER = 1000
+"""Characters of one that is a number: YAML has notations whose reading takes the square of their length."""
+MAX_READ_S = 10.0
+"""For one text. Within the other bounds it takes tenths of a second; a machine may have little time left."""
 
 
-class BoundedLoader(yaml.SafeLoader):
+class PythonEvents(Reader, Scanner, Parser):
+    """What `CParser` is, where PyYAML was built without libyaml."""
+
+    def __init__(self, text: str):
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+
+
+def _events() -> Any:
+    try:
+        return importlib.import_module("yaml.cyaml").CParser
+    except ImportError:
+        return PythonEvents
+
+
+Events: Any = _events()
+
+
+class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]
+    """The safe loader, value by value."""
+
+    def __init__(self, text: str):
+        Events.__init__(self, text)
+        Composer.__init__(self)
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
+
+
+class BoundedLoader(StepwiseLoader):
     """Raises SpecError at what is beyond the bounds, before it is built."""
 
     def __init__(self, text: str):
         super().__init__(text)
         self._depth = self._nodes = 0
+        self._until_s = time.monotonic() + MAX_READ_S
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Counts on the way down."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        event: Any = self.peek_event()
         place = f"line {event.start_mark.line + 1}"
+        self._check_time(place)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise SpecError(
                 f"the spec has a YAML anchor or alias in {place}; write the values out (`paceline submit` does)"
@@ -46,9 +89,26 @@ class BoundedLoader(yaml.SafeLoader):
         if self._depth == MAX_DEPTH:
             raise SpecError(f"the spec is nested more than {MAX_DEPTH} levels deep (in {place})")
         self._depth += 1
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         self._depth -= 1
+        is_number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
+        if is_number and len(node.value) > MAX_NUMBER:
+            raise SpecError(
+                f"the number in {place} has {len(node.value)} characters and cannot be read; {MAX_NUMBER} are allowed"
+            )
         return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Looks at the clock before each value."""
+        self._check_time(f"line {node.start_mark.line + 1}")
+        return super().construct_object(node, deep)
+
+    def _check_time(self, place: str) -> None:
+        if time.monotonic() > self._until_s:
+            raise SpecError(
+                f"reading the spec took longer than {MAX_READ_S:g} s (it got to {place}); shorten it, or submit it again "
+                "when the coordinator's machine has less to do"
+            )
 
 
 def load(text: str) -> Any:

@@ -94,10 +94,14 @@ def spec_from_yaml(text: str) -> RunSpec:
 
 
 def _tree_of(text: str) -> dict[str, Any]:
+    from paceline.bounded_yaml import StepwiseLoader
+
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, StepwiseLoader)
     except yaml.YAMLError as error:
         raise SpecError(f"the spec is not valid YAML: {error}") from None
+    except (ValueError, OverflowError, RecursionError) as error:  # what Python cannot hold
+        raise SpecError(f"the spec has a value that cannot be read: {error}") from None
     return _mapping(tree)
 
 
@@ -124,6 +128,18 @@ def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
     ]
 
 
+def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
+    """`spec_from_ledger` for the record of that run. Raises SpecError that names the run and says what helps."""
+    try:
+        return spec_from_ledger(text)
+    except SpecError as error:
+        faults = "; ".join(str(error).splitlines())
+        raise SpecError(
+            f"this version of Paceline cannot read the spec of run {run_id}: {faults}. Use the version that accepted the "
+            f"run, or end it with `paceline cancel {run_id}`"
+        ) from None
+
+
 def _remove_unknown(tree: dict[str, Any]) -> list[str]:
     """Takes the keys out of `tree` that no field has; returns them, dotted."""
     try:
@@ -146,7 +162,10 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
 
 def spec_to_yaml(spec: RunSpec) -> str:
     """The resolved spec, defaults included."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
+    # libyaml's where it is there: the plain one takes seconds for a megabyte, and holds up other threads meanwhile.
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text: str = yaml.dump(spec.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
+    return text
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

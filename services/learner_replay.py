@@ -26,7 +26,7 @@ from paceline.errors import PacelineError
 from paceline.onednn import bound_caches
 from paceline.prompts import load_tokenizer
 from paceline.spec import RunSpec
-from paceline.spec_io import load_spec
+from paceline.spec_io import spec_from_yaml
 from services.coordinator.ledger import Ledger
 from services.learner_rank import set_up_device
 from services.lifeline import die_with_parent
@@ -98,7 +98,8 @@ def main(
     status = 0
     try:
         ledger = Ledger(ledger_path, read_only=True)
-        replay(ledger, run_id, load_spec(spec_path), start, end, output, set_up_device(device, "127.0.0.1"))
+        spec = spec_from_yaml(spec_path.read_text())  # of a run that was accepted once
+        replay(ledger, run_id, spec, start, end, output, set_up_device(device, "127.0.0.1"))
     except PacelineError as error:
         log.error("%s", error)
         status = 1

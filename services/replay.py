@@ -14,7 +14,7 @@ from learner.checkpoint_manifest import read_manifest
 from paceline.errors import Conflict, NotFound
 from paceline.groups import Group
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_yaml
+from paceline.spec_io import spec_of_run
 from paceline.storage import Folder
 from paceline.wire import decode_group
 from services.coordinator.batch_split import split_batch
@@ -40,15 +40,18 @@ class ReplayPlan:
     """Where the weights come from; None at step 0, where they are the model's."""
     expected: KnownCheckpoint | None
     """The run's own checkpoint after the last of the steps, if there is one to compare with."""
+    warnings: tuple[str, ...] = ()
+    """What this version leaves out of the run's spec."""
 
 
 def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None) -> ReplayPlan:
     """Looks up what is on record. `end` None is after the last trained step.
 
-    Raises NotFound: no such run, no checkpoint of step `start`, a step that was not trained, samples that were not kept.
+    Raises NotFound: no such run, no checkpoint of step `start`, a step that was not trained, samples that were not kept;
+    SpecError: a spec of another version, in which more than unknown keys cannot be read.
     """
     row = ledger.run(run_id)
-    spec = spec_from_yaml(row["spec_yaml"])
+    spec, warnings = spec_of_run(run_id, row["spec_yaml"])
     end = row["next_step"] if end is None else end
     if not 0 <= start < end <= row["next_step"]:
         raise NotFound(
@@ -75,6 +78,7 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
         threads=_threads(spec, [known[start]] if start else list(known.values())),
         checkpoint=known.get(start) if start else None,
         expected=known.get(end),
+        warnings=tuple(warnings),
     )
 
 

@@ -42,11 +42,11 @@ def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> N
     A row has prompt, completion, tokens, log-probabilities and versions by token, rewards by function, final_reward.
     """
     from paceline.cli.samples import export_samples
-    from paceline.spec_io import spec_from_ledger
+    from paceline.spec_io import spec_of_run
 
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
-        spec = spec_from_ledger(opened.run(run_id)["spec_yaml"])[0]
+        spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
         weights = [reward.weight for reward in spec.rewards]
         rows = export_samples(opened, run_id, weights, destination)
     if as_json:
@@ -143,13 +143,13 @@ def export(
 
     A LoRA adapter is merged into its base; with --adapter the folder holds it alone, as peft reads it.
     """
-    from paceline.spec_io import spec_from_ledger
+    from paceline.spec_io import spec_of_run
 
     if adapter and dtype:
         raise click.UsageError("--dtype goes with whole models; an adapter is always float32")
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
-        spec = spec_from_ledger(opened.run(run_id)["spec_yaml"])[0]
+        spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
         checkpoint = opened.newest_checkpoint(run_id)
     if checkpoint is None:
         raise NotFound(

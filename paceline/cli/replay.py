@@ -57,6 +57,8 @@ def replay(
     with opened_ledger(path) as opened:
         plan = plan_replay(opened, run_id, start, end)
         recorded = recorded_losses(opened, run_id)
+    for warning in plan.warnings:
+        click.echo(f"warning: {warning}", err=True)
     spec = overridden(plan.spec, overrides)
     output = output or path.resolve().parent / run_id / f"replay-{plan.start}-{plan.end}"
     if output.exists():
@@ -102,7 +104,8 @@ def replay(
 
 
 def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
-    """`spec` with dotted overrides. Raises SpecError; Conflict for one that would make other batches of the record."""
+    """`spec`, which was accepted once, with dotted overrides. Raises SpecError; Conflict for one that would make other batches
+    of the record."""
     tree = yaml.safe_load(spec_to_yaml(spec))
     for override in overrides:
         if override.startswith(("data.", "rewards", "algorithm", "grpo.num_")):
@@ -110,7 +113,7 @@ def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
                 f"{override!r} would change the batches, which are on record; only training can change"
             )
         apply_override(tree, override)
-    return parse_spec(tree)
+    return parse_spec(tree, stored=True)
 
 
 def _command(ranks: int) -> list[str]:

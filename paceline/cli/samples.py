@@ -22,7 +22,7 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
 
     Raises NotFound: a step without batch, samples that the run did not keep.
     """
-    from paceline.spec_io import spec_from_ledger
+    from paceline.spec_io import spec_of_run
 
     rows = ledger.db.execute(
         "SELECT * FROM groups JOIN prompts USING (run_id, group_id) WHERE run_id = ? AND step = ? ORDER BY rank_order",
@@ -33,7 +33,7 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
         spec = ledger.db.execute("SELECT spec_yaml FROM runs WHERE run_id = ?", (run_id,)).fetchone()
         algorithm = (
             ""
-            if spec is None or (parsed := spec_from_ledger(spec[0])[0]).examples is None
+            if spec is None or (parsed := spec_of_run(run_id, spec[0])[0]).examples is None
             else parsed.algorithm
         )
         if algorithm:

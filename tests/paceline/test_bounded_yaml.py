@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import chain, repeat
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
-from paceline.bounded_yaml import MAX_BYTES, MAX_NODES, MAX_SCALAR, load
+from paceline.bounded_yaml import (
+    MAX_BYTES,
+    MAX_NODES,
+    MAX_READ_S,
+    MAX_SCALAR,
+    PythonEvents,
+    StepwiseLoader,
+    _events,
+    load,
+)
 from paceline.errors import SpecError
 from paceline.spec_io import submitted_spec
 
@@ -29,7 +42,9 @@ def test_what_a_spec_may_say_is_read_as_by_the_safe_loader() -> None:
         ("\n".join(f"k{number}: 1" for number in range(MAX_NODES)), f"more than {MAX_NODES} keys"),
         ("a: '" + "x" * (MAX_SCALAR + 1) + "'", "characters, 65536 are allowed"),
         ("x" * (MAX_BYTES + 1), "bytes, 1048576 are allowed"),
-        ("a: " + "9" * 5000, "cannot be read"),
+        ("a: " + "9" * 5000, "number in line 1 has 5000 characters and cannot be read"),
+        ("a: " + ":".join(["59"] * 9000), "number in line 1 has 26999 characters"),
+        ("a: 1" + "_" * 2000 + ".5", "number in line 1 has 2003 characters"),
         ("a: 2026-13-45", "cannot be read"),
         ("[", "not valid YAML"),
         ("!!python/object/apply:os.system [ls]", "not valid YAML"),
@@ -39,6 +54,33 @@ def test_what_a_spec_may_say_is_read_as_by_the_safe_loader() -> None:
 def test_what_is_beyond_the_bounds_is_refused_with_a_sentence(text: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         load(text)
+
+
+@pytest.mark.parametrize("looks", [3, 7], ids=["while it is read", "while values are made of it"])
+def test_reading_ends_at_its_time_limit_with_a_sentence(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+    """The clock jumps past the limit after so many looks at it: one at the beginning, one for each of 5 nodes, twice."""
+    times = chain([0.0] * looks, repeat(MAX_READ_S + 1.0))
+    monkeypatch.setattr("paceline.bounded_yaml.time", SimpleNamespace(monotonic=lambda: next(times)))
+    with pytest.raises(
+        SpecError, match=r"reading the spec took longer than 10 s \(it got to line \d\); shorten it"
+    ):
+        load("a: 1\nb: 2\n")
+
+
+def test_a_text_is_read_where_libyaml_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml.cyaml", None)
+    assert _events() is PythonEvents
+    monkeypatch.undo()
+    loader = PythonEvents("a: [1, 2]")
+    events = []
+    while loader.check_event():  # type: ignore[no-untyped-call]
+        events.append(loader.get_event())  # type: ignore[no-untyped-call]
+    assert [event.value for event in events if isinstance(event, yaml.ScalarEvent)] == ["a", "1", "2"]
+
+
+def test_stored_specs_may_have_aliases_and_any_size() -> None:
+    text = "a: &x [1, 2]\nb: *x\nc: " + "9" * 2000 + "\n"
+    assert yaml.load(text, StepwiseLoader)["b"] == [1, 2]
 
 
 def test_a_spec_of_many_faults_names_the_first() -> None:

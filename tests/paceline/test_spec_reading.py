@@ -10,7 +10,14 @@ from pydantic import ValidationError
 
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
-from paceline.spec_io import load_spec, parse_spec, spec_from_yaml, spec_to_yaml, submitted_spec
+from paceline.spec_io import (
+    load_spec,
+    parse_spec,
+    spec_from_yaml,
+    spec_of_run,
+    spec_to_yaml,
+    submitted_spec,
+)
 
 TREE: dict[str, Any] = {
     "policy": {"model_name": "org/model"},
@@ -221,3 +228,19 @@ def test_nccl_links_are_refused_with_what_to_use_and_pass_where_they_were_accept
     with pytest.raises(SpecError, match="'nccl' cannot be chosen"):
         submitted_spec(stored)
     assert spec_from_yaml(stored).weights.backend == "nccl"
+
+
+def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None:
+    text = spec_to_yaml(parse_spec(TREE))
+    spec, warnings = spec_of_run("sums-1", text + "telepathy: {range: 3}\n")
+    assert spec == parse_spec(TREE)
+    assert warnings == ["this version does not know telepathy of the run's spec and goes on without"]
+    for damaged in (text.replace("seed: 42", "seed: [1]"), "a: 2026-13-45", "[", "- a"):
+        assert damaged != text
+        with pytest.raises(SpecError) as caught:
+            spec_of_run("sums-1", damaged)
+        message = str(caught.value)
+        assert message.startswith("this version of Paceline cannot read the spec of run sums-1: ")
+        assert message.endswith(
+            "Use the version that accepted the run, or end it with `paceline cancel sums-1`"
+        )
