@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.left_runs import left_runs
 from paceline.cli.options import (
     LEDGER_NAME,
     directory_option,
@@ -20,8 +21,8 @@ from paceline.cli.options import (
     token_file_option,
 )
 from paceline.cli.watching import follow
-from paceline.client import ENDED_STATES, Client
-from paceline.errors import NotFound, PacelineError
+from paceline.client import Client
+from paceline.errors import PacelineError
 from paceline.gpus import divide, visible_gpus
 from paceline.spec import ClusterSection, RunSpec
 from paceline.up import GRACE_S, LocalCluster
@@ -42,6 +43,13 @@ MIN_FREE_MB = 512
 )
 @click.option(
     "--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C."
+)
+@click.option(
+    "--resume",
+    "resumed",
+    multiple=True,
+    metavar="RUN",
+    help="Go on with a run that has failed or is paused, as `paceline resume` does; may be given several times.",
 )
 @click.option(
     "--min-free-mb",
@@ -66,6 +74,7 @@ def up(
     host: str,
     port: int | None,
     keep: bool,
+    resumed: tuple[str, ...],
     min_free_mb: int,
     functions_from: tuple[Path, ...],
     grace_s: float,
@@ -73,8 +82,8 @@ def up(
 ) -> None:
     """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
 
-    Without SPEC it goes on with the runs that were left open in the directory. Services that die are started again;
-    their output is in the directory's logs/.
+    Without SPEC it goes on with the runs that were left open in the directory, and names those that have failed. Services
+    that die are started again; their output is in the directory's logs/.
     """
     from paceline.spec_io import load_spec
 
@@ -85,6 +94,7 @@ def up(
         host=host,
         port=port,
         keep=keep,
+        resumed=resumed,
         min_free_mb=min_free_mb,
         functions_from=functions_from,
         grace_s=grace_s,
@@ -100,25 +110,33 @@ def run_here(
     port: int | None,
     keep: bool,
     as_json: bool,
+    resumed: tuple[str, ...] = (),
     min_free_mb: int = MIN_FREE_MB,
     functions_from: tuple[Path, ...] = (),
     grace_s: float = GRACE_S,
 ) -> None:
     """Starts services in `directory`, submits `spec` if there is one, and follows what is open to its end, however long its
-    own coordinator is away meanwhile.
+    own coordinator is away meanwhile. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all that it
+    follows succeed.
 
     Runs that train on a data set's examples get no rollout and reward workers. Raises PacelineError.
     """
-    opened = open_runs(directory / LEDGER_NAME)
-    if spec is None and not opened:
-        raise click.UsageError(f"no run is open in {directory}; name a SPEC to start one")
-    specs = [*([spec] if spec else []), *(one for _, one in opened)]
+    say = functools.partial(click.echo, err=True)
+    left = left_runs(directory / LEDGER_NAME)
+    for line in left.advice(resumed) if spec is None else left.unreadable.values():
+        say(line)
+    going_on = left.open | {run_id: left.chosen(run_id) for run_id in resumed}
+    if spec is None and not going_on:
+        raise click.UsageError(
+            f"no run is open in {directory}{' that this version can read' if left.unreadable else ''}; name a SPEC to start "
+            f"one{', or a failed run with --resume' if left.failed else ''}"
+        )
+    specs = [*([spec] if spec else []), *going_on.values()]
     sizes = next((one.cluster for one in specs if one.examples is None), specs[0].cluster)
     if all(one.examples is not None for one in specs):
         sizes = sizes.model_copy(
             update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
         )
-    say = functools.partial(click.echo, err=True)
     gpus = visible_gpus()
     named = sizes
     sizes, division = divide(sizes, len(gpus), rollout=sizes.rollout_workers > 0)
@@ -143,13 +161,14 @@ def run_here(
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
         client = stack.enter_context(Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf))
         cluster.on_failure = client.close
-        run_ids = [client.submit(spec).run_id] if spec else [run_id for run_id, _ in opened]
-        if spec and opened:
-            say(f"{opened[0][0]} is still open and goes first; `paceline cancel` ends it")
+        for run_id in resumed:
+            client.resume(run_id)
+        run_ids = [client.submit(spec).run_id] if spec else list(going_on)
+        if spec and going_on:
+            say(f"{next(iter(going_on))} is still open and goes first; `paceline cancel` ends it")
         cluster.start_workers()
         try:
-            for run_id in run_ids:
-                follow(client, run_id, as_json=as_json)
+            succeeded = [_follow(client, run_id, as_json) for run_id in run_ids]
             if keep:
                 say("the services go on until Ctrl-C")
                 while not cluster.wait(3600.0):
@@ -161,6 +180,17 @@ def run_here(
             cluster.check()  # a service that was given up is the cause of whatever failed here
             raise
         cluster.check()
+        if not all(succeeded):
+            raise click.exceptions.Exit(1)
+
+
+def _follow(client: Client, run_id: str, as_json: bool) -> bool:
+    """Shows a run until it has ended; whether it succeeded. One that did not keeps no other from being followed."""
+    try:
+        follow(client, run_id, as_json=as_json)
+    except click.exceptions.Exit:
+        return False
+    return True
 
 
 def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
@@ -176,20 +206,6 @@ def _function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) ->
         return []
     folders = [*map(str, functions_from), *(spec.folder for spec in specs if spec.folder)]
     return [word for folder in dict.fromkeys(folders) for word in ("--functions-from", folder)]
-
-
-def open_runs(ledger_path: Path) -> list[tuple[str, RunSpec]]:
-    """Id and spec of the runs that have not ended, oldest first; none without a ledger."""
-    from paceline.spec_io import spec_from_ledger
-    from services.coordinator.ledger import Ledger
-
-    try:
-        ledger = Ledger(ledger_path, read_only=True)
-    except NotFound:
-        return []
-    with contextlib.closing(ledger):
-        rows = [row for row in ledger.runs() if row["state"] not in ENDED_STATES]
-        return [(row["run_id"], spec_from_ledger(row["spec_yaml"])[0]) for row in rows]
 
 
 def _port(host: str, port: int | None) -> int:

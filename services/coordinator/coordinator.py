@@ -5,7 +5,8 @@ Everything runs on one event loop; `lock` serialises transactions with the excha
 
   a run starts    when none is active; its data sets are opened first
   a run pauses    when a person says so, or when it cannot go on for now: with the reason, and tried again by itself where
-                  waiting may help (`services/coordinator/faults.py`). A person's pause is ended by a person alone
+                  waiting may help (`services/coordinator/faults.py`). A person's pause is ended by a person alone. One whose
+                  spec this version cannot read leaves other runs their turn
   a run fails     by the fault of its spec, before its first step. It keeps what is open, and `resume` queues it again
   a run ends      when all steps are trained, the learner has exported, and no evaluation is pending
 """
@@ -25,10 +26,11 @@ from pathlib import Path
 
 from paceline import function_files
 from paceline.data import PromptSource, open_prompts, open_rows
-from paceline.errors import Conflict, DataError, InvalidInput, LedgerFault, PacelineError, SpecError
+from paceline.errors import Busy, Conflict, DataError, InvalidInput, LedgerFault, PacelineError, SpecError
 from paceline.example_rows import check_example
+from paceline.seldom import unforeseen
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_ledger, spec_to_yaml, submitted_spec
+from paceline.spec_io import spec_from_ledger, spec_of_run, spec_to_yaml, submitted_spec
 from paceline.storage import Folder
 from services.coordinator import checkpoints, dropping, evaluation, pruning, session_faults
 from services.coordinator.checks import refuse_large_groups
@@ -44,10 +46,11 @@ from services.coordinator.prompt_check import PromptCheck
 from services.coordinator.restored import free_name
 from services.coordinator.watchdog import Watchdog
 from services.growing_pause import GrowingPause
-from services.seldom import unforeseen
 
 TICK_S = 0.5
 MAX_SUBMISSION = 128
+MAX_TO_READ = 16
+"""Specs that are being read or wait for it; reading one is bounded in time."""
 HEAR_S = 5.0
 """How long a coordinator that was told to stop listens for workers that were told so too; they say it every second."""
 
@@ -96,6 +99,10 @@ class Coordinator:
         """When the data of the run that is due may be opened again, by the monotonic clock."""
         self._pause = GrowingPause()
         self._openings = Openings()
+        self._passed_over: set[str] = set()
+        """Runs whose spec this version cannot read, while there are others."""
+        self._to_read = 0
+        """Specs that are being read or wait for it."""
         self._finished_session = 0
         self._fault: LedgerFault | None = None
         ledger.on_fault = self._on_fault
@@ -186,8 +193,7 @@ class Coordinator:
             raise InvalidInput(
                 f"the name of a submission has {len(submission)} characters, not {MAX_SUBMISSION} at most"
             )
-        async with self._reading:
-            spec, text = await asyncio.to_thread(_read_submitted, spec_yaml)
+        spec, text = await self._read(spec_yaml)
         refuse_large_groups(spec)
         if why := function_files.refusal(spec, self._functions_from):
             raise SpecError(why)
@@ -212,6 +218,17 @@ class Coordinator:
         log.info("run %s is queued", run_id)
         await self.tell_watchers()
         return run_id
+
+    async def _read(self, spec_yaml: str) -> tuple[RunSpec, str]:
+        """A submitted spec and its resolved text, read on a thread. Raises SpecError, Busy."""
+        if self._to_read == MAX_TO_READ:
+            raise Busy(f"{self._to_read} specs are being read; submit again later")
+        self._to_read += 1
+        try:
+            async with self._reading:
+                return await asyncio.to_thread(_read_submitted, spec_yaml)
+        finally:
+            self._to_read -= 1
 
     def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
         """The run's folder: its spec, and links to what it shares with its neighbours. One of that name that is there is of a run
@@ -252,13 +269,18 @@ class Coordinator:
             row = self.ledger.run(run_id)
             if row["state"] not in ("paused", "failed"):
                 raise Conflict(f"run {run_id} is {row['state']}, neither paused nor failed")
+            goes_on = row["state"] == "paused" and run_id not in self._passed_over
             with self.ledger.transaction():
-                self._set_state(run_id, "running" if row["state"] == "paused" else "queued")
+                self._set_state(run_id, "running" if goes_on else "queued")
                 self.ledger.update_run(run_id, dropped_in_a_row=0)
                 session_faults.forget(self.exchange, run_id)
                 checkpoints.clear_marks(self.ledger, run_id)  # a person may have put them back
-            self._retried, self._open_again_s = "", 0.0
-        self.faults.forget()
+            self._passed_over.discard(run_id)
+            self._open_again_s = 0.0
+            if self._retried == run_id:
+                self._retried = ""
+        if self.exchange.active is None or self.exchange.active.run_id == run_id:
+            self.faults.forget()  # those of another run are not what the person looked at
         self.server.wake("lease", "batch")
         if self.exchange.active is not None:
             await self.pool.assignments.put_to_work()
@@ -323,12 +345,16 @@ class Coordinator:
         """Makes the active run, or the next queued one, the exchange's run; later, where it cannot be read just now."""
         if self.exchange.active is not None or time.monotonic() < self._open_again_s:
             return
-        row = self.ledger.active_run() or self.ledger.next_queued()
+        row = self.ledger.due_run(self._passed_over) or self.ledger.due_run()
         if row is None:
             return
         run_id = row["run_id"]
         try:
-            spec, warnings = await asyncio.to_thread(spec_from_ledger, row["spec_yaml"])
+            spec, warnings = await asyncio.to_thread(spec_of_run, run_id, row["spec_yaml"])
+        except SpecError as error:
+            await self._pass_over(row, error)
+            return
+        try:
             prompts, validation = await asyncio.to_thread(_open_data, spec)
         except (PacelineError, OSError) as error:
             await self._put_off(row, error)
@@ -341,7 +367,7 @@ class Coordinator:
             if row["state"] not in ("queued", *ACTIVE_STATES):
                 return  # cancelled while its data were opened
             with self.ledger.transaction():
-                if row["state"] == "queued" or self._retried == run_id:
+                if row["state"] == "queued" or (row["state"] == "paused" and self.ledger.is_retried(run_id)):
                     self._set_state(run_id, "running")
                 self._retried = ""
                 for warning in warnings:
@@ -361,6 +387,29 @@ class Coordinator:
             self._prompts.begin(run_id, spec)
         log.info("run %s starts at step %d of %d", run_id, row["next_step"], spec.max_num_steps)
         await self.pool.assignments.put_to_work()
+        await self.tell_watchers()
+
+    async def _pass_over(self, row: sqlite3.Row, error: SpecError) -> None:
+        """The run that is due has a spec that this version cannot read. Other runs are not kept waiting for another version:
+        this one is paused and keeps what is open. Alone, it is put off, and its workers keep what they hold.
+        """
+        run_id = row["run_id"]
+        if self.ledger.due_run({*self._passed_over, run_id}) is None:
+            await self._put_off(row, error)
+            return
+        message = f"{error}. Other runs go first"
+        async with self.lock:
+            row = self.ledger.run(run_id)
+            if row["state"] not in ("queued", *ACTIVE_STATES):
+                return
+            by_a_person = row["state"] == "paused" and not self.ledger.is_retried(run_id)
+            with self.ledger.transaction():
+                self.exchange.set_aside(run_id)
+                self._set_state(run_id, "paused", message, retried=not by_a_person)
+            self._passed_over.add(run_id)
+            if self._retried == run_id:
+                self._retried = ""
+        log.warning("run %s is passed over: %s", run_id, message)
         await self.tell_watchers()
 
     async def _put_off(self, row: sqlite3.Row, error: Exception) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,12 +78,20 @@ class Ledger(LedgerFile):
         return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])
 
     def active_run(self) -> sqlite3.Row | None:
-        """The one run that trains (or is paused), if any."""
-        return self._first("SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY sequence")
+        """The one run that trains, or else is paused, if any."""
+        return self._first(
+            "SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence"
+        )
 
-    def next_queued(self) -> sqlite3.Row | None:
-        """The oldest run that waits."""
-        return self._first("SELECT * FROM runs WHERE state = 'queued' ORDER BY sequence")
+    def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
+        """The active run or, without one, the oldest that waits; none of those that are `passed_over`."""
+        row: sqlite3.Row | None = self.db.execute(
+            "SELECT * FROM runs WHERE state IN ('running', 'paused', 'queued')"
+            f" AND run_id NOT IN ({', '.join('?' * len(passed_over))})"
+            " ORDER BY CASE state WHEN 'running' THEN 0 WHEN 'paused' THEN 1 ELSE 2 END, sequence LIMIT 1",
+            tuple(passed_over),
+        ).fetchone()
+        return row
 
     def add_run(
         self,

@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.cli import main
-from paceline.cli.up import open_runs
 from paceline.data import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
 from paceline.spec import RunSpec
@@ -248,15 +247,6 @@ def test_a_backup_is_a_whole_ledger_although_one_writes(writer: Writer, tmp_path
     assert [path.name for path in copies.iterdir() if "partial" in path.name] == []
     result = call("ledger", "backup", tmp_path / "no" / "copy", "--directory", tmp_path / "runs")
     assert result.stderr == f"Error: no folder {tmp_path / 'no'}; make it first\n"
-
-
-def test_up_finds_the_runs_that_were_left_open(writer: Writer, tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "ledger.sqlite"
-    assert open_runs(path) == [(RUN_ID, writer.spec)]
-    with writer.ledger.transaction():
-        writer.ledger.update_run(RUN_ID, state="cancelled")
-    assert open_runs(path) == []
-    assert open_runs(tmp_path / "ledger.sqlite") == []
 
 
 def test_export_needs_a_complete_checkpoint(writer: Writer, tmp_path: Path) -> None:

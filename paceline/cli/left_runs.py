@@ -1,0 +1,86 @@
+"""Runs that are in a ledger when `paceline up` begins: those that go on, and those that only a person can help."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.client import ENDED_STATES
+from paceline.errors import NotFound, SpecError
+from paceline.spec import RunSpec
+
+MAX_SHOWN = 5
+"""Failed runs that are named, newest first."""
+
+
+class Failed(NamedTuple):
+    """A failed run, as the ledger has it."""
+
+    why: str
+    spec_yaml: str
+
+
+@dataclass
+class LeftRuns:
+    """By id, oldest first."""
+
+    open: dict[str, RunSpec] = field(default_factory=dict)
+    """Runs that have not ended."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Runs that have not ended whose spec this version cannot read, with the reason and what helps."""
+    failed: dict[str, Failed] = field(default_factory=dict)
+    """Runs that `resume` would queue again."""
+
+    def advice(self, resumed: Sequence[str] = ()) -> list[str]:
+        """A sentence for each run that does not go on by itself, but for those that are `resumed` now."""
+        failed = [(run_id, one) for run_id, one in self.failed.items() if run_id not in resumed]
+        newest = failed[: -MAX_SHOWN - 1 : -1]
+        said = [
+            *self.unreadable.values(),
+            *(
+                f"run {run_id} has failed ({one.why}); --resume {run_id} queues it again"
+                for run_id, one in newest
+            ),
+        ]
+        if len(failed) > MAX_SHOWN:
+            said.append(f"{len(failed) - MAX_SHOWN} older runs have failed too")
+        return said
+
+    def chosen(self, run_id: str) -> RunSpec:
+        """The spec of a run that is to be resumed. Raises NotFound, SpecError."""
+        from paceline.spec_io import spec_of_run
+
+        if run_id in self.failed:
+            return spec_of_run(run_id, self.failed[run_id].spec_yaml)[0]
+        if run_id in self.unreadable:
+            raise SpecError(self.unreadable[run_id])
+        if run_id in self.open:
+            return self.open[run_id]
+        known = ", ".join([*self.open, *self.failed]) or "none"
+        raise NotFound(f"no run {run_id!r} has failed or is open; those that are: {known}")
+
+
+def left_runs(ledger_path: Path) -> LeftRuns:
+    """What the ledger has; nothing without a ledger. Raises LedgerFault."""
+    from paceline.spec_io import spec_of_run
+    from services.coordinator.ledger import Ledger
+
+    left = LeftRuns()
+    try:
+        ledger = Ledger(ledger_path, read_only=True)
+    except NotFound:
+        return left
+    with contextlib.closing(ledger):
+        for row in ledger.runs():
+            run_id = row["run_id"]
+            if row["state"] == "failed":
+                left.failed[run_id] = Failed(row["message"], row["spec_yaml"])
+            elif row["state"] not in ENDED_STATES:
+                try:
+                    left.open[run_id] = spec_of_run(run_id, row["spec_yaml"])[0]
+                except SpecError as error:
+                    left.unreadable[run_id] = str(error)
+    return left
