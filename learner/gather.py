@@ -17,7 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from learner.adapter import adapter_weights, has_adapter, merged_state
+from learner.collectives import FailedElsewhere, succeed_on_all_ranks
+from paceline.errors import Unavailable
 from paceline.flat_weights import empty_flat, views
+from paceline.host_memory import available_bytes
 from paceline.weights import TensorPlan, WeightManifest
 
 BUCKET_BYTES = 64 << 20
@@ -34,20 +37,73 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
     converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
     `paceline.flat_weights.plan` does, so a publisher sends them without another copy.
     """
-    return _gather(named_weights(model), dtype)
+    tensors = named_weights(model)
+    return _gather(tensors, dtype, _room(tensors, dtype))
+
+
+def gather_export(
+    model: nn.Module, device: torch.device, *, adapter_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """What an export is made of, as `gather_weights` gives it: the whole state dict, an adapter not yet merged
+    (`merged_export`), or with `adapter_only` that alone. `device` is where the ranks agree.
+
+    Raises, on every rank and before anything travels, when rank 0 has no memory for it: Unavailable there, FailedElsewhere on
+    the others. The model is as it was.
+    """
+    tensors = named_weights(model) if adapter_only else _state(model)
+    copies = 2 if has_adapter(model) and not adapter_only else 1
+    gathered: dict[str, torch.Tensor] = {}
+
+    def make_room() -> None:
+        _check_memory(tensors, copies)
+        gathered.update(_room(tensors, None))
+
+    try:
+        succeed_on_all_ranks(make_room, device)
+    except FailedElsewhere:
+        raise
+    except Exception as error:  # the host's memory, the driver's pinned memory: each has errors of its own
+        raise Unavailable(
+            f"there is no memory for a copy of the whole model ({type(error).__name__}: {error}); `paceline export` makes "
+            "one of the newest checkpoint, on any machine"
+        ) from error
+    return _gather(tensors, None, gathered)
+
+
+def _check_memory(tensors: dict[str, torch.Tensor], copies: int) -> None:
+    """Raises MemoryError on rank 0 when `copies` of the tensors are more than this host has left."""
+    if not is_first_rank():
+        return
+    once = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors.values()}
+    needed, left = copies * sum(once.values()), available_bytes()
+    if needed > left:
+        raise MemoryError(f"it takes {needed >> 20} MB, and this host has {left >> 20} MB left")
+
+
+def merged_export(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """On rank 0: the state dict as the architecture has it, of what `gather_export` gave."""
+    return merged_state(model, tensors) if has_adapter(model) else tensors
 
 
 def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole state dict as the architecture has it, an adapter merged into its base. Otherwise like `gather_weights`."""
     if not has_adapter(model):
         return gather_weights(model, None)
-    whole = _gather(_state(model), None)
+    state = _state(model)
+    whole = _gather(state, None, _room(state, None))
     return merged_state(model, whole) if whole else {}
 
 
-def _gather(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _room(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Memory for what is gathered, on the rank that keeps it."""
+    return _allocate(tensors, dtype) if is_first_rank() else {}
+
+
+def _gather(
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, gathered: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Fills `gathered`, which is what `_room` gave, and returns it."""
     wanted = is_first_rank()
-    gathered = _allocate(tensors, dtype) if wanted else {}
     sharded: list[tuple[str, DTensor]] = []
     done: set[int] = set()
     for name, kept in tensors.items():

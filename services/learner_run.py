@@ -26,7 +26,7 @@ from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes
 from learner.examples import ExampleSource
 from learner.export import export_policy
 from learner.export_folder import remove_left_overs
-from learner.gather import gather_merged, gather_weights
+from learner.gather import gather_export, merged_export
 from learner.row_check import check_rows
 from learner.trainer import Trainer
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, PacelineError, Unavailable
@@ -345,14 +345,7 @@ class LearnerRun:
             return  # whoever asked has gone
         name, adapter_only = order
         path = Path(self._assignment.directory) / EXPORTS / (name or f"step-{self.step}")
-        tensors = self._gather_export(adapter_only)
-        error: PacelineError | None = None
-        try:
-            self._write_export(path, tensors, adapter_only)
-        except PacelineError as refused:
-            error = refused
-        except Exception as failed:  # transformers, safetensors and the disk have their own
-            error = Unavailable(f"{path} could not be written: {type(failed).__name__}: {failed}")
+        error = self._export(path, adapter_only)
         if error is not None:
             log.error("run %s: an export that was asked for failed: %s", self.run_id, error)
         for _, waiting in orders:
@@ -361,13 +354,32 @@ class LearnerRun:
             else:
                 waiting.set_result(str(path))
 
+    def _export(self, path: Path, adapter_only: bool) -> PacelineError | None:
+        """Why it could not be written, if it could not. Raises what leaves the ranks at different points of their collectives."""
+        try:
+            tensors = self._gather_export(adapter_only)
+        except (Unavailable, FailedElsewhere) as error:
+            return error  # raised on every rank, before anything travelled
+        except Exception as error:  # a lack of memory on the device, in torch's words
+            if self._rank.world_size > 1:
+                raise
+            return _not_written(path, error)
+        try:
+            self._write_export(path, tensors, adapter_only)
+        except PacelineError as error:
+            return error
+        except Exception as error:  # transformers, safetensors, the disk and the allocators have their own
+            return _not_written(path, error)
+        return None
+
     def _gather_export(self, adapter_only: bool = False) -> dict[str, torch.Tensor]:
-        model = self._trainer.model
-        return gather_weights(model, None) if adapter_only else gather_merged(model)
+        return gather_export(self._trainer.model, self._rank.device, adapter_only=adapter_only)
 
     def _write_export(self, path: Path, tensors: dict[str, torch.Tensor], adapter_only: bool = False) -> None:
         """On rank 0: the weights as a Hugging Face folder; replaces what this run exported there before."""
         if self._rank.rank == 0:
+            if not adapter_only:
+                tensors = merged_export(self._trainer.model, tensors)
             scoring = self._spec.algorithm == "rm"
             export_policy(
                 path, tensors, self._spec.policy, scoring=scoring, adapter_only=adapter_only, replace=True
@@ -378,8 +390,9 @@ class LearnerRun:
 
         What cannot be written now may be written later, by another session: all ranks are at one point.
         """
-        path, tensors = Path(self._assignment.directory) / EXPORT, self._gather_export()
+        path = Path(self._assignment.directory) / EXPORT
         try:
+            tensors = self._gather_export()
             succeed_on_all_ranks(lambda: self._write_export(path, tensors), self._rank.device)
             self._checkpoints.save_last(self._trainer, self.step, self._chain, self._parts.superseded.wait)
         except FailedElsewhere as error:
@@ -421,3 +434,7 @@ class LearnerRun:
             kind = report.WhichOneof("report")
             self._reports = [r for r in self._reports if r.WhichOneof("report") != kind] + [report]
             self._rank.report(report)
+
+
+def _not_written(path: Path, error: Exception) -> PacelineError:
+    return Unavailable(f"{path} could not be written: {type(error).__name__}: {error}")

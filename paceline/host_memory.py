@@ -1,0 +1,32 @@
+"""How much memory this process may still take: the host's, or its container's where that is less.
+
+Linux hands out more than there is and kills whoever then uses it, so whoever is about to take much asks here first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+"""As a container sees its own group (cgroup v2)."""
+
+
+def available_bytes(cgroup: Path = CGROUP) -> int:
+    """Bytes that can be taken without anybody being killed for it; what the kernel would give back of its caches counts."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    return min(available, _left_to_group(cgroup, available))
+
+
+def _left_to_group(cgroup: Path, otherwise: int) -> int:
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        reclaimable = _value_of("inactive_file", (cgroup / "memory.stat").read_text())
+        return max(0, int(limit) - int(used) + reclaimable)
+    except (OSError, ValueError):  # no such group, or its limit is `max`
+        return otherwise
+
+
+def _value_of(name: str, text: str) -> int:
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")), 0)

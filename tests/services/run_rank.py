@@ -1,0 +1,93 @@
+"""One of two ranks of a learner's session that train nothing. Leaves what it met as a file.
+
+Arguments: the folder for results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from learner import gather
+from learner.collectives import end_process
+from paceline.errors import PacelineError
+from paceline.spec_io import parse_spec, spec_to_yaml
+from protos.paceline.v1 import exchange_pb2 as pb
+from protos.paceline.v1 import worker_pb2
+from services.learner_parts import Part
+from services.learner_run import LearnerRun
+from services.learner_service import ExportOrder, Orders
+
+SPEC = {"policy": {"model_name": "m"}, "data": {"train": "d"}, "rewards": [{"function": "length"}]}
+CHAINS = (["before", "after", "after"], ["after", "after", "after"])
+"""Of the parts that each rank gets, one after the other: the batch is fixed anew when rank 0 has its part."""
+
+
+class Parts:
+    """Gives out parts that hold nothing but their batch's chain."""
+
+    def __init__(self, chains: list[str]) -> None:
+        self.chains = iter(chains)
+        self.asked = 0
+
+    def ask(self, step: int) -> Part:
+        self.asked += 1
+        return Part(pb.BatchReply(step=step, chain=next(self.chains)), [])
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    number = dist.get_rank()
+    rank = SimpleNamespace(
+        rank=number,
+        world_size=2,
+        device=torch.device("cpu"),
+        orders=Orders(),
+        stopping=threading.Event(),
+        report=lambda _: None,
+    )
+    assignment = worker_pb2.RunAssignment(
+        run_id="test-1", session=1, directory=str(out), spec_yaml=spec_to_yaml(parse_spec(SPEC))
+    )
+    session = LearnerRun(assignment, rank)  # type: ignore[arg-type]
+    parts: Any = Parts(CHAINS[number])
+    session._parts = parts
+    part = session._next_part()
+    met = {"chain": part.batch.chain if part else "", "asked": parts.asked}
+    met |= export_twice(session, rank)
+    (out / f"rank.{number}.json").write_text(json.dumps(met))
+    end_process()
+
+
+def export_twice(session: LearnerRun, rank: Any) -> dict[str, Any]:
+    """An export without memory on rank 0, and what is gathered for the next one."""
+    module: Any = torch.nn.Linear(4, 4)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    session._trainer = SimpleNamespace(model=module)  # type: ignore[assignment]
+    allocate = gather._allocate
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    gather._allocate = fail
+    waiting = rank.orders.ask_export(ExportOrder("now", False)) if rank.rank == 0 else None
+    session._export_ordered()
+    gather._allocate = allocate
+    failure = waiting.exception(0) if waiting is not None else None
+    assert failure is None or isinstance(failure, PacelineError)
+    return {"failure": str(failure or ""), "gathered": sorted(session._gather_export())}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
