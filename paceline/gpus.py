@@ -67,7 +67,7 @@ def named_in(cluster: ClusterSection) -> tuple[int, ...]:
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
     """The cluster on a host with `number` GPUs, and a sentence that says who got which; empty where there are none.
 
-    What the spec names stays. Else one GPU is shared by all; of several the learner gets half, one for each rank, and the
+    What the spec names stays, and a role for which it names none is said to compute on CPUs. Else one GPU is shared by all; of several the learner gets half, one for each rank, and the
     rollout workers the others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without
     `rollout` the learner gets all. Raises SpecError for what cannot be divided, with the keys to set.
     """
@@ -81,11 +81,34 @@ def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tup
                 f"cluster.*_gpus name GPU {missing[0]}, and this host shows {_count(number)}, counted from 0; look at "
                 "CUDA_VISIBLE_DEVICES, name others, or empty the keys ('cluster.learner_gpus=[]') for CPUs"
             )
-        return cluster, ""
+        return cluster, _left_on_cpus(cluster, number, rollout)
     if not number:
         return cluster, ""
     divided = _divided(cluster, number, rollout)
     return divided, _sentence(divided, number, rollout)
+
+
+def _left_on_cpus(cluster: ClusterSection, number: int, rollout: bool) -> str:
+    gpus = {"learner": cluster.learner_gpus} | ({"rollout": cluster.rollout_gpus} if rollout else {})
+    without = [role for role, named in gpus.items() if not named]
+    if not without:
+        return ""
+    return (
+        f"{without[0]} computes on CPUs: cluster.{without[0]}_gpus is empty and other keys name GPUs; this host shows "
+        f"{_count(number)}, counted from 0"
+    )
+
+
+def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
+    """For a service that was to find a device by itself and found the CPU: what to say of the GPUs that are here all the same.
+    Empty without any."""
+    number = len(visible_gpus() if visible is None else visible)
+    if not number:
+        return ""
+    return (
+        f"this {role} computes on CPUs although the host shows {_count(number)}, because torch cannot use any; see "
+        "`paceline doctor`, or say --device cpu if that is meant"
+    )
 
 
 def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSection:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from learner.collectives import broadcast_bytes, end_process
 from paceline.address import checked_address
 from paceline.errors import Busy, PacelineError, Unavailable
+from paceline.gpus import unused_gpus
 from paceline.onednn import bound_caches
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
@@ -268,9 +269,10 @@ def main(
     bound_caches()
     try:
         reachable = advertised_host(host, advertise_host, checked_address(coordinator))
+        used = set_up_device(device, host)
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
-    rank = LearnerRank(coordinator, name, set_up_device(device, host), host, reachable, grace_s)
+    rank = LearnerRank(coordinator, name, used, host, reachable, grace_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:
@@ -301,8 +303,15 @@ async def _serve(rank: LearnerRank, host: str, port: int) -> GrpcServer:
 
 
 def set_up_device(device: str, host: str) -> torch.device:
-    """The device of this rank; makes the process group when there are several. `host` is what the service listens on."""
+    """The device of this rank; makes the process group when there are several. `host` is what the service listens on. Raises
+    Unavailable for a GPU that cannot be used."""
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unavailable(
+            f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
+        )
+    if device == "auto" and not cuda and (idle := unused_gpus("learner")):
+        log.warning("%s", idle)
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     form_rank_group(host, cuda=cuda)

@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.cli.options import token_file_option
 from paceline.errors import Conflict, EngineDied, InvalidInput
+from paceline.gpus import unused_gpus
 from paceline.groups import Completion
 from paceline.onednn import bound_caches
 from paceline.prompts import encode_prompt
@@ -394,9 +395,13 @@ def main(
 def _device(device: str) -> str:
     import torch
 
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+    if device != "auto":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
+    if idle := unused_gpus("rollout worker"):
+        log.warning("%s", idle)
+    return "cpu"
 
 
 if __name__ == "__main__":

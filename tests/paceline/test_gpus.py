@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from paceline.cli import main
 from paceline.cli.up import _with_division
 from paceline.errors import SpecError
-from paceline.gpus import divide, for_cuda, installed_gpus, share_gpus, visible_gpus
+from paceline.gpus import divide, for_cuda, installed_gpus, share_gpus, unused_gpus, visible_gpus
 from paceline.spec import ClusterSection
 from paceline.spec_io import parse_spec, spec_from_yaml, spec_to_yaml
 from paceline.up import LocalCluster
@@ -82,8 +82,35 @@ def test_opting_out_is_said_and_named_gpus_stay() -> None:
     cpu = ClusterSection(device="cpu")
     assert divide(cpu, 2) == (cpu, "cluster.device is cpu: 2 GPUs of this host not used")
     assert divide(cpu, 0) == (cpu, "")
-    named = ClusterSection(learner_gpus=(1,))
+    named = ClusterSection(learner_gpus=(1,), rollout_gpus=(0,))
     assert divide(named, 2) == (named, "")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rollout", "said"),
+    [
+        ({"rollout_gpus": (0, 1)}, True, "learner computes on CPUs: cluster.learner_gpus is empty"),
+        ({"learner_gpus": (0,)}, True, "rollout computes on CPUs: cluster.rollout_gpus is empty"),
+        ({"learner_gpus": (0,)}, False, ""),
+        ({"reward_gpus": (1,)}, True, "learner computes on CPUs: cluster.learner_gpus is empty"),
+    ],
+)
+def test_a_role_left_on_cpus_beside_named_gpus_is_said(
+    cluster: dict[str, Any], rollout: bool, said: str
+) -> None:
+    named = ClusterSection(**cluster)
+    kept, sentence = divide(named, 2, rollout=rollout)
+    assert kept == named
+    assert sentence.startswith(said)
+    assert bool(sentence) == bool(said)
+
+
+def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
+    assert unused_gpus("learner", []) == ""
+    assert unused_gpus("learner", ["0", "1"]) == (
+        "this learner computes on CPUs although the host shows 2 GPUs, because torch cannot use any; see "
+        "`paceline doctor`, or say --device cpu if that is meant"
+    )
 
 
 @pytest.mark.parametrize(

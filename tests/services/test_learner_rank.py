@@ -1,0 +1,99 @@
+"""A learner rank's health, by what became of the last run that it was given, and the device that it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.errors import Unavailable
+from protos.paceline.v1 import worker_pb2
+from services import learner_rank
+from services.learner_rank import LearnerRank, _serve, set_up_device
+
+DEADLINE_S = 20.0
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
+
+
+class Served:
+    """A rank that listens; its coordinator is away."""
+
+    def __init__(self) -> None:
+        self.rank = LearnerRank("127.0.0.1:1", "learner", torch.device("cpu"), "127.0.0.1", "127.0.0.1", 5.0)
+        self.rank.server = self.rank.background.wait(_serve(self.rank, "127.0.0.1", 0), DEADLINE_S)
+        self.rank.join()
+        self.channel = grpc.insecure_channel(self.rank.address)
+
+    def health(self, service: str = "paceline.v1.LearnerService") -> Any:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return health_pb2_grpc.HealthStub(self.channel).Check(request, timeout=DEADLINE_S).status
+
+    def wait_for(self, status: Any) -> None:
+        """Until health says so; it is set beside the main thread."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self.health() != status:
+            assert time.monotonic() < deadline_s, "health did not change"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.channel.close()
+    assert served.rank.server is not None
+    served.rank.background.wait(served.rank.server.stop(0.0), DEADLINE_S)
+    served.rank.background.close()
+
+
+def test_health_says_whether_the_learner_could_set_up_its_last_run(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = served.rank
+    served.wait_for(SERVING)
+    rank._work_on(worker_pb2.RunAssignment(run_id="run-1", session=1, spec_yaml="telepathy: 1"))
+    served.wait_for(NOT_SERVING)
+    assert served.health("") == SERVING, "the process lives"
+
+    class Run:
+        """A run whose set-up fails in the first session, and not in the second."""
+
+        out_of_step = False
+
+        def __init__(self, assignment: worker_pb2.RunAssignment, _: LearnerRank) -> None:
+            self.session, self.ready = assignment.session, assignment.session == 2
+
+        def train(self) -> None:
+            served.wait_for(SERVING)  # it may succeed: what was before is over
+            rank.stopping.set()
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(learner_rank, "LearnerRun", Run)
+    for session, status in ((1, NOT_SERVING), (2, SERVING)):
+        rank.stopping.clear()
+        rank._assignments.put(worker_pb2.RunAssignment(run_id="run-2", session=session).SerializeToString())
+        rank.serve_forever()
+        served.wait_for(status)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
+def test_a_gpu_that_cannot_be_used_is_said_and_none_that_idles_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Unavailable, match=r"--device is cuda, and torch .* finds no GPU that it can use"):
+        set_up_device("cuda", "127.0.0.1")
+    monkeypatch.setattr("paceline.gpus.visible_gpus", lambda: ("0", "1"))
+    assert set_up_device("cpu", "127.0.0.1").type == "cpu"
+    assert not caplog.records, "that was asked for"
+    assert set_up_device("auto", "127.0.0.1").type == "cpu"
+    assert "this learner computes on CPUs although the host shows 2 GPUs" in caplog.text
