@@ -94,7 +94,12 @@ def resume(run: str, coordinator: str, as_json: bool) -> None:
 def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> None:
     """Take groups out of the batch that a paused run is to train next; the batch is fixed anew without them."""
     with Client(coordinator) as client:
-        _say(view.run_facts(client.drop_groups(run, groups)), as_json)
+        facts = view.run_facts(client.drop_groups(run, groups))
+    if as_json:
+        print_json(facts)
+        return
+    named = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
+    click.echo(f"dropped {named} of run {run}, which is {facts['state']}; `paceline resume {run}` goes on")
 
 
 def _say(facts: view.Facts, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from paceline.cli.serve import SERVICES
 from paceline.doctor import Finding, examine
 from paceline.spec import ClusterSection
 from paceline.up import LocalCluster
+from protos.paceline.v1.run_pb2 import RUN_STATE_PAUSED, Run
 
 IMPORTS = (
     "import sys, click.testing, paceline.cli\n"
@@ -152,6 +153,35 @@ def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_pa
     )
     assert call("cancel", "again-2", coordinator=at).stdout == "run again-2 is cancelled\n"
     assert lines_of(call("cancel", "sums-1", "--json", coordinator=at))[0]["state"] == "cancelled"
+
+
+class Dropping:
+    """Stands for the client: a coordinator that drops what it is asked to."""
+
+    def __init__(self, coordinator: str) -> None:
+        pass
+
+    def __enter__(self) -> Dropping:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
+        assert (run_id, list(group_ids)) == ("sums-1", [3, 15][: len(group_ids)])
+        return Run(run_id=run_id, state=RUN_STATE_PAUSED, step=4, max_num_steps=9)
+
+
+def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cli.runs.Client", Dropping)
+    assert call("drop", "sums-1", "3", "15").stdout == (
+        "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` goes on\n"
+    )
+    assert call("drop", "sums-1", "3").stdout.startswith("dropped group 3 of run sums-1, ")
+    (facts,) = lines_of(call("drop", "sums-1", "3", "--json"))
+    assert (facts["run_id"], facts["state"], facts["step"]) == ("sums-1", "paused", 4)
+    assert call("drop", "sums-1", "-1").exit_code == 2
+    assert "Missing argument 'GROUP...'" in call("drop", "sums-1").stderr
 
 
 def test_what_is_doubtful_is_said_at_submit_and_stays_among_the_events(

@@ -14,6 +14,7 @@ from paceline.errors import Conflict, InvalidInput, NotFound, SpecError, Unavail
 from paceline.spec import ClusterSection
 from paceline.spec_io import load_spec
 from paceline.up import LocalCluster
+from services.coordinator.ledger import Ledger
 
 DEADLINE_S = 20.0
 
@@ -60,6 +61,25 @@ def test_a_submitted_run_is_listed_and_starts(client: Client, spec_path: Path) -
         (2, "state", "running"),
     ]
     assert state_name(client.get("sums-1")) == "running"
+
+
+def test_runs_of_many_pages_are_one_list(tmp_path: Path) -> None:
+    """More than two of the coordinator's pages of 100."""
+    (tmp_path / "runs").mkdir()
+    ledger = Ledger(tmp_path / "runs" / "ledger.sqlite")
+    names = [f"sums-{number}" for number in range(250)]
+    with ledger.transaction():
+        for name in names:
+            ledger.add_run(name, "{}", str(tmp_path / "runs" / name), 3)
+            ledger.update_run(name, state="cancelled")
+    ledger.close()
+    cluster = LocalCluster(tmp_path / "runs", ClusterSection(), say=lambda line: None)
+    try:
+        cluster.start_coordinator()
+        with Client(cluster.address, timeout_s=DEADLINE_S) as client:
+            assert [run.run_id for run in client.runs()] == names
+    finally:
+        cluster.stop()
 
 
 def test_a_second_run_waits_for_the_first(client: Client, spec_path: Path) -> None:

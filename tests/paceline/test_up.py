@@ -18,6 +18,7 @@ import pytest
 from paceline.client import Client
 from paceline.errors import Conflict, NotFound, PacelineError
 from paceline.spec import ClusterSection
+from paceline.spec_io import parse_spec
 from paceline.supervise import Service
 from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
@@ -226,6 +227,26 @@ def test_the_coordinator_keeps_its_address_over_a_death(tmp_path: Path) -> None:
     assert gone(last)
     assert len(said) == 1
     assert "coordinator was killed by SIGKILL" in said[0]
+
+
+def test_what_the_coordinator_is_told_to_leave_free_closes_admission(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    tree = {
+        "policy": {"model_name": "m"},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "rewards": [{"function": "length"}],
+    }
+    options = {"coordinator": ["--min-free-mb", "99999999"]}
+    cluster = LocalCluster(tmp_path / "runs", ClusterSection(), options=options, say=lambda line: None)
+    try:
+        cluster.start_coordinator()
+        with Client(cluster.address, timeout_s=DEADLINE_S) as client:
+            run_id = client.submit(parse_spec(tree)).run_id
+            said = next(event.content for event in client.watch(run_id) if event.kind == "warning")
+            assert "--min-free-mb is 99999999" in said["message"]
+            assert client.get(run_id).groups["admitted"] == 0
+    finally:
+        cluster.stop()
 
 
 def test_a_coordinator_that_cannot_start_says_why_at_once(tmp_path: Path) -> None:
