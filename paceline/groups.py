@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,12 +89,12 @@ class Group:
     rewards_CF: FloatArray | None = None
     """[C, F] one number per completion and reward function; NaN where a function said None."""
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Completion tokens in the group: what the books count."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
-    @property
+    @cached_property
     def oldest_step(self) -> int:
         """Step of the oldest version among all tokens; the group's age at step s is s minus this."""
         return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)

@@ -106,10 +106,19 @@ class CompletionArrays(NamedTuple):
 
 
 def decode_completions(
-    payload: Buffer | CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
+    payload: Buffer, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
     """Prompt tokens and completions of a payload frame. Raises WireError when anything does not fit together."""
-    arrays = payload if isinstance(payload, CompletionArrays) else CompletionArrays.of(payload)
+    arrays = CompletionArrays.of(payload)
+    if not np.isfinite(arrays.logprobs).all():
+        raise WireError("logprobs holds values that are not finite")
+    return split_completions(arrays, finish_reasons, texts)
+
+
+def split_completions(
+    arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
+) -> tuple[IntArray, tuple[Completion, ...]]:
+    """Prompt tokens and completions of arrays whose values were checked. Raises WireError when they do not fit together."""
     prompt_ids, token_ids, lengths, logprobs, spans = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
@@ -120,8 +129,6 @@ def decode_completions(
         raise WireError(
             f"lengths sum to {sum(sizes)}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
         )
-    if not np.isfinite(logprobs).all():
-        raise WireError("logprobs holds values that are not finite")
     completions, start = [], 0
     for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
         _check_spans(index, own, size)
@@ -190,7 +197,7 @@ def _load(payload: Buffer) -> dict[str, np.ndarray]:
     data = memoryview(payload)[8 + header_bytes :]
     arrays, end = {}, 0
     try:
-        header = json.loads(bytes(payload[8 : 8 + header_bytes]))
+        header = json.loads(str(payload[8 : 8 + header_bytes], "utf-8"))
         header.pop("__metadata__", None)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             arrays[name] = _view(data, end, entry)
@@ -205,8 +212,9 @@ def _load(payload: Buffer) -> dict[str, np.ndarray]:
 def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
     """The array that `entry` of the header describes; it has to begin at `start`."""
     dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError("a size that is no natural number")
+    for number in (*shape, begin, end):
+        if type(number) is not int or number < 0:
+            raise ValueError("a size that is no natural number")
     if begin != start or end > len(data) or math.prod(shape) * dtype.itemsize != end - begin:
         raise ValueError(f"{shape} of {entry['dtype']} cannot lie at {begin} to {end}")
     return np.ndarray(shape, dtype, data, begin)

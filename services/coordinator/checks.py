@@ -109,7 +109,10 @@ def fault_of_versions(
     """
     versions = {span[:2] for c in completions for span in c.spans}
     newest = Version(*max(versions, default=(0, 0)))
-    session, step = newest.session, max((step for _, step in versions), default=0)
+    session, step = newest.session, max([step for _, step in versions], default=0)
+    held = exchange.newest_of(member_id)
+    if held is not None and newest <= held and step <= held.step:
+        return ""
     row = exchange.ledger.run(run.run_id)
     if session > row["session"] or step > row["published_step"]:  # else there is no need to ask each worker's
         known = exchange.newest_version()
@@ -117,7 +120,6 @@ def fault_of_versions(
             return f"session {session} in spans is beyond the newest, {bound}"
         if step > (bound := max(row["published_step"], known.step)):
             return f"step {step} in spans is beyond the newest version's, {bound}"
-    held = exchange.newest_of(member_id)
     if attempt == 1 and held is not None and newest > held:
         return f"version {tuple(newest)} in spans is newer than {tuple(held)}, the newest that {member_id} acknowledged"
     return ""

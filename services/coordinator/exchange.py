@@ -214,6 +214,11 @@ class Exchange:
         freed, self._freed = self._freed, False
         return freed
 
+    def has_free_slots(self, run: ActiveRun) -> bool:
+        """Whether a group was dropped whose place no other has taken yet."""
+        row = self.db.execute("SELECT 1 FROM free_slots WHERE run_id = ? LIMIT 1", (run.run_id,)).fetchone()
+        return row is not None
+
     def num_ahead(self, run: ActiveRun, slot: int) -> int:
         """Groups in places before `slot` that are open and in no batch yet. Counted from the last place that was asked for,
         as leases go out in the order of places.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
-from paceline.wire import Buffer, CompletionArrays, decode_completions, decode_reference, parse_message
+from paceline.wire import Buffer, CompletionArrays, decode_reference, parse_message, split_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.checks import Limits, check_arrays, check_texts
 from services.coordinator.payloads import PayloadStore, Place, Record
@@ -103,7 +103,7 @@ def _decode(arrived: Arrived) -> Group:
     arrived.max_id = check_arrays(arrays, arrived.limits)
     check_texts(len(frames[1]), len(arrays.token_ids), said.finish_reasons, FINISHED)
     unread = [""] * len(said.texts)  # what the texts are, nobody here needs to know
-    group = Group(result.group_id, *decode_completions(arrays, said.finish_reasons, unread))
+    group = Group(result.group_id, *split_completions(arrays, said.finish_reasons, unread))
     if group.digest(like=result.digest) != result.digest:
         raise WireError(f"the digest of group {result.group_id} does not match its arrays")
     if group.num_tokens == 0:
@@ -120,4 +120,4 @@ def _decode_begun(arrived: Arrived) -> Group:
     arrived.max_id = check_arrays(arrays, arrived.limits)
     size_bytes = sum(map(len, returned.texts))
     check_texts(size_bytes, len(arrays.token_ids), reasons, FINISHED + ABORTED)
-    return Group(returned.group_id, *decode_completions(arrays, reasons, [""] * len(reasons)))
+    return Group(returned.group_id, *split_completions(arrays, reasons, [""] * len(reasons)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
 from paceline.groups import Version, held_attempt, with_holder
 from paceline.tracing import group_traceparent, span
@@ -24,6 +24,9 @@ MAX_ROOM = 1 << 16
 
 ADMITTED_AT_ONCE = 64
 """Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
+
+INSERTED_AT_ONCE = 64
+"""Groups whose prompts are one parameter of a statement: SQLite takes no more than 1 GB."""
 
 
 def give(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
@@ -58,8 +61,11 @@ class _Lending:
         """What `write_down` has to: run, group, worker, attempt, oldest version that its tokens can have, holders so far."""
         if run.prompts is not None and not exchange.paused(run):
             places = sum(max(1, room // self._group_size) for room in rooms)
-            admit(exchange, run, max(places, ADMITTED_AT_ONCE))
-            self._free = _admitted(exchange, run, places + poison.num_reserved(exchange))
+            wanted = places + poison.num_reserved(exchange)
+            self._free = _admitted(exchange, run, wanted)
+            if len(self._free) < wanted or exchange.has_free_slots(run):
+                admit(exchange, run, max(wanted, ADMITTED_AT_ONCE))
+                self._free = _admitted(exchange, run, wanted)
 
     def give(self, request: pb.ExchangeRequest) -> Outcome:
         """One worker's leases; they are written down later."""
@@ -105,7 +111,9 @@ class _Lending:
     def _leasable(self, version: Version, number: int) -> list[tuple[sqlite3.Row, int]]:
         """The first of the free groups, up to `number`, as far as the worker's version allows."""
         max_age = self._run.max_age
-        return list(takewhile(lambda free: may_lease(version.step, free[1], max_age), self._free[:number]))
+        return list(
+            itertools.takewhile(lambda free: may_lease(version.step, free[1], max_age), self._free[:number])
+        )
 
     def _lease(
         self,
@@ -195,26 +203,34 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
 def insert_groups(
     exchange: Exchange, run: ActiveRun, kind: str, groups: Iterable[tuple[int, int, object, object]]
 ) -> None:
-    """New groups, admitted: id, place, prompt and columns of each."""
-    groups = list(groups)
-    exchange.db.executemany(
-        "INSERT INTO groups (run_id, group_id, class, state, slot) VALUES (?, ?, ?, 'admitted', ?)",
-        [(run.run_id, group_id, kind, slot) for group_id, slot, _, _ in groups],
-    )
-    prompts = [
-        {
-            "run_id": run.run_id,
-            "group_id": group_id,
-            "prompt_json": json.dumps(prompt),
-            "columns_json": json.dumps(columns, default=str),
-        }
-        for group_id, _, prompt, columns in groups
-    ]
-    exchange.db.executemany(
-        "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json, seal)"
-        " VALUES (:run_id, :group_id, :prompt_json, :columns_json, :seal)",
-        [{**row, "seal": seals.of("prompts", row)} for row in prompts],
-    )
+    """New groups, admitted: id, place, prompt and columns of each. One statement inserts many of them: between two, another
+    thread may take the interpreter.
+    """
+    groups = iter(groups)
+    while some := list(itertools.islice(groups, INSERTED_AT_ONCE)):
+        rows = [
+            {
+                "run_id": run.run_id,
+                "group_id": group_id,
+                "slot": slot,
+                "prompt_json": json.dumps(prompt),
+                "columns_json": json.dumps(columns, default=str),
+            }
+            for group_id, slot, prompt, columns in some
+        ]
+        as_json = json.dumps([{**row, "seal": seals.of("prompts", row)} for row in rows])
+        exchange.db.execute(
+            "INSERT INTO groups (run_id, group_id, class, state, slot)"
+            " SELECT ?, json_extract(value, '$.group_id'), ?, 'admitted', json_extract(value, '$.slot')"
+            " FROM json_each(?)",
+            (run.run_id, kind, as_json),
+        )
+        exchange.db.execute(
+            "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json, seal)"
+            " SELECT ?, json_extract(value, '$.group_id'), json_extract(value, '$.prompt_json'),"
+            " json_extract(value, '$.columns_json'), json_extract(value, '$.seal') FROM json_each(?)",
+            (run.run_id, as_json),
+        )
 
 
 def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:

@@ -227,6 +227,9 @@ class LedgerFile:
             script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
             script += seals.seal_all() if version == SCHEMA_VERSION else ""
             self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
+        # A statement that sets off a trigger keeps what its pages were before it. In files of a shared folder for temporary
+        # files, that doubles what a group costs; after an upgrade, whose statements change every page.
+        self.db.execute("PRAGMA temp_store = MEMORY")
 
     def _copy_before_upgrade(self, version: int) -> None:
         """The tables as they are, beside the ledger: an older Paceline can go on from there (the segments are the same)."""

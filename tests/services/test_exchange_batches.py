@@ -161,8 +161,9 @@ def test_beyond_the_hard_limit_a_late_group_is_dropped_as_stale(make_world: Make
     assert world.states()[0] == "dropped"
     assert world.counters["groups:dropped:stale"] == 1
     assert world.counters["tokens:dropped:stale"] == 9
-    assert fill(rollout, reward, 1) == [8]  # it inherited the place of 0, so it comes before 6 and 7
-    assert learner.train(2) == [[8, 5]]
+    (replacement,) = fill(rollout, reward, 1)
+    assert world.group(replacement)["slot"] == 0, "it inherits the place of group 0, so it comes first"
+    assert learner.train(2) == [[replacement, 5]]
 
 
 def test_in_order_trains_every_group_in_its_step(make_world: MakeWorld) -> None:
