@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
+import xxhash
 
 from paceline.errors import DataError, Unreadable
 from paceline.prompts import with_system_prompt
@@ -22,6 +23,9 @@ from paceline.spec import DataSection
 
 class Rows(Protocol):
     """A sequence of rows."""
+
+    fingerprint: str
+    """Tells that another one was put in its place, where that can be told."""
 
     def __len__(self) -> int: ...
 
@@ -42,6 +46,11 @@ class PromptSource:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows, as they were when they were opened."""
+        return self._rows.fingerprint
+
     def index(self, cursor: int) -> int:
         """Row that the `cursor`-th draw takes: a permutation of the rows in every epoch."""
         epoch, position = divmod(cursor, len(self._rows))
@@ -53,8 +62,12 @@ class PromptSource:
         return int(self._order[position])
 
     def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
-        """Prompt (text or messages) and columns of the `cursor`-th draw."""
+        """Prompt (text or messages) and columns of the `cursor`-th draw. Raises Unreadable when the row cannot be read now."""
         row = dict(self._rows[self.index(cursor)])
+        if self._data.prompt_key not in row:
+            raise Unreadable(
+                f"row {self.index(cursor)} of the data set has no column {self._data.prompt_key!r} any more; put it back as it was"
+            )
         prompt = row.pop(self._data.prompt_key)
         return with_system_prompt(prompt, self._data), row
 
@@ -104,10 +117,12 @@ class JsonLines:
 
     def __init__(self, path: Path, check: Callable[[dict[str, Any]], None] | None = None):
         self._path = path
+        self._digest = xxhash.xxh3_64()
         with path.open("rb") as file:
             self._offsets = np.array(self._index(file, check), np.int64)
             self._ends = np.append(self._offsets[1:], file.tell())
             self._fd = os.dup(file.fileno())
+        self.fingerprint = f"{len(self._offsets)} rows, XXH3 {self._digest.hexdigest()}"
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
@@ -117,14 +132,26 @@ class JsonLines:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Raises Unreadable when the file was changed in its place since it was opened, or its disk cannot be read."""
         start, end = int(self._offsets[index]), int(self._ends[index])
-        row: dict[str, Any] = json.loads(os.pread(self._fd, end - start, start))
+        try:
+            row = json.loads(os.pread(self._fd, end - start, start))
+        except (OSError, ValueError) as error:
+            raise self._changed(index, str(error)) from None
+        if not isinstance(row, dict):
+            raise self._changed(index, f"{type(row).__name__} instead of an object with columns")
         return row
+
+    def _changed(self, index: int, what: str) -> Unreadable:
+        return Unreadable(
+            f"row {index} of {self._path} is not what it was when the file was opened ({what}); put the file back as it was"
+        )
 
     def _index(self, file: IO[bytes], check: Callable[[dict[str, Any]], None] | None) -> list[int]:
         """Where each row starts, in bytes."""
         offsets, keys, position, path = [], None, 0, self._path
         for number, line in enumerate(file, start=1):
+            self._digest.update(line)
             if line.strip():
                 row = _parse_line(path, number, line)
                 keys = keys or row.keys()
@@ -148,7 +175,7 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(
-            f"{path}, line {number}: not valid JSON ({error}): {line[:60]!r}; mend or remove it"
+            f"{path}, line {number}: not valid JSON ({error}): {line[:60]!r}; fix or remove it"
         ) from None
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: {type(row).__name__} instead of an object with columns")
@@ -202,9 +229,15 @@ def _table(builder: str | None, name: str, split: str | None) -> Rows:
 class _Table:
     def __init__(self, dataset: Any):
         self._dataset = dataset
+        self.fingerprint = f"{len(dataset)} rows"
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self._dataset[index])
+        try:
+            return dict(self._dataset[index])
+        except Exception as error:  # as `datasets` has it: its files lie on a disk, and columns are decoded when they are read
+            raise Unreadable(
+                f"row {index} of the data set cannot be read: {type(error).__name__}: {error}"
+            ) from None

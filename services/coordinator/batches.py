@@ -12,7 +12,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import damage, session_faults
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.fixing import fix_if_due
-from services.coordinator.payloads import DamagedRecord, Frame
+from services.coordinator.payloads import DamagedRecord, Frame, UnreadableSegment
 
 
 def give_part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
@@ -34,17 +34,22 @@ def give_part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
         exchange.first_asked_s.setdefault(asked.step, now_s)
         if not fix_if_due(exchange, run, now_s):
             return _wait(exchange, request)
-    session_faults.note_served(exchange, request.session, asked.step, asked.world_size)
     if run.prompts is None:
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.batch.state, reply.batch.step = pb.BATCH_STATE_READY, asked.step
         reply.batch.traceparent = step_traceparent(run.run_id, asked.step)
+        session_faults.note_served(exchange, run, request.session, asked.step, asked.world_size)
         return Outcome(reply)
     try:
-        return _part(exchange, run, request)
+        part = _part(exchange, run, request)
     except DamagedRecord as damaged:
         damage.put_back(exchange, run, damaged)
         return _wait(exchange, request)  # the ranks that ask next get what is fixed anew
+    except UnreadableSegment as fault:
+        exchange.note_unreadable(fault)
+        return _wait(exchange, request)
+    session_faults.note_served(exchange, run, request.session, asked.step, asked.world_size)
+    return part
 
 
 def may_be_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:

@@ -19,7 +19,7 @@ from paceline.spec import RunSpec
 from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, decode_completions, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import ActiveRun, Exchange
-from services.coordinator.payloads import DamagedRecord
+from services.coordinator.payloads import DamagedRecord, UnreadableSegment
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
@@ -136,8 +136,8 @@ def fault_of_beginning(
         if stored is None:
             return ""
         header, arrays = stored.read()
-    except DamagedRecord:
-        return ""  # what it was, nobody knows any more; the result replaces it
+    except (DamagedRecord, UnreadableSegment):
+        return ""  # what it was, nobody can tell now; the result replaces it
     returned = parse_message(pb.LeaseReturn, header)
     if attempt <= returned.attempt:
         return ""  # leased before that was handed back

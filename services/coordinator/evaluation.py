@@ -11,6 +11,7 @@ import sqlite3
 
 import numpy as np
 
+from paceline.errors import Unreadable
 from paceline.groups import Group, Version
 from services.coordinator import leases, scores
 from services.coordinator.exchange import ActiveRun, Exchange
@@ -20,17 +21,22 @@ FIRST_EVALUATION_GROUP = 1 << 40
 
 
 def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
-    """Queues an evaluation of version `step` or, once that is gone, of the next one that a worker holds."""
+    """Queues an evaluation of version `step` or, once that is gone, of the next one that a worker holds. It is left out, with a
+    warning, when its prompts cannot be read now."""
     assert run.validation is not None
     known = exchange.db.execute(
         "SELECT 1 FROM evaluations WHERE run_id = ? AND step = ?", (run.run_id, step)
     ).fetchone()
     if known:
         return
-    exchange.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run.run_id, step))
     first = FIRST_EVALUATION_GROUP + (step << 20)
     number = min(len(run.validation), run.spec.grpo.max_val_samples)
-    groups = [(first + index, index, *run.validation.draw(index)) for index in range(number)]
+    try:
+        groups = [(first + index, index, *run.validation.draw(index)) for index in range(number)]
+    except Unreadable as error:
+        exchange.notice("warning", message=f"the evaluation of version {step} is left out: {error}")
+        return
+    exchange.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run.run_id, step))
     leases.insert_groups(exchange, run, f"eval:{step}", groups)
 
 
@@ -114,8 +120,6 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
         "UPDATE evaluations SET done = 1, result_json = ? WHERE run_id = ? AND step = ?",
         (json.dumps(result), run.run_id, step),
     )
-    for row in rows:
-        exchange.ledger.remove_payloads(run.run_id, row["group_id"])
     exchange.forget_groups(run.run_id, kind)
     exchange.notice("evaluated", requested_step=step, **result)
 

@@ -12,7 +12,9 @@ groups that are only measured.
 
 from __future__ import annotations
 
+import math
 import sqlite3
+import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,11 +28,14 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.batch_split import Splits
 from services.coordinator.lease_ages import LeaseAges
 from services.coordinator.ledger import OPEN_STATES, Ledger
-from services.coordinator.payloads import Frame, StoredFrame, read_frame
+from services.coordinator.payloads import Frame, StoredFrame, UnreadableSegment, read_frame
 from services.coordinator.senders import Senders
 
 MAX_GROUP_ID = 2**63 - 1
 """SQLite's largest integer."""
+
+UNREADABLE_PERIOD_S = 60.0
+"""Between two warnings that a segment cannot be opened."""
 
 BATCH_DUE = "whether the next batch can be fixed"
 """What a transaction has found out about it, until a group is scored."""
@@ -125,6 +130,8 @@ class Exchange:
         """When the batch of a step was first asked for, and (negative key) first could have been fixed."""
         self.admission_closed = ""
         """Why no group is admitted for now; empty when the admission rule alone decides."""
+        self.unreadable_data = ""
+        """Why the next prompt cannot be read; empty while it can."""
         self.reserved: dict[int, str] = {}
         """Worker that empties its hands for a group that must be held alone, by group id."""
         self.splits = Splits()
@@ -132,6 +139,8 @@ class Exchange:
         """What the newest session that asked for a part may end with (session_faults.py)."""
 
         self._freed = False
+        self._unreadable_said_s = -math.inf
+        """When a warning of a segment that cannot be opened was last written down."""
         self._counted = (0, 0)
         """A slot, and how many groups that are in no batch yet stand before it. Nothing but a shorter way to count."""
 
@@ -148,6 +157,18 @@ class Exchange:
         """The notices since the last call."""
         notices, self.notices = self.notices, []
         return notices
+
+    def note_unreadable(self, fault: UnreadableSegment) -> None:
+        """A group cannot be handed out because its segment cannot be opened now. It is tried again with the next request."""
+        now_s = time.monotonic()
+        if now_s - self._unreadable_said_s < UNREADABLE_PERIOD_S:
+            return
+        self._unreadable_said_s = now_s
+        self.notice(
+            "warning",
+            message=f"{fault}. Its groups wait, and it is tried again by itself; look at its permissions and at the limit of "
+            "open files",
+        )
 
     # Versions
 
@@ -278,6 +299,9 @@ class Exchange:
     def end_run(self, run_id: str) -> None:
         """Drops what is still open as run_ended, and forgets evaluations that were not finished."""
         for kind in self._open_classes(run_id):
+            if kind != "train":
+                self.forget_groups(run_id, kind)
+                continue
             rows = self.db.execute(
                 "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
                 f" AND state IN {OPEN_STATES}",
@@ -285,14 +309,21 @@ class Exchange:
             ).fetchall()
             for row in rows:
                 self._drop(run_id, row, "run_ended", row["tokens"])
-            if kind != "train":
-                self.forget_groups(run_id, kind)
         self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run_id,))
         self.ledger.forget("deaths")
         self._deactivate(run_id)
 
     def forget_groups(self, run_id: str, kind: str) -> None:
-        """Removes the groups of an evaluation, which nobody needs after its end."""
+        """Removes the groups of an evaluation and all that they hold, which nobody needs after its end; in as many statements for
+        thousands of them as for one."""
+        self.ledger.forget_records(
+            self.db.execute(
+                "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
+                " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)"
+                " RETURNING segment, start",
+                (run_id, run_id, kind),
+            )
+        )
         self.db.execute(
             "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
             " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)",
@@ -330,6 +361,7 @@ class Exchange:
             self.active = None
             self.first_asked_s.clear()
             self.training = None
+            self.unreadable_data = ""
             self.reserved.clear()
             self.offered.clear()
             self.overdue.clear()

@@ -8,6 +8,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Sequence
 
+from paceline.errors import Unreadable
 from paceline.groups import Version, held_attempt, with_holder
 from paceline.tracing import group_traceparent, span
 from paceline.wire import parse_message
@@ -17,7 +18,7 @@ from services.coordinator import damage, evaluation, poison, seals
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.lease_ages import Overdue
-from services.coordinator.payloads import DamagedRecord, Frame, Payload, read_frame
+from services.coordinator.payloads import DamagedRecord, Frame, Payload, UnreadableSegment, read_frame
 
 MAX_ROOM = 1 << 16
 """Completions that one answer is about at most, whatever room a worker says that it has."""
@@ -81,8 +82,7 @@ class _Lending:
         room, reserved = min(request.lease.room, MAX_ROOM), poison.num_reserved(exchange)
         measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
         for row in poison.choose(exchange, run, request.member_id, measured, room):
-            self._lease(request.member_id, row, version, reply, payloads, pinned=version)
-            room -= 1
+            room -= self._lease(request.member_id, row, version, reply, payloads, pinned=version)
         if poison.suspects(exchange, run):
             self.write_down()
         places = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
@@ -90,8 +90,8 @@ class _Lending:
         steps = {row["group_id"]: step for row, step in leasable}
         for row in poison.choose(exchange, run, request.member_id, [row for row, _ in leasable], places):
             step = steps[row["group_id"]]
-            self._lease(request.member_id, row, version, reply, payloads, step=step)
-            self._free.remove((row, step))
+            if self._lease(request.member_id, row, version, reply, payloads, step=step):
+                self._free.remove((row, step))
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
     def write_down(self) -> None:
@@ -125,8 +125,14 @@ class _Lending:
         *,
         step: int = 0,
         pinned: Version | None = None,
-    ) -> None:
+    ) -> bool:
+        """Adds a group to the reply; False when what it begins with cannot be read now, so that it has to wait."""
         run, group_id = self._run, row["group_id"]
+        try:
+            prefix = self._prefix(group_id) if row["attempt"] else None
+        except UnreadableSegment as fault:
+            self._exchange.note_unreadable(fault)
+            return False
         lease = reply.lease.leases.add(
             group_id=group_id,
             attempt=row["attempt"] + 1,
@@ -142,7 +148,6 @@ class _Lending:
             lease.pinned_version.session, lease.pinned_version.step = pinned
         with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
             pass  # a moment, not a while: it marks when and to whom the group was given
-        prefix = self._prefix(group_id) if row["attempt"] else None
         if prefix is not None:
             payloads.append(prefix.arrays)
             lease.prefix_frame = len(payloads)
@@ -151,9 +156,10 @@ class _Lending:
             oldest = min(oldest, row["oldest_step"])
         holders = with_holder(row["holders"], lease.attempt, member_id)
         self._lent.append((run.run_id, group_id, member_id, lease.attempt, oldest, holders))
+        return True
 
     def _prefix(self, group_id: int) -> Payload | None:
-        """What an earlier worker handed back of the group; None also where it cannot be read any more."""
+        """What an earlier worker handed back of the group; None also where it is damaged. Raises UnreadableSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
@@ -164,7 +170,7 @@ class _Lending:
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
     """Admits prompts in the seeded order for as long as the admission rule allows, `at_most` so many; the next request goes
-    on from there.
+    on from there, also where a prompt cannot be read now.
     """
     ledger, run_id = exchange.ledger, run.run_id
     counters = ledger.counters(run_id)
@@ -186,7 +192,12 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
     free_slots = [row["slot"] for row in reversed(freed)]
     new = []
     for group_id in range(admitted, admitted + number):
-        prompt, columns = run.prompts.draw(cursor)
+        try:
+            prompt, columns = run.prompts.draw(cursor)
+        except Unreadable as error:
+            exchange.unreadable_data = str(error)
+            break
+        exchange.unreadable_data = ""
         cursor += 1
         if free_slots:
             slot = free_slots.pop()
@@ -196,7 +207,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
             slot, next_slot = next_slot, next_slot + 1
         new.append((group_id, slot, prompt, columns))
     insert_groups(exchange, run, "train", new)
-    ledger.count(run_id, "groups:ever_admitted", number)
+    ledger.count(run_id, "groups:ever_admitted", len(new))
     ledger.update_run(run_id, cursor=cursor, next_slot=next_slot)
 
 

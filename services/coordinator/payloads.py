@@ -128,6 +128,11 @@ class DamagedRecord(LedgerFault):
         """Where its header or its arrays begin."""
 
 
+class UnreadableSegment(LedgerFault):
+    """A segment that is there and cannot be opened now: no file descriptor is free, or its permissions were changed. Its records
+    are not lost, so whoever wants one asks again."""
+
+
 class Payload(NamedTuple):
     """A group's bulk."""
 
@@ -185,7 +190,7 @@ class PayloadStore:
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
         """What a row of the table refers to; after the `last` time it need not stay in memory. Raises LedgerFault when its
-        segment is gone (DamagedRecord)."""
+        segment is gone (DamagedRecord) or cannot be opened now (UnreadableSegment)."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
         recent = self._recent.get((row["segment"], row["start"]))
@@ -305,9 +310,8 @@ class PayloadStore:
                     start,
                 ) from None
             except OSError as error:
-                raise LedgerFault(
-                    f"{self._path(number)} cannot be opened: {error.strerror or error}; start the coordinator again once "
-                    "it can"
+                raise UnreadableSegment(
+                    f"{self._path(number)} cannot be opened: {error.strerror or error}"
                 ) from None
         return file
 

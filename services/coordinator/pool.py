@@ -96,7 +96,7 @@ class Pool:
             yield
         except (LedgerFault, sqlite3.Error):
             raise
-        except Exception as error:
+        except Exception as error:  # of this member alone: the others are looked after all the same
             unforeseen.note("the bookkeeping of a member", error)
             member.stream_error = error
             member.end_stream()
@@ -214,10 +214,18 @@ class Pool:
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
             if member.session and not reason:
-                session_faults.note_left(self._exchange, member.session)
+                await self._note_left(member.session)
             await self.leave(member, reason or "in good order", crashed=bool(reason))
         else:
             await self._reports.take(member, request)
+
+    async def _note_left(self, session: int) -> None:
+        """A learner ended its session in good order."""
+        run = self._exchange.active
+        if run is not None:
+            async with self._lock:
+                with self._ledger.transaction(synced=False):
+                    session_faults.note_left(self._exchange, run, session)
 
     async def _suspect(self, member: Member, why: str) -> None:
         """A member may be gone: the next epoch is without it, no batch waits for what it holds, and it is back as soon as it is

@@ -14,7 +14,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import damage, evaluation, poison
 from services.coordinator.exchange import BATCH_DUE, ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
-from services.coordinator.payloads import DamagedRecord, Frame, frame_size
+from services.coordinator.payloads import DamagedRecord, Frame, UnreadableSegment, frame_size
 
 MAX_ROOM = 1024
 """Tasks in one answer, whatever room a worker says that it has."""
@@ -45,6 +45,9 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
             payload = exchange.ledger.payload(run.run_id, row["group_id"])
         except DamagedRecord as damaged:
             damage.put_back(exchange, run, damaged)
+            continue
+        except UnreadableSegment as fault:
+            exchange.note_unreadable(fault)
             continue
         assert payload is not None
         size_bytes += frame_size(payload.arrays) + frame_size(payload.header)

@@ -2,8 +2,9 @@
 batch has something that the learner cannot train, and every further session would end there too.
 
 A session that reported its fault is on record by that. One that ended without a word (a signal; the kernel's memory killer
-leaves none) is found when the next session asks for its first part. Sessions that ended in good order, that ended at
-other steps, or after which the step was trained, count for nothing; `paceline resume` begins the count anew.
+leaves none) is found when the next session asks for its first part: the step that a session has in hand is on record too, so
+that a coordinator that dies with the learner does not forget it. Sessions that ended in good order, that ended at other steps,
+or after which the step was trained, count for nothing; `paceline resume` begins the count anew.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ ANY_FAULTS = 5
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 """Kinds of faults that are no exception's type."""
 
+IN_HAND = "in hand"
+"""Kind of a row that is no fault (yet): the session was given its part of the step, the message is its number of ranks."""
+
 MAX_SUSPECTS = 8
 WORDS = {
     MEMORY: "memory ran out",
@@ -45,15 +49,23 @@ class SessionFault:
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
     """A session asks for a part. If it is the first time, the one before it has ended, at the step that it was training."""
-    last = exchange.training
+    last = exchange.training or _in_hand(exchange, run)
     if last is not None and last.session < session:
         exchange.training = None
         record(exchange, run, last.session, last.step, SILENT, WORDS[SILENT], world_size=last.world_size)
 
 
-def note_served(exchange: Exchange, session: int, step: int, world_size: int) -> None:
+def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, world_size: int) -> None:
     """A rank of the session gets its part of a step."""
-    exchange.training = Training(session, step, world_size)
+    served = Training(session, step, world_size)
+    if exchange.training == served:
+        return
+    exchange.training = served
+    exchange.db.execute(
+        "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET step = excluded.step, message = excluded.message WHERE kind = excluded.kind",
+        (run.run_id, session, step, IN_HAND, str(world_size)),
+    )
 
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
@@ -66,10 +78,14 @@ def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) ->
     exchange.db.execute("DELETE FROM session_faults WHERE run_id = ? AND step = ?", (run.run_id, step))
 
 
-def note_left(exchange: Exchange, session: int) -> None:
-    """The session ended in good order."""
+def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
+    """The session ended in good order. Inside a transaction."""
     if exchange.training is not None and exchange.training.session == session:
         exchange.training = None
+    exchange.db.execute(
+        "DELETE FROM session_faults WHERE run_id = ? AND session = ? AND kind = ?",
+        (run.run_id, session, IN_HAND),
+    )
 
 
 def forget(exchange: Exchange, run_id: str) -> None:
@@ -98,10 +114,11 @@ def record(
     """A session ended at `step`. What it said first counts, because the other ranks then fail for its sake; but lack of memory is
     told whoever says it. Pauses the run when it is one session too many.
     """
-    conflict = "REPLACE" if kind == MEMORY else "IGNORE"
     added = exchange.db.execute(
-        f"INSERT OR {conflict} INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)",
-        (run.run_id, session, step, kind, message),
+        "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET step = excluded.step, kind = excluded.kind, message = excluded.message"
+        " WHERE kind = ? OR excluded.kind = ?",
+        (run.run_id, session, step, kind, message, IN_HAND, MEMORY),
     ).rowcount
     last = exchange.training
     if last is not None and last.session == session:
@@ -116,11 +133,21 @@ def record(
         exchange.pause(run, _explain(faults, _suspects(exchange, run, faults[0], rank, world_size)))
 
 
+def _in_hand(exchange: Exchange, run: ActiveRun) -> Training | None:
+    """What the newest session has in hand by the record, as another life of the coordinator wrote it down."""
+    row = exchange.db.execute(
+        "SELECT session, step, message FROM session_faults WHERE run_id = ? AND kind = ? ORDER BY session DESC LIMIT 1",
+        (run.run_id, IN_HAND),
+    ).fetchone()
+    return None if row is None else Training(row["session"], row["step"], int(row["message"]))
+
+
 def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
     """The newest faults, as far as they are at the same step; newest first."""
     rows = exchange.db.execute(
-        "SELECT session, step, kind, message FROM session_faults WHERE run_id = ? ORDER BY session DESC LIMIT ?",
-        (run.run_id, ANY_FAULTS),
+        "SELECT session, step, kind, message FROM session_faults WHERE run_id = ? AND kind != ?"
+        " ORDER BY session DESC LIMIT ?",
+        (run.run_id, IN_HAND, ANY_FAULTS),
     ).fetchall()
     faults = [SessionFault(*row[:4]) for row in rows]
     return list(takewhile(lambda fault: fault.step == faults[0].step, faults))

@@ -41,6 +41,8 @@ class Facts:
     """Whether the learner has asked for the batch of `step`; if not, `waited_s` is how long it has had none to train."""
     admission_closed: str = ""
     """Why no group is admitted, when that is so."""
+    unreadable_data: str = ""
+    """Why the next prompt cannot be read, when that is so."""
 
 
 def explain(facts: Facts) -> str:
@@ -67,6 +69,11 @@ def _why(facts: Facts) -> tuple[str, str]:
     scored = groups.get("scored", 0)
     if facts.admission_closed:
         return f"admission is closed, {facts.admission_closed}", "Make room; it goes on by itself"
+    if facts.unreadable_data:
+        return (
+            f"no prompt is admitted, {facts.unreadable_data}",
+            "It goes on by itself once the data can be read",
+        )
     if scored >= facts.batch:
         return (
             f"{scored} groups are scored, but {to_generate + to_score} older ones are waited for",

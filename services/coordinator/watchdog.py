@@ -30,6 +30,8 @@ class Watchdog:
         """When a learner was there and the run was not paused, last."""
         self._idle: tuple[int, int, float] | None = None
         """Session and step whose batch nobody has asked for, though there is none to train, and since when."""
+        self._unreadable_data = ""
+        """What was last said of the data set."""
         self._step = -1
         self._next_warning_s = 0.0
         """Seconds of waiting for `_step` after which to speak again."""
@@ -41,7 +43,7 @@ class Watchdog:
         if run is None:
             self._moving_s = None
             return []
-        return [*self._check_disk(run), *self._check_stall(run, now_s)]
+        return [*self._check_disk(run), *self._check_data(), *self._check_stall(run, now_s)]
 
     def _bytes_to_come(self, run: ActiveRun) -> int:
         """What the groups that are admitted or leased will take, if they are like those that came last."""
@@ -60,6 +62,15 @@ class Watchdog:
         if closed and not was_closed:
             return [f"admission is closed: {free}, {limit}. What is open is still trained; make room"]
         return [f"admission is open again: {free}"] if was_closed and not closed else []
+
+    def _check_data(self) -> list[str]:
+        """Says when the prompts of the run cannot be read any more, and when they can again."""
+        before, self._unreadable_data = self._unreadable_data, self._exchange.unreadable_data
+        if self._unreadable_data and not before:
+            return [
+                f"no prompt is admitted: {self._unreadable_data}. What is open is still trained; it is tried again by itself"
+            ]
+        return ["prompts are read again"] if before and not self._unreadable_data else []
 
     def _check_stall(self, run: ActiveRun, now_s: float) -> list[str]:
         row = self._ledger.run(run.run_id)
@@ -112,6 +123,7 @@ class Watchdog:
             batch=run.batch,
             max_age=run.max_age,
             admission_closed=self._exchange.admission_closed,
+            unreadable_data=self._exchange.unreadable_data,
         )
 
     def _connected(self, role: common_pb2.Role.ValueType) -> list[Member]:

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from paceline.data import PromptSource, check_columns, open_prompts, open_rows
-from paceline.errors import DataError, InvalidInput
+from paceline.errors import DataError, InvalidInput, Unreadable
 from paceline.spec import DataSection
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
@@ -58,6 +58,21 @@ def test_without_shuffling_and_for_validation_the_order_is_the_files(jsonl: Path
     unshuffled, validation = source(jsonl, shuffle=False), source(jsonl, validation=True)
     assert [unshuffled.draw(i) for i in range(6)] == [*expected, expected[0]]
     assert [validation.draw(i) for i in range(5)] == expected
+
+
+@pytest.mark.parametrize("content", ["", "[]\n" * 60, '{"answer": "1"}\n' * 60, "\xff" * 400])
+def test_a_file_that_is_changed_in_its_place_is_told_until_it_is_put_back(
+    tmp_path: Path, content: str
+) -> None:
+    row = {"prompt": "2+2=", "answer": "4"}
+    jsonl = write(tmp_path / "train.jsonl", *(json.dumps(row) for _ in range(3)))
+    prompts, before = source(jsonl), jsonl.read_bytes()
+    jsonl.write_text(content, encoding="latin-1")
+    for cursor in range(3):
+        with pytest.raises(Unreadable, match=r"put (the file|it) back as it was"):
+            prompts.draw(cursor)
+    jsonl.write_bytes(before)
+    assert prompts.draw(0) == ("2+2=", {"answer": "4"})
 
 
 def test_a_system_prompt_makes_a_chat(tmp_path: Path) -> None:

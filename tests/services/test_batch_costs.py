@@ -156,6 +156,27 @@ def test_an_evaluation_s_end_is_looked_for_in_the_same_time_however_large_it_is(
     assert costs[1] < costs[0] + 100
 
 
+@pytest.mark.parametrize("by", ["its last score", "the run's end"])
+def test_an_evaluation_ends_in_as_many_statements_however_large_it_is(make_world: MakeWorld, by: str) -> None:
+    numbers = []
+    for samples in (3, 200):
+        world = make_world(grpo={"val_at_start": True, "val_at_end": False, "max_val_samples": samples})
+        validation = Path(str(world.spec.data.validation))
+        validation.write_text("".join(f'{{"prompt": "p{i}", "answer": 1}}\n' for i in range(samples)))
+        world.restart()
+        world.begin_evaluation(0)
+        rollout, reward = Rollout(world), Reward(world)
+        for lease in rollout.lease(samples):
+            assert rollout.finish(lease) == COMMITTED
+        *tasks, last = reward.tasks(samples)
+        for task in tasks:
+            assert reward.score(task) == COMMITTED
+        work = world.end if by == "the run's end" else lambda reward=reward, last=last: reward.score(last)
+        numbers.append(len(statements(world, work)))  # type: ignore[arg-type]
+        assert world.ledger.db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0] == 0
+    assert numbers[0] == numbers[1]
+
+
 def _enlarge(world: World, number: int) -> None:
     """More groups in the evaluation of step 0."""
     with world.ledger.transaction():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from exchange_drivers import (
     COMMITTED,
@@ -201,3 +202,17 @@ def test_a_pinned_worker_that_comes_back_gets_nothing_twice_and_may_send_again_w
     given = world.send(pb.ExchangeRequest(member_id=worker.member_id, lease=asked)).reply.lease.leases
     assert not {lease.group_id for lease in given} & set(ids[:2])
     assert [worker.finish(lease) for lease in held] == [COMMITTED] * 3
+
+
+def test_an_evaluation_whose_prompts_cannot_be_read_is_left_out(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"val_at_start": True})
+    validation = Path(world.spec.data.validation)
+    rows = validation.read_bytes()
+    validation.write_bytes(b"")
+    world.begin_evaluation(0)
+    (notice,) = world.exchange.take_notices()
+    assert notice.content["message"].startswith("the evaluation of version 0 is left out: row 0 of ")
+    assert Rollout(world).lease(2) != []
+    validation.write_bytes(rows)
+    world.begin_evaluation(0)
+    assert sum(row["class"] == "eval:0" for row in world.ledger.db.execute("SELECT class FROM groups")) == 3

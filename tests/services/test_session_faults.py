@@ -100,6 +100,31 @@ def test_three_sessions_that_end_without_a_word_pause_the_run(ready: World) -> N
     assert fourth.part(0) is not None
 
 
+def test_sessions_that_die_together_with_the_coordinator_pause_the_run(ready: World) -> None:
+    for _ in range(3):
+        assert Learner(ready, world_size=2).part(0, 1) is not None
+        ready.restart()
+    fourth = Learner(ready)
+    assert fourth.part(0) is None
+    assert "its process ended without a word" in ready.row["message"]
+    resume(ready)
+    assert fourth.part(0) is not None
+    ready.restart()
+    assert fourth.train(0) == [[0, 1]]  # it outlived the coordinator
+    rows = ready.ledger.db.execute("SELECT session FROM session_faults").fetchall()
+    assert rows == []
+
+
+def test_a_session_that_left_before_a_restart_is_no_fault(ready: World) -> None:
+    for _ in range(6):
+        learner = Learner(ready)
+        learner.part(0)
+        with ready.ledger.transaction():
+            session_faults.note_left(ready.exchange, ready.run, learner.session)
+        ready.restart()
+    assert Learner(ready).train(0) == [[0, 1]]
+
+
 def test_kills_with_progress_in_between_never_pause(ready: World) -> None:
     for _ in range(2):
         assert Learner(ready).part(0) is not None
@@ -124,7 +149,8 @@ def test_sessions_that_end_before_they_train_count_for_nothing(ready: World) -> 
     for _ in range(6):
         learner = Learner(ready)
         learner.part(0)
-        session_faults.note_left(ready.exchange, learner.session)  # in good order
+        with ready.ledger.transaction():
+            session_faults.note_left(ready.exchange, ready.run, learner.session)  # in good order
     assert ready.row["state"] == "running"
     assert Learner(ready).train(0) == [[0, 1]]
 

@@ -49,6 +49,7 @@ def facts(**changes: Any) -> Facts:
     ({"groups": {"generated": 9, "scored": 2}}, "9 groups are generated and not scored, reward workers hold 1"),
     ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but 1 older ones are waited for"),
     ({"admission_closed": "3 MB are free"}, "admission is closed, 3 MB are free"),
+    ({"unreadable_data": "row 3 has changed"}, "no prompt is admitted, row 3 has changed"),
     ({}, "2 rollout workers hold leases, 6 in all; 1 of 8 groups are scored, 1 wait for a score"),
 ])  # fmt: skip
 def test_the_reason_is_the_first_thing_that_is_missing(changes: dict[str, Any], words: str) -> None:
@@ -149,6 +150,25 @@ def test_a_disk_that_fills_up_closes_admission_and_opens_it_again(
     free_mb = 200
     assert watchdog.look(2.0) == [f"admission is open again: 200 MB are free in {world.path.parent}"]
     assert len(worker.lease(8)) == 4
+
+
+def test_prompts_that_cannot_be_read_are_waited_for(world: World) -> None:
+    watchdog, _ = make_watchdog(world)
+    worker, other, train = Rollout(world), Rollout(world, "rollout-2"), Path(world.spec.data.train)
+    rows = train.read_bytes()
+    train.write_bytes(b"")
+    assert worker.lease(8) == []
+    (message,) = watchdog.look(0.0)
+    assert message.startswith(
+        f"no prompt is admitted: row {world.run.prompts.index(0)} of {train} is not what it was"
+    )
+    assert other.lease(8) == []
+    assert watchdog.look(1.0) == []
+    train.write_bytes(rows)
+    assert [lease.group_id for lease in worker.lease(8)] == [0, 1, 2, 3]
+    assert watchdog.look(2.0) == ["prompts are read again"]
+    prompts = [json.loads(row["prompt_json"]) for row in world.ledger.db.execute("SELECT * FROM prompts")]
+    assert prompts == [world.run.prompts.draw(cursor)[0] for cursor in range(4)], "none was left out"
 
 
 async def test_watchers_hear_of_a_stall(plane: Plane) -> None:

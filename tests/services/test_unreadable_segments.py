@@ -1,0 +1,136 @@
+"""A segment that is there and cannot be opened for a moment: its groups wait, and nothing is taken for damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from typing import Any
+
+import pytest
+from exchange_drivers import COMMITTED, Learner, Reward, Rollout, World, fill
+from test_damage import asked, client
+from test_exchange_server import DEADLINE_S, FOREVER_S, serving
+
+from protos.paceline.v1 import common_pb2
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import payloads
+from services.coordinator.payloads import Record
+
+
+class Segments:
+    """Stands before the system's `open` of segments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.error: OSError | None = None
+        """What opening one for reading raises."""
+        self.refused = asyncio.Event()
+        """Set when that was tried."""
+        self._open = os.open
+        monkeypatch.setattr(payloads.os, "open", self)
+
+    def __call__(self, path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        if self.error is not None and str(path).endswith(".seg") and not flags & (os.O_WRONLY | os.O_RDWR):
+            self.refused.set()
+            raise self.error
+        return self._open(path, flags, *arguments, **named)
+
+
+@pytest.fixture(params=[errno.EMFILE, errno.EACCES])
+def segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Segments:
+    stand_in = Segments(monkeypatch)
+    stand_in.error = OSError(request.param, os.strerror(request.param))
+    return stand_in
+
+
+def generated(world: World, number: int = 1) -> None:
+    rollout = Rollout(world)
+    for lease in rollout.lease(2 * number):
+        assert rollout.finish(lease) == COMMITTED
+    world.restart()
+
+
+def handed_back(world: World) -> Rollout:
+    """A group that an earlier worker began, with its arrays in a segment that is not in memory."""
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(2)
+    rollout.hand_back(lease, rollout.completions(lease))
+    row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
+    if row["segment"] is None:
+        (place,) = world.ledger.payloads.append([Record.of(row["header"], row["arrays"])])
+        with world.ledger.transaction():
+            world.ledger.db.execute(
+                "UPDATE payloads SET header = x'', arrays = x'', segment = ?, start = ?, header_size = ?,"
+                " header_crc = ?, arrays_size = ?, arrays_crc = ? WHERE kind = 'prefix'",
+                place,
+            )
+    world.restart()
+    return rollout
+
+
+def test_a_task_waits_and_the_run_is_told_once(world: World, segments: Segments) -> None:
+    generated(world)
+    reward = Reward(world)
+    assert reward.tasks() == []
+    assert reward.tasks() == []
+    assert world.group(0)["state"] == "generated"
+    assert "failures:damaged" not in world.counters
+    (warning,) = world.kinds("warning")
+    assert "cannot be opened" in warning["message"]
+    assert "it is tried again by itself" in warning["message"]
+    segments.error = None
+    (task,) = reward.tasks()
+    assert reward.score(task) == COMMITTED
+
+
+def test_a_batch_waits_as_it_was_fixed(world: World, segments: Segments) -> None:
+    error, segments.error = segments.error, None
+    fill(Rollout(world), Reward(world), 2)
+    world.restart()
+    segments.error = error
+    learner = Learner(world)
+    assert learner.part(0) is None
+    assert learner.part(0) is None
+    segments.error = None
+    assert learner.train(0) == [[0, 1]]
+    assert world.ledger.db.execute("SELECT * FROM replaced_batches").fetchall() == []
+    assert "failures:damaged" not in world.counters
+
+
+def test_a_group_that_was_begun_waits_and_others_are_leased(world: World, segments: Segments) -> None:
+    rollout = handed_back(world)
+    assert [lease.group_id for lease in rollout.lease(4)] == [1]
+    assert world.group(0)["state"] == "admitted"
+    segments.error = None
+    (lease,) = rollout.lease(2)
+    assert (lease.group_id, lease.attempt, lease.prefix_frame) == (0, 2, 1)
+    assert rollout.finish(lease) == COMMITTED
+
+
+def test_a_result_is_taken_though_its_beginning_cannot_be_compared(world: World, segments: Segments) -> None:
+    error, segments.error = segments.error, None
+    rollout = handed_back(world)
+    (lease,) = rollout.lease(2)
+    world.ledger.payloads._files.clear()  # others were opened since
+    segments.error = error
+    assert rollout.finish(lease) == COMMITTED
+
+
+async def test_the_coordinator_goes_on_and_asks_again_by_itself(world: World, segments: Segments) -> None:
+    error, segments.error = segments.error, None
+    fill(Rollout(world), Reward(world), 2)
+    generated(world)
+    session = world.new_session()
+    segments.error = error
+    async with serving(world) as service, asyncio.timeout(DEADLINE_S):
+        learner = client(service, "learner", common_pb2.ROLE_LEARNER, session=session)
+        reward = client(service, "reward", common_pb2.ROLE_REWARD)
+        await learner.send(asked(0, FOREVER_S, session))
+        await segments.refused.wait()
+        segments.refused.clear()
+        await reward.send(pb.ExchangeRequest(task=pb.TaskRequest(room=8, wait_s=FOREVER_S)))
+        await segments.refused.wait()
+        segments.error = None
+        part, tasks = await learner.receive(), await reward.receive()
+    assert [group.group_id for group in part.batch.groups] == [0, 1]
+    assert [task.group_id for task in tasks.task.tasks] == [2]
