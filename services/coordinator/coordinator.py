@@ -113,7 +113,7 @@ class Coordinator:
         """
         for row in self.ledger.runs():
             if row["state"] not in ("queued", *ACTIVE_STATES):
-                self.journal.summarize_if_missing(row["run_id"])
+                self._summarize(row["run_id"])
         active = self.ledger.active_run()
         if active is not None and active["state"] == "paused" and self.ledger.is_retried(active["run_id"]):
             self._retried = active["run_id"]
@@ -126,6 +126,15 @@ class Coordinator:
             )
             log.warning("%s", message)
             await self.warn([message])
+
+    def _summarize(self, run_id: str) -> None:
+        """The summary of an ended run, if a kill prevented it."""
+        try:
+            self.journal.summarize_if_missing(run_id)
+        except sqlite3.Error:
+            raise
+        except Exception as error:  # whatever a damaged row of it raises: it keeps no other run from going on
+            unforeseen.note(f"the summary of run {run_id}", error)
 
     async def _fill_in(self) -> None:
         """Steps and warnings of runs that an earlier version has recorded without them."""
@@ -335,7 +344,7 @@ class Coordinator:
         self.server.wake("lease", "batch")
         await self.tell_watchers()
 
-    def _set_state(self, run_id: str, state: str, message: str = "", **facts: bool) -> None:
+    def _set_state(self, run_id: str, state: str, message: str = "", **facts: bool | str) -> None:
         """State and message of a run, with the event that says so; in a transaction."""
         self.ledger.update_run(run_id, state=state, message=message)
         content = {"state": state} | ({"message": message} if message else {})
@@ -356,19 +365,25 @@ class Coordinator:
             return
         try:
             prompts, validation = await asyncio.to_thread(_open_data, spec)
+            directory = self.ledger.run_directory(run_id)
+            self.journal.open(run_id, directory, tensorboard=spec.logger.tensorboard)
         except (PacelineError, OSError) as error:
             await self._put_off(row, error)
             return
         self._pause.reset()
         told = spec_to_yaml(spec) if warnings else row["spec_yaml"]
+        warnings += self._changed_data(run_id, spec, prompts)
         run = ActiveRun(run_id, spec, prompts, validation, told)
         async with self.lock:
             row = self.ledger.run(run_id)
             if row["state"] not in ("queued", *ACTIVE_STATES):
+                self.journal.close()
                 return  # cancelled while its data were opened
             with self.ledger.transaction():
                 if row["state"] == "queued" or (row["state"] == "paused" and self.ledger.is_retried(run_id)):
-                    self._set_state(run_id, "running")
+                    self._set_state(
+                        run_id, "running", data=prompts.fingerprint if prompts is not None else ""
+                    )
                 self._retried = ""
                 for warning in warnings:
                     self.ledger.add_event(run_id, "warning", {"message": warning})
@@ -376,7 +391,6 @@ class Coordinator:
                 self.exchange.places_changed()
                 if validation is not None and spec.grpo.val_at_start:
                     evaluation.begin(self.exchange, run, 0)
-        self.journal.open(run_id, self.ledger.run_directory(run_id), tensorboard=spec.logger.tensorboard)
         self._finished_session = 0
         self.faults.forget()
         if self.waits_for:
@@ -411,6 +425,16 @@ class Coordinator:
                 self._retried = ""
         log.warning("run %s is passed over: %s", run_id, message)
         await self.tell_watchers()
+
+    def _changed_data(self, run_id: str, spec: RunSpec, prompts: PromptSource | None) -> list[str]:
+        """A warning when the prompts are not those that the run began with."""
+        before = self.ledger.data_fingerprint(run_id)
+        if prompts is None or before in ("", prompts.fingerprint):
+            return []
+        return [
+            f"the data set {spec.data.train!r} is not what it was when the run began ({before}; now {prompts.fingerprint}): "
+            "further prompts are drawn from it as it is now"
+        ]
 
     async def _put_off(self, row: sqlite3.Row, error: Exception) -> None:
         """The run that is due cannot be started: it fails where only another spec would help, else it is tried again."""

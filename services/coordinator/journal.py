@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,17 @@ class Journal:
         """Until when the run's time is in the ledger, by the monotonic clock."""
 
     def open(self, run_id: str, directory: Path, *, tensorboard: bool) -> None:
-        """Begins, or goes on with, the files of a run."""
+        """Begins, or goes on with, the files of a run. Raises OSError."""
+        next_step = int(self._ledger.run(run_id)["next_step"])
+        evaluated = {result["step"] for result in self._ledger.evaluations(run_id)}
+
+        def is_ahead(kind: str, step: int) -> bool:
+            if kind == "eval":
+                return step not in evaluated
+            return step >= next_step if kind == "train" else step > next_step
+
+        self._recorder = Recorder(directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead)
         self._run_id, self._counted_s = run_id, time.monotonic()
-        self._recorder = Recorder(directory, tensorboard=tensorboard)
         self._learner, self._weights, self._versions = {}, {}, WeightRecords()
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
@@ -57,15 +66,24 @@ class Journal:
         if self._recorder is not None:
             self._write_versions(self._versions.close())
             if summary is not None:
-                write_summary(self._recorder.directory, summary)
+                self._summarize(self._recorder.directory, summary)
             self._recorder.close()
             self._recorder = None
 
     def summarize_if_missing(self, run_id: str) -> None:
-        """Writes the summary of an ended run that a kill prevented."""
+        """Writes the summary of an ended run that a kill prevented, or a folder that could not be written."""
         directory = self._ledger.run_directory(run_id)
-        if directory.is_dir() and not (directory / SUMMARY_NAME).exists():
-            write_summary(directory, self.summary(run_id))
+        if os.path.isdir(directory) and not os.path.exists(directory / SUMMARY_NAME):
+            self._summarize(directory, self.summary(run_id))
+
+    def _summarize(self, directory: Path, summary: dict[str, Any]) -> None:
+        """The ledger has all of it: a folder that cannot be written keeps no run from its end."""
+        try:
+            write_summary(directory, summary)
+        except OSError as error:
+            log.warning(
+                "%s cannot be written: %s; the next start tries again", directory / SUMMARY_NAME, error
+            )
 
     def write_down(self, notices: list[Notice]) -> None:
         """Events, metrics and due evaluations of what the exchange noticed."""

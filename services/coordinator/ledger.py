@@ -188,6 +188,15 @@ class Ledger(LedgerFile):
         )
         return row is not None and bool(json.loads(row["json"]).get("retried"))
 
+    def data_fingerprint(self, run_id: str) -> str:
+        """Of the data set that the run began with; empty where the record does not say."""
+        row = self._first_of(
+            "SELECT json_extract(json, '$.data') AS data FROM events WHERE run_id = ? AND kind = 'state'"
+            " AND json_extract(json, '$.data') IS NOT NULL ORDER BY sequence",
+            run_id,
+        )
+        return str(row["data"]) if row is not None else ""
+
     # Payloads
 
     def payload(

@@ -24,12 +24,13 @@ from protos.paceline.v1.worker_pb2 import (
     FAULT_UNSPECIFIED,
     RunReport,
 )
-from services.coordinator import leases
+from services.coordinator import journal, leases
 from services.coordinator.exchange import Notice
 from services.coordinator.faults import Faults, Verdict, explain, judge
 from services.coordinator.members import Fault, Member
 from services.coordinator.verify import verify
 from services.growing_pause import GrowingPause
+from services.seldom import unforeseen
 
 
 def quick() -> GrowingPause:
@@ -168,6 +169,103 @@ async def test_a_data_set_that_is_away_when_the_coordinator_comes_back_ends_noth
         assert (await state_of(third, run.run_id)) == ("running", "")
     finally:
         await third.stop()
+
+
+@pytest.mark.parametrize("changed", [True, False])
+async def test_a_data_set_that_was_changed_between_two_lives_is_warned_of(
+    tmp_path: Path, changed: bool
+) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    await plane.stop()
+    train = tmp_path / "train.jsonl"
+    train.write_text(train.read_text() + ('{"prompt": "another", "answer": 7}\n' if changed else ""))
+    again = Plane(tmp_path)
+    await again.start()
+    rows = again.ledger.db.execute("SELECT json FROM events WHERE kind = 'warning'").fetchall()
+    await again.stop()
+    messages = [json.loads(row["json"])["message"] for row in rows]
+    assert [
+        f"the data set '{train}' is not what it was when the run began (7 rows, " in m for m in messages
+    ] == [True] * changed
+
+
+async def test_a_run_whose_folder_cannot_be_written_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    run = await plane.submit()
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    await plane.stop()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", "metrics.jsonl")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "Recorder", refuse)
+        again = impatient(Plane(tmp_path))
+        await again.start()
+    try:
+        state, message = await state_of(again, run.run_id)
+        assert state == "paused"
+        assert "Permission denied: 'metrics.jsonl'" in message
+        again.run_loops()
+        await next_state(again, run.run_id, 2, "running")
+        await put_on(reward(again))
+    finally:
+        await again.stop()
+
+
+async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    first, second = await plane.submit(), await plane.submit(name="other")
+    await plane.coordinator._start_next()
+    worker = reward(plane)
+    await put_on(worker)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write_summary", refuse)
+        await plane.runs.Cancel(run_pb2.CancelRequest(run_id=first.run_id))
+        await worker.hear("idle")
+        await plane.coordinator._start_next()
+        assert (await put_on(worker)).run_id == second.run_id
+        await plane.stop()
+        again = Plane(tmp_path)
+        await again.start()  # it tries to write what is missing
+        assert (await state_of(again, second.run_id))[0] == "running"
+        await again.stop()
+    third = Plane(tmp_path)
+    await third.start()
+    assert json.loads((Path(first.directory) / "summary.json").read_text())["state"] == "cancelled"
+    await third.stop()
+
+
+async def test_the_damaged_record_of_an_ended_run_keeps_no_coordinator_from_starting(tmp_path: Path) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    run = await plane.submit()
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))
+    await plane.stop()
+    plane = Plane(tmp_path)
+    plane.ledger.db.execute(
+        "INSERT INTO evaluations (run_id, step, done, result_json) VALUES (?, 0, 1, '{')", (run.run_id,)
+    )
+    (Path(run.directory) / "summary.json").unlink(missing_ok=True)
+    before = unforeseen.total
+    await plane.start()
+    assert unforeseen.total == before + 1
+    await plane.stop()
 
 
 async def test_workers_keep_what_they_hold_until_the_run_can_be_taken_up(tmp_path: Path) -> None:

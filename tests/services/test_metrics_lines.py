@@ -1,0 +1,68 @@
+"""metrics.jsonl has each step once, whatever the ledger was put back to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from control_plane import Plane, learner
+
+from services.coordinator import metrics_lines
+from services.coordinator.metrics_lines import set_aside
+
+
+def line(kind: str, step: int, **values: float) -> str:
+    return json.dumps({"kind": kind, "step": step, **values}) + "\n"
+
+
+def is_ahead(kind: str, step: int) -> bool:
+    """Of a run at step 2, whose version 2 was evaluated."""
+    return step >= 2 if kind == "train" else step > 2
+
+
+@pytest.mark.parametrize("block_bytes", [1, 60, 1 << 20])
+def test_what_is_ahead_of_the_ledger_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(metrics_lines, "BLOCK_BYTES", block_bytes)
+    path = tmp_path / "metrics.jsonl"
+    known = [line("train", 0), line("weights", 1), line("train", 1), line("weights", 2), line("eval", 2)]
+    lost = [line("train", 2), line("train", 3), line("weights", 3), '{"kind": "train", "st']
+    path.write_text("".join([*known[:4], *lost[:1], known[4], *lost[1:]]))
+    assert set_aside(path, is_ahead) == 4
+    assert path.read_text() == "".join(known)
+    aside = path.with_name("metrics.jsonl.set-aside")
+    assert aside.read_text() == "".join(lost) + "\n"
+    assert set_aside(path, is_ahead) == 0
+    with path.open("a") as file:
+        file.write(line("train", 7))
+    assert set_aside(path, is_ahead) == 1
+    assert aside.read_text().endswith(line("train", 7))
+
+
+def test_a_file_without_anything_known_is_set_aside_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert set_aside(path, is_ahead) == 0
+    path.write_text(line("train", 5) + line("train", 6))
+    assert set_aside(path, is_ahead) == 2
+    assert path.read_text() == ""
+
+
+async def test_a_coordinator_writes_on_where_its_ledger_is(tmp_path: Path) -> None:
+    plane = Plane(tmp_path)
+    await plane.start()
+    run = await plane.submit(logger={"tensorboard": True})
+    plane.run_loops()
+    await plane.watch_until(run.run_id, "state", state="running")
+    await learner(plane).hear("run")
+    await plane.stop()
+    path = Path(run.directory) / "metrics.jsonl"
+    path.write_text(line("weights", 0) + line("train", 0) + line("train", 1))
+    again = Plane(tmp_path)
+    await again.start()
+    try:
+        assert path.read_text() == line("weights", 0)
+        assert path.with_name("metrics.jsonl.set-aside").read_text() == line("train", 0) + line("train", 1)
+    finally:
+        await again.stop()
