@@ -181,13 +181,15 @@ class Assignments:
             return  # the learner looks too, and has the credentials
         row = self._ledger.run(run.run_id)
         known = self._ledger.checkpoint_paths(run.run_id)
+        # A `checkpoint_dir` elsewhere may have a namesake's of another ledger; one that was restored has its own there.
+        is_own = folder.local.is_relative_to(self._ledger.run_directory(run.run_id))
         try:
             found = await asyncio.to_thread(
                 look_at_disk,
                 folder.local,
                 (row["session"], row["next_step"]),
                 known,
-                move=folder.local.is_relative_to(self._ledger.run_directory(run.run_id)),
+                move=is_own or self._ledger.was_restored,
             )
         except OSError as error:
             log.warning("the checkpoints of run %s could not be looked at: %s", run.run_id, error)

@@ -80,7 +80,7 @@ class LedgerFile:
             if not read_only:
                 check_open_runs(self.db, path)
                 seals.keep(self.db)
-            self.term = self._meta("term") if read_only else self._next_term()
+            self.term = self._meta("term") if read_only else self._next_term(is_backup=is_backup)
         except sqlite3.DatabaseError as error:
             self.close()
             raise Conflict(f"{path} is no ledger, or a damaged one: {error}; {RESTORE}") from None
@@ -246,11 +246,18 @@ class LedgerFile:
             "the ledger has format %d and is raised to %d; %s is a copy of it", version, SCHEMA_VERSION, path
         )
 
-    def _next_term(self) -> int:
+    @property
+    def was_restored(self) -> bool:
+        """Whether this is a backup that was put back, however long ago: what it names elsewhere may be ahead of it."""
+        return bool(self._meta("restored"))
+
+    def _next_term(self, *, is_backup: bool) -> int:
         with self.transaction():
             self.db.execute(
                 "INSERT INTO meta (key, value) VALUES ('term', 1) ON CONFLICT DO UPDATE SET value = value + 1"
             )
+            if is_backup:
+                self.db.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('restored', 1)")
         return self._meta("term")
 
     def _meta(self, key: str) -> int:

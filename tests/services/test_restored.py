@@ -81,6 +81,16 @@ def test_one_of_an_older_version_has_no_mark_and_its_neighbours_log_is_not_read(
     ledger.close()
 
 
+def test_it_is_known_of_a_ledger_that_it_was_restored(path: Path) -> None:
+    for _ in range(2):
+        ledger = Ledger(path)
+        assert ledger.was_restored
+        ledger.close()
+    other = Ledger(path.with_name("other.sqlite"))
+    assert not other.was_restored
+    other.close()
+
+
 def test_a_second_backup_put_back_gets_a_place_of_its_own(path: Path) -> None:
     backup = path.with_name("backup.sqlite")
     Ledger(path).close()

@@ -8,6 +8,8 @@ import pytest
 from control_plane import Plane, learner, rollout
 
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.backup import back_up
+from services.coordinator.ledger import Ledger
 from services.coordinator.session_numbers import MOST_LOST, OnDisk, SessionNumbers, look_at_disk, session_of
 
 
@@ -81,6 +83,29 @@ async def test_a_session_is_above_those_on_disk(plane: Plane) -> None:
     assert (await worker.hear("run")).session == 5
     await plane.watch_until(run_id, "warning")
     assert (plane.directory / run_id / "checkpoints" / "set-aside-1" / "4-2").is_dir()
+
+
+@pytest.mark.parametrize("was_restored", [True, False])
+async def test_checkpoints_elsewhere_are_set_aside_by_a_ledger_that_was_restored(
+    tmp_path: Path, was_restored: bool
+) -> None:
+    ledger = Ledger(tmp_path / "own.sqlite")
+    if was_restored:
+        back_up(ledger, tmp_path / "ledger.sqlite")
+    ledger.close()
+    plane = Plane(tmp_path)
+    await plane.start()
+    try:
+        elsewhere = tmp_path / "elsewhere"
+        run_id = (await plane.submit(checkpointing={"checkpoint_dir": str(elsewhere)})).run_id
+        plane.run_loops()
+        await plane.watch_until(run_id, "state", state="running")
+        complete(elsewhere / run_id, "4-2")
+        assert (await learner(plane).hear("run")).session == 5
+        assert (elsewhere / run_id / "set-aside-1" / "4-2").is_dir() == was_restored
+        assert (elsewhere / run_id / "4-2").is_dir() != was_restored
+    finally:
+        await plane.stop()
 
 
 async def test_a_session_is_above_those_of_living_workers(plane: Plane) -> None:
