@@ -32,7 +32,13 @@ from services.stuck import answers, until_stuck
 
 LEASE_WAIT_S = 10.0
 HAND_BACK_S = 5.0
-"""What a drain keeps of its grace for handing back what did not finish."""
+"""What a drain keeps of its grace for handing back what did not finish, beside the time that its bytes take."""
+
+HAND_BACK_BYTES_PER_S = 8 << 20
+"""Of a worker among many that drain."""
+
+TOKEN_BYTES = 8
+"""Its id and its log-probability."""
 
 MAX_UNEXPECTED = 4
 """Groups in a row that may be blamed for what nobody foresaw; with more of them the worker itself is at fault."""
@@ -182,7 +188,8 @@ class RolloutRun:
         self._draining = True
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_guests.wait())
-        hand_back_s = min(HAND_BACK_S, grace_s / 2)
+        group_size = self.spec.grpo.num_generations_per_prompt
+        hand_back_s = hand_back_seconds(self.num_leases * group_size * self.params.max_new_tokens, grace_s)
         try:
             await asyncio.wait_for(asyncio.shield(ended), grace_s - hand_back_s)
         except TimeoutError:
@@ -374,3 +381,8 @@ def _lease_params(lease: pb.Lease) -> SamplingParams:
         top_k=params.top_k,
         stop_token_ids=tuple(params.stop_token_ids),
     )
+
+
+def hand_back_seconds(max_tokens: int, grace_s: float) -> float:
+    """What a drain keeps of its grace for handing back up to so many tokens: half of it at most."""
+    return min(HAND_BACK_S + max_tokens * TOKEN_BYTES / HAND_BACK_BYTES_PER_S, grace_s / 2)

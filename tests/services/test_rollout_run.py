@@ -21,7 +21,13 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import rollout_pb2
 from rollout.engine import GenerationRequest, empty_completion
 from services.rollout import RolloutWorker
-from services.rollout_run import MAX_UNEXPECTED, RolloutRun
+from services.rollout_run import (
+    HAND_BACK_BYTES_PER_S,
+    HAND_BACK_S,
+    MAX_UNEXPECTED,
+    RolloutRun,
+    hand_back_seconds,
+)
 
 PATIENCE_S = 30.0
 GEMMA = (
@@ -278,3 +284,19 @@ async def test_callers_share_the_gate_and_end_with_their_call(worker: RolloutWor
     bench.engine.held.set()
     assert len((await generate(worker, prompt="1", n=2)).completions) == 2
     assert len(bench.engine.asked) == gate.places + 2
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "grace_s", "seconds"),
+    [
+        (0, 25.0, HAND_BACK_S),
+        (HAND_BACK_BYTES_PER_S // 8, 25.0, HAND_BACK_S + 1.0),
+        (8 * 16 * 65_536, 60.0, HAND_BACK_S + 8.0),
+        (8 * 16 * 65_536, 25.0, 12.5),
+        (0, 4.0, 2.0),
+    ],
+)
+def test_a_drain_keeps_more_of_its_grace_where_more_may_go_back(
+    max_tokens: int, grace_s: float, seconds: float
+) -> None:
+    assert hand_back_seconds(max_tokens, grace_s) == seconds
