@@ -154,7 +154,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             with contextlib.suppress(grpc.aio.BaseError):  # the stream broke
                 async for report in reports:
                     await self._coordinator.pool.report(member, report)
-        except Exception as error:
+        except Exception as error:  # `Connect` raises it, where it is told to the member and counted
             member.stream_error = error
         finally:
             member.end_stream()

@@ -392,7 +392,7 @@ class ExchangeServer:
                 outcomes = handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
         except (sqlite3.Error, LedgerFault):
             raise
-        except Exception:
+        except Exception:  # by one of them, which `_handle` answers and counts; the others get their leases
             seldom.warning("leases", "requests for leases failed together, they are tried one by one")
             outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
         for waiting, outcome in zip(asked.values(), outcomes, strict=True):

@@ -52,7 +52,7 @@ def page(ledger: Ledger, request: run_pb2.ListRequest) -> run_pb2.ListResponse:
 def _tolerant(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
     try:
         return run_message(ledger, row)
-    except Exception as error:
+    except Exception as error:  # whatever a damaged row raises, it is about this run alone
         run_id = str(row["run_id"])
         seldom.warning(run_id, "the record of run %s cannot be read", run_id, error=error)
         return run_pb2.Run(

@@ -16,6 +16,7 @@ from paceline import view
 from paceline.cli import COMMANDS, main
 from paceline.cli.serve import SERVICES
 from paceline.doctor import Finding, examine
+from paceline.errors import PacelineError
 from paceline.spec import ClusterSection
 from paceline.up import LocalCluster
 from protos.paceline.v1.run_pb2 import RUN_STATE_PAUSED, Run
@@ -128,6 +129,21 @@ def test_up_without_spec_needs_an_open_run(tmp_path: Path) -> None:
     result = call("up", "--directory", str(tmp_path / "runs"))
     assert result.exit_code == 2
     assert "no run is open in" in result.stderr
+
+
+def test_up_tells_its_coordinator_how_much_of_the_disk_stays_free(
+    spec_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def start(*_: Any, options: dict[str, list[str]], **__: Any) -> LocalCluster:
+        asked.extend(options["coordinator"])
+        raise PacelineError("nothing is started here")
+
+    monkeypatch.setattr("paceline.cli.up.LocalCluster", start)
+    result = call("up", str(spec_path), "--directory", str(tmp_path / "runs"), "--min-free-mb", "7")
+    assert result.stderr.splitlines()[-1] == "Error: nothing is started here"
+    assert asked[:2] == ["--min-free-mb", "7"]
 
 
 def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_path: Path) -> None:

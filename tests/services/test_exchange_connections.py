@@ -171,3 +171,19 @@ def test_a_number_that_stands_for_another_file_is_left_alone(exchange: ExchangeS
         assert exchange.connections.look() == []
         ours.sendall(b"x")
         assert theirs.recv(1) == b"x"
+
+
+def test_what_nobody_reads_stays_with_its_sender() -> None:
+    exchange, context = ExchangeSocket("127.0.0.1", 0), zmq.Context()
+    sender = context.socket(zmq.DEALER)
+    sender.setsockopt(zmq.SNDHWM, 1)
+    sender.setsockopt(zmq.LINGER, 0)
+    sender.connect(f"tcp://127.0.0.1:{exchange.port}")
+    sent_mb = 0
+    while sent_mb < 200 and sender.poll(1000, zmq.POLLOUT):
+        sender.send(bytes(1 << 20))
+        sent_mb += 1
+    sender.close()
+    context.term()
+    exchange.close()
+    assert sent_mb < 60  # most of it lies in the kernel's buffers

@@ -15,6 +15,7 @@ import yaml
 from control_plane import Plane, Worker, learner, refusal, rollout
 from exchange_drivers import make_spec
 
+from paceline.seldom import unforeseen
 from paceline.spec_io import spec_to_yaml
 from protos.paceline.v1 import common_pb2, run_pb2
 from protos.paceline.v1.worker_pb2 import (
@@ -30,7 +31,6 @@ from services.coordinator.faults import Faults, Verdict, explain, judge
 from services.coordinator.members import Fault, Member
 from services.coordinator.verify import verify
 from services.growing_pause import GrowingPause
-from services.seldom import unforeseen
 
 
 def quick() -> GrowingPause:
