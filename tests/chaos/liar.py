@@ -164,7 +164,9 @@ class LyingRun(RolloutRun):
                 request.batch.step, request.batch.world_size = lease.step, 1
             case _:
                 request.group.CopyFrom(own)
-        said |= {"digest": own.digest, "status": await ask(request, frames, self._membership)}
+        if lie in ABOUT_GROUPS or lie == "another's result":  # else the honest group has the same digest
+            said |= {"group_id": request.group.group_id, "digest": request.group.digest}
+        said["status"] = await ask(request, frames, self._membership)
         write_down(said)
 
 

@@ -52,17 +52,15 @@ class LyingWorker:
         """The lies that the exchange took, or that were trained, in words."""
         with contextlib.closing(Ledger(self._directory / "ledger.sqlite", read_only=True)) as ledger:
             rows = ledger.db.execute(
-                "SELECT digest FROM groups WHERE run_id = ? AND step IS NOT NULL", (run_id,)
+                "SELECT group_id, digest FROM groups WHERE run_id = ? AND step IS NOT NULL", (run_id,)
             )
-            trained = {str(row["digest"]) for row in rows}
+            trained = {(row["group_id"], row["digest"]) for row in rows}
         problems = []
         for said in self.told():
             status = said.get("status", "")
             if status.startswith("COMMITTED") or status.endswith("with something"):
                 problems.append(f"a lie about {said['lie']} was answered {status}")
-            if said["lie"] in ("no secret", "score", "receipt", "batch"):
-                continue  # the digest of the honest group went with it
-            if said.get("digest") in trained:
+            if (said["group_id"], said.get("digest")) in trained:
                 problems.append(f"a lie about {said['lie']} was trained: group {said['group_id']}")
         return problems
 
