@@ -23,8 +23,10 @@ from typing import Any
 from paceline.groups import IntArray
 from paceline.spec import PolicySection, RunSpec
 from paceline.tether import tethered
+from services.coordinator.exchange import MAX_GROUP_ID
 from services.coordinator.intake import Arrived
 from services.coordinator.prompt_encoder import prompt_digest
+from services.seldom import unforeseen
 
 LOAD_S = 60.0
 """A tokenizer may take so long to load; groups that arrive meanwhile wait for it."""
@@ -95,10 +97,15 @@ class PromptCheck:
         return ""
 
     def look_at(self, arrived: Arrived) -> None:
-        """Makes it the fault of what has arrived that its prompt is not its lease's."""
+        """Makes it the fault of what has arrived that its prompt is not its lease's. What nobody foresaw is logged, and the prompt
+        passes uncompared: every other group waits for this thread."""
         if arrived.group is None:
             return
-        fault = self.fault(arrived.request.run_id, arrived.group.group_id, arrived.group.prompt_ids)
+        try:
+            fault = self.fault(arrived.request.run_id, arrived.group.group_id, arrived.group.prompt_ids)
+        except Exception as error:
+            unforeseen.note("the comparison of a prompt", error)
+            return
         if fault:
             arrived.fault, arrived.group, arrived.record = fault, None, None
 
@@ -118,6 +125,8 @@ class PromptCheck:
 
     def _prompt_of(self, run_id: str, group_id: int) -> str | None:
         """The prompt on record; None for a group that nobody leased, which the handler refuses."""
+        if group_id > MAX_GROUP_ID:
+            return None
         if self._reader is None:
             self._reader = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
         row = self._reader.execute(

@@ -21,6 +21,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.intake import Arrived, look_at
 from services.coordinator.ledger import Ledger
 from services.coordinator.prompt_check import PromptCheck
+from services.seldom import unforeseen
 
 PROMPTS = {7: "12+34=", 8: "99+01=", 9: [{"role": "user", "content": "1+1="}]}
 
@@ -71,25 +72,50 @@ def test_only_the_leases_own_prompt_passes(check: PromptCheck, model: Path, tmp_
     assert check.unavailable == ""
 
 
+def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
+    """A result of one completion, looked at as the check thread does."""
+    completion = Completion(prompt_ids[:1], np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop")
+    group = Group(group_id, prompt_ids, (completion,))
+    result = pb.GroupResult(group_id=group_id, attempt=1, digest=group.digest())
+    made = Arrived(
+        pb.ExchangeRequest(run_id="a-1", group=result), encode_result(prompt_ids, group.completions)
+    )
+    look_at(made)
+    check.look_at(made)
+    return made
+
+
 def test_a_result_with_another_prompt_is_at_fault(check: PromptCheck, model: Path, tmp_path: Path) -> None:
     check.begin("a-1", spec_of(tmp_path, str(model)))
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
-    completion = Completion(own[:1], np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop")
-
-    def arrived(prompt_ids: IntArray) -> Arrived:
-        group = Group(7, prompt_ids, (completion,))
-        result = pb.GroupResult(group_id=7, attempt=1, digest=group.digest())
-        made = Arrived(
-            pb.ExchangeRequest(run_id="a-1", group=result), encode_result(prompt_ids, group.completions)
-        )
-        look_at(made)
-        check.look_at(made)
-        return made
-
-    honest, other = arrived(own), arrived(own[::-1])
+    honest, other = arrived(check, 7, own), arrived(check, 7, own[::-1])
     assert (honest.fault, honest.group is None, honest.record is None) == ("", False, False)
     assert "not those of its lease's prompt" in other.fault
     assert (other.group, other.record) == (None, None), "nothing of it is stored"
+
+
+@pytest.mark.parametrize("group_id", [2**63 - 1, 2**63, 2**64 - 1])
+def test_a_number_that_no_group_has_is_left_to_the_handler(
+    check: PromptCheck, model: Path, tmp_path: Path, group_id: int
+) -> None:
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
+    assert arrived(check, group_id, own).fault == ""
+    assert "not those of its lease's prompt" in arrived(check, 7, own[::-1]).fault, "it goes on"
+
+
+def test_a_record_that_cannot_be_read_holds_nothing_up(
+    check: PromptCheck, model: Path, tmp_path: Path, ledger: Path
+) -> None:
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
+    before = unforeseen.total
+    check._path = tmp_path / "away.sqlite"
+    made = arrived(check, 7, own[::-1])
+    assert (made.fault, made.group is None) == ("", False), "it passes uncompared"
+    assert unforeseen.total == before + 1
+    check._path = ledger
+    assert "not those of its lease's prompt" in arrived(check, 7, own[::-1]).fault
 
 
 def test_a_prompt_that_cannot_be_encoded_has_no_tokens(
