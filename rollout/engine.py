@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     import torch
 
 
+MAX_ID = 2**31 - 1
+"""Engines keep ids in 32 or 64 bits."""
+
+MAX_STOP_IDS = 256
+"""Of one request; the longest list makes the table of all that run at a time."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are drawn. Raises InvalidInput on a value that no distribution has."""
@@ -45,11 +52,16 @@ class SamplingParams:
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
             ("temperature", self.temperature > 0, "above 0; use 1e-4 for greedy decoding"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 or more"),
-            ("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "0 or more"),
+            ("top_k", 0 <= self.top_k <= MAX_ID, f"from 0 to {MAX_ID}"),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= MAX_STOP_IDS
+                and all(0 <= token_id <= MAX_ID for token_id in self.stop_token_ids),
+                f"at most {MAX_STOP_IDS} ids from 0 to {MAX_ID}",
+            ),
         ):
             if not good:
-                raise InvalidInput(f"{name} is {getattr(self, name)}, must be {wanted}")
+                raise InvalidInput(f"{name} is {getattr(self, name)!r:.200}, must be {wanted}")
 
     @classmethod
     def from_spec(cls, generation: GenerationSection) -> SamplingParams:

@@ -27,9 +27,10 @@ from paceline.prompts import encode_prompt
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
-from rollout.engine import GenerationRequest, SamplingParams, sample_seed
+from rollout.engine import MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
 from services.advertise import advertised_host
 from services.endpoint.requests import MAX_CHOICES
+from services.endpoint.sampling import MAX_CHARS_PER_TOKEN
 from services.endpoint.server import Endpoint
 from services.file_limit import raise_file_limit
 from services.gathering import gathered
@@ -41,10 +42,6 @@ from services.ready import announce
 from services.rollout_run import RolloutRun
 from services.set_up import failed_set_up, spec_of
 from services.token_guard import worker_guard
-
-MAX_CHARS_PER_TOKEN = 64
-"""A prompt of more characters for each token of the longest sequence is not even tokenized."""
-MAX_STOP_IDS = 256
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]

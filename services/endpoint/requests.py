@@ -46,8 +46,15 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 }
 """Fields that are known and not supported, with the values that ask for nothing."""
 
+MAX_IDS = 1 << 20
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 10_000
+
 Stops = tuple[str, ...]
-Ids = list[Annotated[int, Field(ge=0)]]
+# One fault says enough: a list of millions would else have a fault for each of its values.
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_IDS, fail_fast=True)]
+Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+IdPrompts = Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class _StreamOptions(BaseModel):
@@ -71,7 +78,7 @@ class Ask(BaseModel):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """-1 and 0 keep all."""
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Ids | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -132,7 +139,7 @@ class Ask(BaseModel):
 class CompletionAsk(Ask):
     """`POST /v1/completions`."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Prompts | IdPrompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None
 
@@ -165,7 +172,7 @@ class CompletionAsk(Ask):
 class ChatAsk(Ask):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -200,6 +207,8 @@ def read_ask(kind: type[Ask], body: Any) -> Ask:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False)[0]
         field = str(first["loc"][0]) if first["loc"] else ""
         raise Unsupported(f"{field}: {first['msg']} (it is {first['input']!r:.60})", field) from None
+    except RecursionError:
+        raise InvalidInput("the body is nested too deeply") from None

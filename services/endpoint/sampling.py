@@ -12,13 +12,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.errors import NotFound, Unavailable
+from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version, VersionSpan
 from paceline.prompts import encode_prompt
 from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams
+from rollout.engine import MAX_ID, Engine, GenerationRequest, SamplingParams
 from rollout.text import TextStream
 from services.endpoint.messages import check_template
+
+MAX_CHARS_PER_TOKEN = 64
+"""A prompt of more characters for each token of the longest sequence is not even tokenized."""
 
 
 class Served(Protocol):
@@ -181,10 +184,21 @@ def served_names(served: Served) -> str:
 def encode(served: Served, prompt: Any, *, chat: bool) -> IntArray:
     """[P] tokens of one prompt. A chat goes through the chat template, a text of `/v1/completions` never does.
 
-    Raises InvalidInput: a field of a message that the template does not render, or what `encode_prompt` raises.
+    Raises InvalidInput: ids or a text that no sequence could hold, a field of a message that the template does not render, or
+    what `encode_prompt` raises.
     """
+    limit = served.spec.policy.max_total_sequence_length
     if isinstance(prompt, list) and not chat:
+        if len(prompt) > limit or max(prompt) > MAX_ID:
+            raise InvalidInput(
+                f"a prompt of {len(prompt)} token ids up to {max(prompt)}: {limit} ids are the most"
+            )
         return np.array(prompt, np.int32)
+    size = sum(len(message["content"]) for message in prompt) if chat else len(prompt)
+    if size > MAX_CHARS_PER_TOKEN * limit:
+        raise InvalidInput(
+            f"a prompt of {size} characters cannot be {limit} tokens, as many as prompt and completion may have"
+        )
     if chat:
         check_template(prompt, served.tokenizer.chat_template)
     return encode_prompt(served.tokenizer, prompt, "auto" if chat else "never")

@@ -34,6 +34,7 @@ from services.endpoint.sampling import (
     resolve,
 )
 from services.gathering import gathered
+from services.seldom import unforeseen
 
 MAX_BODY_BYTES = 8 << 20
 SHUTDOWN_S = 2.0
@@ -113,10 +114,10 @@ class Endpoint:
         gate = self.gate_of(served)
         chat = kind is ChatAsk
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        samplers = _samplers(served, ask, answer_id, pinned, chat)
-        if len(samplers) > gate.capacity:
+        number = len(ask.prompts()) * (ask.n or 1)
+        if number > gate.capacity:
             raise Unsupported(
-                f"{len(samplers)} completions in one request, at most {gate.capacity} fit; ask for fewer", "n"
+                f"{number} completions in one request, at most {gate.capacity} fit; ask for fewer", "n"
             )
         assert served.engine.version is not None
         answer = Answer(
@@ -128,7 +129,8 @@ class Endpoint:
             token_ids=bool(ask.return_token_ids),
             decode=lambda ids: decode(served.tokenizer, ids),
         )
-        with gate.admitted(len(samplers)):
+        with gate.admitted(number):
+            samplers = await asyncio.to_thread(_samplers, served, ask, answer_id, pinned, chat)
             if not ask.stream:
                 choices = await gathered(_placed(gate, sampler) for sampler in samplers)
                 return web.json_response(answer.whole(choices))
@@ -241,6 +243,8 @@ async def _body(request: web.Request) -> Any:
         return json.loads(await request.read())
     except ValueError as error:
         raise InvalidInput(f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise InvalidInput("the body is nested too deeply") from None
 
 
 def _error_body(error: PacelineError) -> tuple[int, Json]:

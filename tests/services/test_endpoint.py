@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
 import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
+from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -23,7 +25,9 @@ from paceline.prompts import load_tokenizer
 from paceline.seldom import unforeseen
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
+from services.endpoint.requests import ChatAsk, CompletionAsk
 from services.endpoint.server import Endpoint
+from services.seldom import unforeseen
 
 RUN = "demo-1"
 FIRST, SECOND = Version(1, 4), Version(1, 5)
@@ -416,6 +420,14 @@ async def test_a_full_queue_says_so_and_training_keeps_its_places(
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true only"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": [5000]}, None, "token ids"),
+        ({"prompt": [2**40]}, None, "token ids"),
+        ({"prompt": [1] * 5000}, None, "4096 ids are the most"),
+        ({"prompt": "a" * 300_000}, None, "300000 characters cannot be 4096 tokens"),
+        ({"prompt": ["a"] * 2000}, "prompt", "prompt"),
+        ({"stop": ["a"] * 17}, "stop", "1 to 16 strings"),
+        ({"stop_token_ids": [2**70]}, None, "stop_token_ids is .*at most 256 ids from 0 to 2147483647"),
+        ({"stop_token_ids": list(range(1000))}, None, "stop_token_ids is .*at most 256 ids"),
+        ({"top_k": 2**70}, None, "top_k is .*from 0 to 2147483647"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_with_the_field(
@@ -451,6 +463,56 @@ async def test_what_chat_cannot_do_is_refused_with_the_field(client: AsyncOpenAI
         for messages in (parts, plain)
     ]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionAsk, {"prompt": [1, "a"] * 1000}),
+        (CompletionAsk, {"prompt": [["a"] * 1000] * 100}),
+        (CompletionAsk, {"prompt": "a", "stop_token_ids": ["a"] * 1000}),
+        (CompletionAsk, {"prompt": "a", "stop": [1] * 1000}),
+        (ChatAsk, {"messages": [{}] * 1000}),
+    ],
+)
+def test_a_list_of_faults_is_told_by_few_of_them(kind: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({"model": RUN} | body)
+    assert refused.value.error_count() < 10
+
+
+async def test_prompts_are_counted_before_they_are_tokenized(
+    client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.endpoint.server.encode", None)
+    with pytest.raises(openai.BadRequestError, match="600 completions in one request, at most 32 fit"):
+        await client.completions.create(model=RUN, prompt=["a"] * 300, n=2)
+
+
+async def test_what_is_nested_without_end_is_the_clients_fault(url: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession() as session:
+        for body in ("[" * 100_000, '{"a": ' * 100_000):
+            async with session.post(f"{url}/completions", data=body, headers=headers) as answer:
+                assert answer.status == 400
+                assert "nested too deeply" in await answer.text()
+
+
+async def test_what_nobody_foresaw_is_counted_and_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    endpoint, before = Endpoint(fail), unforeseen.total
+    url = f"http://127.0.0.1:{await endpoint.start('127.0.0.1', 0)}/v1/models"
+    try:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(5):
+                async with session.get(url) as answer:
+                    assert answer.status == 500
+    finally:
+        await endpoint.close()
+    assert unforeseen.total == before + 5
+    assert len([record for record in caplog.records if "ZeroDivisionError" in record.getMessage()]) < 5
 
 
 TOOL_TEMPLATE = (
@@ -559,8 +621,6 @@ async def test_an_unforeseen_error_is_answered_and_counted() -> None:
 
 
 async def test_errors_of_http_itself_have_the_same_shape(url: str) -> None:
-    import aiohttp
-
     async with aiohttp.ClientSession() as session:
         for method, path, options, status, message in (
             ("POST", "/nothing", {"json": {}}, 404, "Not Found"),
