@@ -270,7 +270,7 @@ class RolloutRun:
         if self._unexpected > MAX_UNEXPECTED or not await answers(self.engine, probe, PROBE_S):
             raise error
         log.error("group %d was not generated", lease.group_id, exc_info=error)
-        await self._hand_back(lease, error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+        await self._hand_back(lease, error=f"{type(error).__name__}: {error}")
 
     async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
         prompt_ids, begun = self._begun(lease, prefix)
@@ -346,7 +346,7 @@ class RolloutRun:
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
-            data_error=error,
+            data_error=error[:MAX_ERROR_CHARS],
             data_error_reason=reason if error else "",
             texts=[completion.text for completion in completions],
             finish_reasons=[completion.finish_reason for completion in completions],

@@ -13,10 +13,19 @@ from services.coordinator.exchange_socket import Waiting
 FRAMES = {"group": 2, "lease_return": 1, "score": 1}
 """Payload frames that a kind of request may bring; others bring none."""
 
-MAX_HEADER_BYTES = {"lease": 256 << 10, "task": 256 << 10, "batch": 256 << 10, "lease_return": 64 << 20}
-"""Of the first frame, by kind: what is parked is small; a lease that is handed back brings its texts."""
+SMALL_HEADER_BYTES = 256 << 10
+MAX_HEADER_BYTES = {
+    "lease": SMALL_HEADER_BYTES,
+    "task": SMALL_HEADER_BYTES,
+    "batch": SMALL_HEADER_BYTES,
+    "lease_return": SMALL_HEADER_BYTES,
+}
+"""Of the first frame, by kind: what is parked or counted nowhere is small."""
 
 DEFAULT_HEADER_BYTES = 4 << 20
+
+TEXTS_HEADER_BYTES = 64 << 20
+"""Of a lease that is handed back with samples: it brings their texts, and counts among the bytes that wait for the disk."""
 
 MAX_HELD = 10_000
 """Groups that a worker can say that it holds."""
@@ -44,7 +53,8 @@ class Door:
         allowed = FRAMES.get(kind, 0)
         if len(frames) > allowed:
             return f"a {kind} request brings {allowed} payload frames at most, not {len(frames)}"
-        most = MAX_HEADER_BYTES.get(kind, DEFAULT_HEADER_BYTES)
+        brings_texts = kind == "lease_return" and frames
+        most = TEXTS_HEADER_BYTES if brings_texts else MAX_HEADER_BYTES.get(kind, DEFAULT_HEADER_BYTES)
         if waiting.header_size > most:
             return f"the header of a {kind} request has {most} bytes at most, not {waiting.header_size}"
         if kind in ("lease", "task"):

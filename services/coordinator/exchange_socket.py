@@ -35,7 +35,7 @@ class Waiting:
     arrived: Arrived
     deadline_s: float
     size: int = 0
-    """Bytes of its payload frames."""
+    """Bytes of all its frames."""
     header_size: int = 0
     is_counted: bool = False
     """Whether it is among its member's requests that wait for an answer."""
@@ -172,5 +172,5 @@ def parse(message: Message) -> Waiting:
     arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
     # In this order: not-a-number becomes the limit.
     wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
-    size = sum(map(len, message.payloads))
+    size = len(message.header) + sum(map(len, message.payloads))
     return Waiting(message.identity, arrived, time.monotonic() + wait_s, size, len(message.header))

@@ -73,6 +73,26 @@ async def test_a_header_is_no_place_for_bulk(world: World) -> None:
         assert "header of a lease request" in reply.message
 
 
+async def test_texts_come_only_with_the_samples_that_they_are_of(world: World) -> None:
+    """And then they count among the bytes that wait for the disk."""
+    async with serving(world) as service:
+        worker, driver = service.rollout("worker"), Rollout(world, "worker")
+        (given,) = (await worker.ask(lease())).lease.leases
+        returned = pb.LeaseReturn(group_id=given.group_id, attempt=1, texts=["x" * (1 << 20)])
+        reply = await worker.ask(pb.ExchangeRequest(lease_return=returned))
+        assert reply.status == INVALID
+        assert "header of a lease_return request" in reply.message
+        sizes: list[int] = []
+        server = service.server
+        server._checks.put = lambda waiting: sizes.append(waiting.size)  # type: ignore[method-assign]
+        returned.finish_reasons.extend(["stop", "stop"])
+        frames = [driver.result(given)[1][0]]
+        await worker.send(pb.ExchangeRequest(lease_return=returned), frames)
+        await worker.ask(lease_that_is_refused(), number=2)  # so it has arrived
+        assert sizes[0] > 1 << 20
+        assert server._pending_bytes == sizes[0]
+
+
 async def test_a_learner_has_so_many_ranks_at_most(world: World) -> None:
     async with serving(world) as service:
         asked = pb.BatchRequest(step=0, world_size=2**32 - 1)
