@@ -20,10 +20,16 @@ from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import checkpoints, evaluation
 from services.coordinator.exchange import ActiveRun, Exchange
 from services.coordinator.ledger import Ledger
+from services.coordinator.limits import one_line
 from services.coordinator.members import Member, Members
 from services.coordinator.session_numbers import SessionNumbers, look_at_disk
 
 SESSIONS_KEPT = 64
+
+MAX_OUTNUMBERED = 3
+"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back there are
+that many kinds of survivors at most; a worker that says so again and again would let no session train."""
+
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +53,7 @@ class Assignments:
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
         self._pause = pause
         self._numbers = SessionNumbers()
+        self._num_outnumbered = 0
 
     async def put_to_work(self) -> None:
         """Everybody who is there gets the run that has become active."""
@@ -73,7 +80,7 @@ class Assignments:
                     message = (
                         f"session {report.session} could not begin: {report.error}; an older one is taken"
                     )
-                    log.warning("run %s: %s", report.run_id, message)
+                    log.warning("run %s: %s", report.run_id, one_line(message))
                     self._ledger.add_event(report.run_id, "warning", {"message": message})
         if not known:
             await self._pause(report.run_id, f"learner: {report.error}")
@@ -121,7 +128,7 @@ class Assignments:
         record names; where it names nobody, the first who says so. Nobody's when the ledger is behind it: a backup."""
         run = self._exchange.active
         assert run is not None
-        newest = self._ledger.run(run.run_id)["session"]
+        newest = int(self._ledger.run(run.run_id)["session"])
         if hello.role != common_pb2.ROLE_LEARNER or hello.rank != 0 or not newest or hello.session != newest:
             return 0
         if hello.HasField("version") and not self._ledger.has_receipt(
@@ -130,7 +137,10 @@ class Assignments:
             log.warning("%s has receipts of session %d that this ledger has not", hello.member_id, newest)
             return 0
         holder = self._sessions.setdefault((run.run_id, newest), hello.member_id)
-        return newest if holder == hello.member_id else 0
+        if holder != hello.member_id:
+            return 0
+        self._exchange.ranks = hello.world_size
+        return newest
 
     def take_up_session(self) -> str | None:
         """After a restart: the learner that has the newest session of the active run, by the record."""
@@ -212,8 +222,27 @@ class Assignments:
         newest = self._ledger.run(run.run_id)["session"]
         self._numbers.hear(run.run_id, newest, max(hello.session, hello.version.session))
 
+    async def outnumber_holder(self, member: Member) -> None:
+        """A worker says that it holds weights which the ledger knows nothing of: the learner's next session is above theirs.
+        Believed MAX_OUTNUMBERED times."""
+        run, session = self._exchange.active, member.ahead_session
+        if run is None or session < self._ledger.run(run.run_id)["session"]:
+            return
+        if self._num_outnumbered >= MAX_OUTNUMBERED:
+            log.warning(
+                "%s holds weights of session %d, which this ledger does not know; %d workers have said such a thing, and no "
+                "further one is believed. Restart it if it takes no weights",
+                member.member_id,
+                session,
+                MAX_OUTNUMBERED,
+            )
+            return
+        self._num_outnumbered += 1
+        await self.outnumber(session)
+
     async def outnumber(self, session: int) -> None:
-        """Somebody holds weights of this session which the ledger knows nothing of: the learner's next one is above it."""
+        """Somebody holds weights or files of this session which the ledger knows nothing of: the learner's next one is above
+        it."""
         run = self._exchange.active
         if run is None:
             return
@@ -233,6 +262,7 @@ class Assignments:
             content = {"session": session, "step": start.step, "member_id": member.member_id}
             self._ledger.add_event(row["run_id"], "session", content)
         self._sessions[row["run_id"], session] = member.member_id
+        self._exchange.ranks = member.world_size
         while len(self._sessions) > SESSIONS_KEPT:
             self._sessions.pop(next(iter(self._sessions)))
         member.session = session

@@ -6,6 +6,7 @@ A member that reports something else is confused or lies. It is not believed, an
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from paceline.groups import Version
@@ -17,7 +18,7 @@ from services.coordinator.limits import cut
 from services.coordinator.members import WARNINGS_KEPT, Member
 
 WARNINGS_PERIOD_S = 60.0
-"""In which a member may warn WARNINGS_KEPT times: each warning is an event of the run."""
+"""In which a member may warn WARNINGS_KEPT times, and say as often why it cannot work."""
 
 MAX_HASH = 128
 """Characters of a digest or a chain."""
@@ -117,19 +118,29 @@ class Authority:
             if said.session != session:
                 return f"session {said.session} is not the newest, {session}"
             # The other ranks say what went wrong on theirs.
+            if self._exchange.ranks and member.rank >= self._exchange.ranks:
+                return f"rank {member.rank} is none of the learner's, which has {self._exchange.ranks}"
             if not (said.error or said.warning) and self._assignments.learner() is not member:
                 return f"it does not have the learner's session {session}"
             if len(said.export_path.encode()) > MAX_PATH_BYTES:
                 return "the path of its export is too long"
         elif said.finished or said.export_path or said.vocab_size:
             return f"a {member.role_name} worker exports nothing and has no vocabulary"
-        return self._check_warning(member) if said.warning else ""
+        if said.warning:
+            return self._check_number("warned", member.warned_s)
+        if (
+            said.error and member.role != common_pb2.ROLE_LEARNER
+        ):  # a learner's ends its session, and there are few
+            known = member.fault is not None and member.fault.message == said.error
+            return "" if known else self._check_number("failed", member.failed_s)
+        return ""
 
-    def _check_warning(self, member: Member) -> str:
+    def _check_number(self, what: str, said_s: deque[float]) -> str:
+        """Each one is an event of the run."""
         now_s = time.monotonic()
-        if len(member.warned_s) == WARNINGS_KEPT and now_s - member.warned_s[0] < WARNINGS_PERIOD_S:
-            return f"it has warned {WARNINGS_KEPT} times within {WARNINGS_PERIOD_S:g} s"
-        member.warned_s.append(now_s)
+        if len(said_s) == WARNINGS_KEPT and now_s - said_s[0] < WARNINGS_PERIOD_S:
+            return f"it has {what} {WARNINGS_KEPT} times within {WARNINGS_PERIOD_S:g} s"
+        said_s.append(now_s)
         return ""
 
     def _session(self) -> int:

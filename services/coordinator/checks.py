@@ -8,13 +8,13 @@ field, its value and the bound.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 
 from paceline.errors import SpecError, WireError
-from paceline.groups import Completion, Group, Version
+from paceline.groups import Completion, FloatArray, Group, IntArray, Version
 from paceline.spec import RunSpec
 from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, decode_completions, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -72,13 +72,19 @@ def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
             f"a prompt of {num_prompt} tokens and a completion of {longest} are together longer than "
             f"policy.max_total_sequence_length {limits.max_total_tokens}"
         )
-    if len(arrays.logprobs):
-        least, most = np.minimum.reduce(arrays.logprobs), np.maximum.reduce(arrays.logprobs)
-        if not (least >= MIN_LOGPROB and most <= MAX_LOGPROB):  # in this form it holds for not-a-number
-            raise WireError(
-                f"logprobs goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
-            )
+    check_logprobs("logprobs", arrays.logprobs)
     return max_id
+
+
+def check_logprobs(name: str, values: FloatArray) -> None:
+    """Looks at log-probabilities of a sampler or of a reference. Raises WireError."""
+    if not len(values):
+        return
+    least, most = np.minimum.reduce(values), np.maximum.reduce(values)
+    if not (least >= MIN_LOGPROB and most <= MAX_LOGPROB):  # in this form it holds for not-a-number
+        raise WireError(
+            f"{name} goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
+        )
 
 
 def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allowed: Collection[str]) -> None:
@@ -99,20 +105,37 @@ def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
     return ""
 
 
-def fault_of_versions(
-    exchange: Exchange, run: ActiveRun, completions: Sequence[Completion], member_id: str, attempt: int
+def fault_of_group(
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, group: Group
 ) -> str:
-    """Why the versions of a group's tokens cannot be true; empty where they can.
+    """Why what an attempt generated cannot be true: its versions, or a beginning that it does not go on from. Empty where it
+    can.
 
-    A worker's own tokens are of versions that it acknowledged, or that are on their way to it; those that an earlier holder
-    handed back are of any that exist.
+    A worker's own tokens are of versions that it acknowledged, or that are on their way to it; what its lease came with is of
+    versions that an earlier holder had.
     """
-    versions = {span[:2] for c in completions for span in c.spans}
-    newest = Version(*max(versions, default=(0, 0)))
-    session, step = newest.session, max([step for _, step in versions], default=0)
+    versions = {span[:2] for c in group.completions for span in c.spans}
+    newest, step = Version(*max(versions, default=(0, 0))), max([step for _, step in versions], default=0)
     held = exchange.newest_of(member_id)
-    if held is not None and newest <= held and step <= held.step:
+    is_held = held is not None and newest <= held and step <= held.step
+    fault = "" if is_held else _fault_of_existence(exchange, run, newest.session, step)
+    if fault:
+        return fault
+    try:
+        begun = _beginning(exchange, run, row)
+    except (DamagedRecord, UnreadableSegment):
+        return ""  # what it was, nobody can tell now; the result replaces it
+    if held is not None and newest > held:
+        lost = attempt > 1 and begun is None and exchange.ledger.counters(run.run_id).get("failures:damaged")
+        if not lost and (begun is None or newest > begun.newest):
+            return f"version {tuple(newest)} in spans is newer than {tuple(held)}, the newest that {member_id} acknowledged"
+    if begun is None or attempt <= begun.attempt:  # leased before that was handed back
         return ""
+    return _fault_of_continuation(begun, group)
+
+
+def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: int) -> str:
+    """Why the newest session and step of a group's tokens are none of the run's; empty where they are."""
     row = exchange.ledger.run(run.run_id)
     if session > row["session"] or step > row["published_step"]:  # else there is no need to ask each worker's
         known = exchange.newest_version()
@@ -120,32 +143,41 @@ def fault_of_versions(
             return f"session {session} in spans is beyond the newest, {bound}"
         if step > (bound := max(row["published_step"], known.step)):
             return f"step {step} in spans is beyond the newest version's, {bound}"
-    if attempt == 1 and held is not None and newest > held:
-        return f"version {tuple(newest)} in spans is newer than {tuple(held)}, the newest that {member_id} acknowledged"
     return ""
 
 
-def fault_of_beginning(
-    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, group: Group
-) -> str:
-    """Why a group does not go on from what its lease came with; empty where it does, or where the lease came with nothing."""
+class Beginning(NamedTuple):
+    """What an earlier worker handed back of a group."""
+
+    attempt: int
+    """Its own."""
+    prompt_ids: IntArray
+    completions: tuple[Completion, ...]
+
+    @property
+    def newest(self) -> Version:
+        """The newest version of its tokens. What came before it, of earlier attempts, is a part of it."""
+        return Version(*max((span[:2] for c in self.completions for span in c.spans), default=(0, 0)))
+
+
+def _beginning(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Beginning | None:
+    """What is on record of a group's beginning; None without one. Raises DamagedRecord, UnreadableSegment."""
     if row["attempt"] < 2:
-        return ""
-    try:
-        stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")
-        if stored is None:
-            return ""
-        header, arrays = stored.read()
-    except (DamagedRecord, UnreadableSegment):
-        return ""  # what it was, nobody can tell now; the result replaces it
+        return None
+    stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")
+    if stored is None:
+        return None
+    header, arrays = stored.read()
     returned = parse_message(pb.LeaseReturn, header)
-    if attempt <= returned.attempt:
-        return ""  # leased before that was handed back
     reasons = returned.finish_reasons
-    prompt_ids, begun = decode_completions(arrays, reasons, [""] * len(reasons))
-    if not np.array_equal(prompt_ids, group.prompt_ids):
+    return Beginning(returned.attempt, *decode_completions(arrays, reasons, [""] * len(reasons)))
+
+
+def _fault_of_continuation(begun: Beginning, group: Group) -> str:
+    """Why a group does not go on from what its lease came with; empty where it does."""
+    if not np.array_equal(begun.prompt_ids, group.prompt_ids):
         return "prompt_ids are not those that the lease came with"
-    for index, (before, now) in enumerate(zip(begun, group.completions, strict=True)):
+    for index, (before, now) in enumerate(zip(begun.completions, group.completions, strict=True)):
         size = len(before.token_ids)
         if before.finish_reason != "abort" and len(now.token_ids) != size:
             return f"completion {index} has {len(now.token_ids)} tokens, but was finished with {size}"

@@ -39,6 +39,7 @@ from services.coordinator.exchange_server import ExchangeServer
 from services.coordinator.faults import AGAIN, Faults
 from services.coordinator.journal import Journal
 from services.coordinator.ledger import ACTIVE_STATES, Ledger
+from services.coordinator.limits import one_line
 from services.coordinator.members import Members
 from services.coordinator.openings import Openings
 from services.coordinator.pool import Pool
@@ -328,7 +329,7 @@ class Coordinator:
             with self.ledger.transaction():
                 self._set_state(run_id, "paused", message, retried=retried)
             self._retried = run_id if retried else ""
-        log.warning("run %s is paused: %s", run_id, message)
+        log.warning("run %s is paused: %s", run_id, one_line(message))
         self.server.wake("lease", "batch")
         await self.tell_watchers()
 
@@ -471,7 +472,11 @@ class Coordinator:
                 self.ledger.update_run(run_id, state=state, message=message)
                 self.ledger.add_event(run_id, "state", {"state": state, "message": message})
         log.log(
-            logging.INFO if state == "succeeded" else logging.WARNING, "run %s %s %s", run_id, state, message
+            logging.INFO if state == "succeeded" else logging.WARNING,
+            "run %s %s %s",
+            run_id,
+            state,
+            one_line(message),
         )
         if active:
             self.journal.close(self.journal.summary(run_id))
@@ -534,7 +539,7 @@ class Coordinator:
                 await self.pause_on_fault(run.run_id, notice.content["message"])
                 break
             if notice.kind == "paused":
-                log.warning("run %s is paused: %s", run.run_id, notice.content["message"])
+                log.warning("run %s is paused: %s", run.run_id, one_line(notice.content["message"]))
         self.pool.assignments.name_epoch()
         await self.tell_watchers()
         await self._finish_if_done()

@@ -72,14 +72,18 @@ def to_lease(
     ).fetchall()
 
 
-def is_pinned(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, group: Group) -> bool:
-    """Whether every token was sampled under the evaluation's version."""
+def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
+    """The only version whose tokens count for a group of an evaluation."""
     evaluation = exchange.db.execute(
         "SELECT * FROM evaluations WHERE run_id = ? AND step = ?",
         (run.run_id, int(row["class"].split(":")[1])),
     ).fetchone()
-    pinned = (evaluation["pinned_session"], evaluation["pinned_step"])
-    return all((span.session, span.step) == pinned for c in group.completions for span in c.spans)
+    return Version(evaluation["pinned_session"], evaluation["pinned_step"])
+
+
+def is_of(group: Group, version: Version) -> bool:
+    """Whether every token was sampled under this version."""
+    return all(span[:2] == version for c in group.completions for span in c.spans)
 
 
 def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:

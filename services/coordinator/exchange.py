@@ -119,8 +119,10 @@ class Exchange:
         """Of these the ones that may be gone: what they hold is still theirs, but no batch waits for it."""
         self.ages = LeaseAges()
         """How long leases are out."""
+        self.task_ages = LeaseAges()
+        """How long tasks are."""
         self.overdue: set[str] = set()
-        """Workers that held leases for too long: they get none before they have handed something in."""
+        """Workers that held leases or tasks for too long: they get none before they have handed something in."""
         self.versions: dict[str, Version] = {}
         """Version that each rollout worker acknowledged, by member id."""
         self.offered: dict[str, Version] = {}
@@ -134,6 +136,8 @@ class Exchange:
         """Why the next prompt cannot be read; empty while it can."""
         self.reserved: dict[int, str] = {}
         """Worker that empties its hands for a group that must be held alone, by group id."""
+        self.ranks = 0
+        """Of the learner that has the newest session; 0 while it has not said so."""
         self.splits = Splits()
         self.training: Training | None = None
         """What the newest session that asked for a part may end with (session_faults.py)."""
@@ -360,7 +364,7 @@ class Exchange:
         if self.active is not None and self.active.run_id == run_id:
             self.active = None
             self.first_asked_s.clear()
-            self.training = None
+            self.training, self.ranks = None, 0
             self.unreadable_data = ""
             self.reserved.clear()
             self.offered.clear()

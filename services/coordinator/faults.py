@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.limits import one_line
 from services.coordinator.members import Fault, Member
 from services.growing_pause import GrowingPause
 
@@ -80,7 +81,11 @@ class Faults:
     async def on_error(self, member: Member, report: worker_pb2.RunReport) -> None:
         """A member says that it cannot work on the active run."""
         log.warning(
-            "%s %s cannot work on %s: %s", member.role_name, member.member_id, report.run_id, report.error
+            "%s %s cannot work on %s: %s",
+            member.role_name,
+            member.member_id,
+            report.run_id,
+            one_line(report.error),
         )
         fault = Fault(report.run_id, report.error, report.fault, report.resumable)
         known = member.fault == fault

@@ -122,7 +122,14 @@ def _not_its_part(exchange: Exchange, arrived: Arrived) -> Outcome | None:
         )
     if role != common_pb2.ROLE_LEARNER or kind not in ROLES:
         return None
-    rank = request.batch.rank if kind == "batch" else request.receipt.rank
+    said = request.batch if kind == "batch" else request.receipt
+    rank = said.rank
+    is_newest = request.session == exchange.ledger.run(request.run_id)["session"]
+    if is_newest and exchange.ranks and said.world_size != exchange.ranks:
+        return exchange.refuse(
+            request,
+            f"rank {rank} of {said.world_size} is none of the learner that trains, which has {exchange.ranks} ranks",
+        )
     if rank != member.rank:
         return exchange.refuse(
             request, f"rank {rank} is not {member.member_id}, which said Hello as rank {member.rank}"

@@ -15,7 +15,7 @@ from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
 from paceline.wire import Buffer, CompletionArrays, decode_reference, parse_message, split_completions
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.checks import Limits, check_arrays, check_texts
+from services.coordinator.checks import Limits, check_arrays, check_logprobs, check_texts
 from services.coordinator.payloads import PayloadStore, Place, Record
 from services.seldom import unforeseen
 
@@ -76,7 +76,9 @@ def look_at(arrived: Arrived) -> None:
         elif len(arrived.frames) != 1:
             raise WireError(f"a score has one payload frame at most, not {len(arrived.frames)}")
         else:
-            arrived.reference = decode_reference(arrived.frames[0])
+            reference = decode_reference(arrived.frames[0])
+            check_logprobs("reference_logprobs", reference)
+            arrived.reference = reference
             arrived.record = Record.of(b"", arrived.frames[0])
     except WireError as error:
         arrived.fault = str(error)

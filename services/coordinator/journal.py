@@ -19,7 +19,7 @@ from protos.paceline.v1 import worker_pb2
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
 from services.coordinator.ledger import Ledger
-from services.coordinator.limits import bounded_metrics, seconds
+from services.coordinator.limits import bounded_metrics, one_line, seconds
 from services.coordinator.members import Members
 from services.coordinator.recorder import SUMMARY_NAME, Recorder, write_summary
 from services.coordinator.weight_meters import WeightMeters
@@ -100,7 +100,7 @@ class Journal:
                     self._ledger.add_event(run.run_id, "evaluation", notice.content)
                     self._record("eval", notice.content["step"], _numbers(notice.content))
                 case "warning":
-                    log.warning("run %s: %s", run.run_id, notice.content["message"])
+                    log.warning("run %s: %s", run.run_id, one_line(notice.content["message"]))
                     self._ledger.add_event(run.run_id, "warning", notice.content)
 
     def note_staged(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> None:

@@ -1,16 +1,18 @@
-"""Which workers hold leases far longer than the others need. Pure bookkeeping with a clock of its own; the pool feeds it.
+"""Which workers hold leases, or tasks, far longer than the others need. Pure bookkeeping with a clock of its own; the pool feeds
+it.
 
 A lease has no deadline, because a completion may take as long as it takes. But a worker that is heard of and hands in nothing,
 while the others hand in all the time, keeps places that they could fill. It is overdue when it has held a lease, and handed in
 nothing, for longer than LIMIT_MULTIPLE times the pool's own median from lease to result, and LIMIT_S at least. So is a
-worker whose results are refused one after the other. Nobody is overdue unless another worker has handed in something since.
+worker whose results are refused one after the other. Nobody is overdue unless another worker has handed in something since, or
+has nothing in hand and could.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 LIMIT_S = 60.0
@@ -21,6 +23,9 @@ MAX_REFUSED = 3
 
 MIN_RESULTS = 8
 """Results of other workers that make a median."""
+
+NO_MEDIAN_S = 600.0
+"""The limit where there are fewer."""
 
 WINDOW = 256
 """Newest results that the median is taken over."""
@@ -37,7 +42,7 @@ class Overdue(NamedTuple):
 
 
 class LeaseAges:
-    """One for a coordinator."""
+    """One for a kind of work."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -62,8 +67,11 @@ class LeaseAges:
         """A worker's result cannot be accepted."""
         self._refused[member_id] = self._refused.get(member_id, 0) + 1
 
-    def look(self, now_s: float, held: Iterable[tuple[str, int, int]]) -> list[Overdue]:
-        """Who is overdue, where `held` are all leases that are out: worker, group, attempt."""
+    def look(
+        self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
+    ) -> list[Overdue]:
+        """Who is overdue, where `held` are all leases that are out: worker, group, attempt; `able` are the workers that could take
+        them."""
         if self._looked_s is not None:
             self._now_s += min(max(0.0, now_s - self._looked_s), LONGEST_STEP_S)
         self._looked_s = now_s
@@ -77,25 +85,23 @@ class LeaseAges:
         return [
             Overdue(member_id, why)
             for member_id in oldest_s
-            if (why := self._why(member_id, oldest_s[member_id]))
+            if (why := self._why(member_id, oldest_s[member_id], has_free=not oldest_s.keys() >= set(able)))
         ]
 
-    def _why(self, member_id: str, oldest_s: float) -> str:
-        """Why a worker is overdue; empty where it is not."""
+    def _why(self, member_id: str, oldest_s: float, *, has_free: bool) -> str:
+        """Why a worker is overdue; empty where it is not. `has_free`: another one has nothing in hand."""
         others = [seconds for other, seconds in self._results if other != member_id]
-        if len(others) < MIN_RESULTS:
-            return ""
-        median_s = statistics.median(others)
-        limit_s = max(LIMIT_S, LIMIT_MULTIPLE * median_s)
         since_s = max(oldest_s, self._handed_in_s.get(member_id, oldest_s))
-        if not any(s >= since_s for other, s in self._handed_in_s.items() if other != member_id):
+        is_known = len(others) >= MIN_RESULTS
+        handing_in = any(s >= since_s for other, s in self._handed_in_s.items() if other != member_id)
+        if not (has_free or (handing_in and is_known)):
             return ""  # the others do no better
         if self._refused.get(member_id, 0) >= MAX_REFUSED:
             return f"the last {self._refused[member_id]} groups that it handed in were refused"
         waited_s = self._now_s - since_s
+        median_s = statistics.median(others) if is_known else NO_MEDIAN_S / LIMIT_MULTIPLE
+        limit_s = max(LIMIT_S, LIMIT_MULTIPLE * median_s)
         if waited_s <= limit_s:
             return ""
-        return (
-            f"it has handed in nothing for {waited_s:.0f} s, and others need {median_s:.0f} s from lease to result "
-            f"(the limit is {limit_s:.0f} s)"
-        )
+        needed = f"need {median_s:.0f} s from lease to result" if is_known else "have nothing to do"
+        return f"it has handed in nothing for {waited_s:.0f} s, and others {needed} (the limit is {limit_s:.0f} s)"

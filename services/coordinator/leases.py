@@ -17,7 +17,6 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import damage, evaluation, poison, seals
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
-from services.coordinator.lease_ages import Overdue
 from services.coordinator.payloads import DamagedRecord, Frame, Payload, UnreadableSegment, read_frame
 
 MAX_ROOM = 1 << 16
@@ -341,27 +340,6 @@ def lend_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) 
             (silent,),
         ).rowcount
     return number
-
-
-def overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
-    """Workers that hold leases for far longer than others need; asked every few seconds."""
-    held = exchange.db.execute(
-        "SELECT member_id, group_id, attempt FROM groups INDEXED BY held_groups WHERE state = 'leased' AND run_id = ?",
-        (run.run_id,),
-    ).fetchall()
-    return exchange.ages.look(now_s, [(row[0], row[1], row[2]) for row in held])
-
-
-def take_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
-    """Gives others what such workers hold, in a transaction. What they still hand in counts, if it is the first."""
-    for member_id, why in found:
-        taken = lend_again(exchange, [member_id], with_leases=True)
-        evaluation.unpin_member(exchange, run, member_id)
-        exchange.overdue.add(member_id)
-        exchange.notice(
-            "warning",
-            message=f"{member_id} gets no lease before it hands in a group, and others get the {taken} that it holds: {why}",
-        )
 
 
 def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:

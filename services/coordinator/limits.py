@@ -10,6 +10,9 @@ from typing import Any
 MAX_TEXT_BYTES = 4096
 """Of a reason, a warning, an error."""
 
+MAX_LINE_BYTES = 1000
+"""Of a text in a line of the log; the run's events have the whole."""
+
 MAX_GAUGES = 100
 """In one heartbeat."""
 
@@ -32,7 +35,7 @@ def cut(text: str, limit: int = MAX_TEXT_BYTES) -> str:
     return data[: limit - len(missing.encode())].decode("utf-8", "ignore") + missing
 
 
-def one_line(text: str, limit: int = 500) -> str:
+def one_line(text: str, limit: int = MAX_LINE_BYTES) -> str:
     """A text for one line of a log, which it cannot end."""
     return cut("".join(c if c.isprintable() else " " for c in text[: limit + 1]), limit)
 

@@ -63,6 +63,8 @@ class Member:
     """It was told to stop, and leaves when it has handed over what it has."""
     session: int = 0
     """Learner: session that it works in; 0 for one that waits."""
+    world_size: int = 0
+    """Learner: number of its ranks; 0 where it has not said so."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     """Goes out with Welcome and comes back with every request to the exchange: made anew for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)
@@ -75,6 +77,8 @@ class Member:
     """Versions that the learner offered to it, newest last: it can acknowledge these."""
     warned_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
     """When it warned of something, newest last."""
+    failed_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    """When it said anew why it cannot work, newest last."""
     stream_error: Exception | None = None
     """What one of its reports ended in; its stream ends with it."""
     gauges: dict[str, float] = field(default_factory=dict)

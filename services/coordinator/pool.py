@@ -19,7 +19,7 @@ from paceline.errors import LedgerFault
 from paceline.groups import Version
 from paceline.seldom import unforeseen
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator import evaluation, leases, poison, session_faults
+from services.coordinator import evaluation, leases, overdue, poison, session_faults
 from services.coordinator.assignments import Assignments
 from services.coordinator.exchange import ActiveRun
 from services.coordinator.introduction import check_place
@@ -116,10 +116,13 @@ class Pool:
             time.monotonic(),
             hello.http_address,
             session=session,
+            world_size=hello.world_size,
             shown_secret=hello.secret,
         )
         if earlier is not None:
             member.offered.extend(earlier.offered)
+            member.warned_s.extend(earlier.warned_s)
+            member.failed_s.extend(earlier.failed_s)
         if same_run:
             self.assignments.hear(hello)
         if same_run and hello.HasField("version") and member.role == common_pb2.ROLE_ROLLOUT:
@@ -147,7 +150,7 @@ class Pool:
             await self.assignments.assign_learner()
             self.assignments.forget_epoch()  # a learner that comes back has to be told who receives weights
         if member.ahead_session:
-            await self.assignments.outnumber(member.ahead_session)
+            await self.assignments.outnumber_holder(member)
         self.assignments.name_epoch()
         await self._add_member_event(member, "joined")
 
@@ -240,21 +243,20 @@ class Pool:
         await self._add_member_event(member, f"suspected: {why}")
 
     async def _take_overdue(self) -> None:
-        """Gives others the leases of workers that are heard of and hand in nothing."""
+        """Gives others the leases and tasks of workers that are heard of and hand in nothing."""
         run, now_s = self._exchange.active, time.monotonic()
         if run is None or now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
-        found = leases.overdue(self._exchange, run, now_s)
+        found = overdue.look(self._exchange, run, now_s)
         if not found:
             return
         async with self._lock:
             with self._ledger.transaction():
-                leases.take_overdue(self._exchange, run, found)
+                overdue.take(self._exchange, run, found)
                 notices = self._exchange.take_notices()
                 self._journal.write_down(notices)
-        log.warning("%s", "; ".join(notice.content.get("message", notice.kind) for notice in notices))
-        self._runs.server.wake("lease")
+        self._runs.server.wake("lease", "task")
         await self._runs.act_on(notices)
 
     async def lend_again(self) -> None:

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.groups import IntArray
+from paceline.seldom import unforeseen
 from paceline.spec import PolicySection, RunSpec
 from paceline.tether import tethered
 from services.coordinator.exchange import MAX_GROUP_ID
 from services.coordinator.intake import Arrived
 from services.coordinator.prompt_encoder import prompt_digest
-from services.seldom import unforeseen
 
 LOAD_S = 60.0
 """A tokenizer may take so long to load; groups that arrive meanwhile wait for it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import evaluation, poison
-from services.coordinator.checks import fault_of_beginning, fault_of_ids, fault_of_versions
+from services.coordinator import evaluation, overdue, poison
+from services.coordinator.checks import fault_of_group, fault_of_ids
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
 from services.coordinator.leases import held_by
@@ -47,7 +47,11 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         return exchange.refuse(
             request, f"group {result.group_id} has {len(group.completions)} completions, not {expected}"
         )
-    if row["class"] != "train" and not evaluation.is_pinned(exchange, run, row, group):
+    if row["class"] != "train" and not evaluation.is_of(
+        group, pinned := evaluation.pinned_version(exchange, run, row)
+    ):
+        if row["lease_step"] == pinned.step:  # else another version was pinned since
+            exchange.ages.refused(request.member_id)
         exchange.set_group(run, result.group_id, state="admitted", member_id=None)
         return exchange.stale(request, "tokens of another version than the evaluation's")
     fault = _fault(exchange, run, arrived, row, result.attempt)
@@ -123,22 +127,15 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
 
 
 def _handed_in(exchange: Exchange, request: pb.ExchangeRequest) -> None:
-    """A worker does what it holds leases for."""
-    member_id = request.member_id
-    exchange.ages.handed_in(member_id, request.group.group_id, request.group.attempt)
-    if member_id in exchange.overdue:
-        exchange.overdue.remove(member_id)
-        exchange.notice("warning", message=f"{member_id} has handed in a group and gets leases again")
+    said = request.group
+    overdue.handed_in(exchange, exchange.ages, request.member_id, said.group_id, said.attempt)
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
     """Why what this attempt generated cannot be true by the ledger; empty where it can."""
-    group, member_id = arrived.group, arrived.request.member_id
-    assert group is not None
-    return (
-        fault_of_ids(exchange, run, arrived.max_id)
-        or fault_of_versions(exchange, run, group.completions, member_id, attempt)
-        or fault_of_beginning(exchange, run, row, attempt, group)
+    assert arrived.group is not None
+    return fault_of_ids(exchange, run, arrived.max_id) or fault_of_group(
+        exchange, run, row, attempt, arrived.request.member_id, arrived.group
     )
 
 

@@ -11,9 +11,10 @@ from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import damage, evaluation, poison
+from services.coordinator import damage, evaluation, overdue, poison
 from services.coordinator.exchange import BATCH_DUE, ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
+from services.coordinator.limits import cut
 from services.coordinator.payloads import DamagedRecord, Frame, UnreadableSegment, frame_size
 
 MAX_ROOM = 1024
@@ -31,6 +32,8 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     reply.task.SetInParent()
     if request.task.HasField("held"):
         _release_lost(exchange, run, request)
+    if request.member_id in exchange.overdue:
+        return Outcome(reply, empty=True)
     payloads: list[Frame] = []
     room = min(request.task.room, MAX_ROOM)
     rows = exchange.db.execute(
@@ -87,6 +90,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
             f"attempt {score.attempt} at scoring group {score.group_id} was never {request.member_id}'s",
         )
     if row["state"] != "generated":
+        _handed_in(exchange, request)
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
         return exchange.stale(
@@ -128,6 +132,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
             "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'reference', x'', x'', ?, ?, ?, ?, ?, ?)",
             (run.run_id, score.group_id, *arrived.place),
         )
+    _handed_in(exchange, request)
     poison.clear(exchange, run, score.group_id)
     exchange.ledger.forget(BATCH_DUE)
     exchange.set_group(
@@ -147,6 +152,11 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     elif exchange.ledger.run(run.run_id)["dropped_in_a_row"]:
         exchange.ledger.update_run(run.run_id, dropped_in_a_row=0)
     return exchange.committed(request)
+
+
+def _handed_in(exchange: Exchange, request: pb.ExchangeRequest) -> None:
+    said = request.score
+    overdue.handed_in(exchange, exchange.task_ages, request.member_id, said.group_id, said.attempt)
 
 
 def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:
@@ -207,7 +217,7 @@ def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         exchange.notice(
             "warning",
             message=f"scoring group {request.score.group_id} has to wait, it is tried again ({failures} such failures "
-            f"in this run; they drop no group): {request.score.error}",
+            f"in this run; they drop no group): {cut(request.score.error)}",
         )
 
 
@@ -217,7 +227,7 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     exchange.ledger.count(run.run_id, "failures:reward_failed")
     exchange.notice(
         "warning",
-        message=f"scoring group {row['group_id']} failed ({failures} of {allowed}): {request.score.error}",
+        message=f"scoring group {row['group_id']} failed ({failures} of {allowed}): {cut(request.score.error)}",
     )
     if failures >= allowed:
         exchange.drop(run, row, "reward_failed")

@@ -10,6 +10,7 @@ import enum
 import hmac
 from collections.abc import Set
 
+from protos.paceline.v1 import common_pb2
 from services.coordinator.members import Member
 
 MAX_EARLIER = 4096
@@ -55,6 +56,10 @@ class Senders:
     def get(self, member_id: str) -> Member | None:
         """The member of that id."""
         return self._members.get(member_id)
+
+    def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
+        """The members of a role."""
+        return [member for member in self._members.values() if member.role == role]
 
     def standing(self, member_id: str, secret: bytes) -> Standing:
         """What a request's member id and secret make of its sender."""

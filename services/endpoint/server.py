@@ -34,7 +34,6 @@ from services.endpoint.sampling import (
     resolve,
 )
 from services.gathering import gathered
-from services.seldom import unforeseen
 
 MAX_BODY_BYTES = 8 << 20
 SHUTDOWN_S = 2.0

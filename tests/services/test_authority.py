@@ -133,6 +133,59 @@ async def test_a_member_does_not_fill_the_events_with_warnings(plane: Plane) -> 
     assert all(len(warning) < 5000 for warning in warnings)
 
 
+async def test_a_member_does_not_fill_events_and_log_with_what_keeps_it_from_working(
+    plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = await started(plane)
+    worker, healthy = rollout(plane), rollout(plane, "rollout-2")
+    await worker.hear("run")
+    await healthy.hear("run")
+    for number in range(100):
+        error = f"{number}\n2026-01-01 ERROR forged " + "e" * 10_000
+        worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id, error=error))
+    await heard(plane, worker, "rollout-1")
+    events = [event["json"] for event in plane.ledger.events(run.run_id, 0)]
+    assert sum("cannot work on the run" in event for event in events) == 16
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("cannot work on" in line for line in lines) == 2 * 16
+    assert not [line for line in lines if "\n" in line or len(line) > 2000]
+
+
+async def test_a_new_stream_brings_no_new_budget(plane: Plane) -> None:
+    run = await started(plane)
+    worker = rollout(plane)
+    await worker.hear("run")
+    for number in range(20):
+        worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id, warning=f"first {number}"))
+    worker.hang_up()
+    await worker.hear_the_end()
+    again = rollout(plane, secret=worker.secret)
+    await again.hear("run")
+    again.say(run_report=worker_pb2.RunReport(run_id=run.run_id, warning="on the next"))
+    await heard(plane, again, "rollout-1")
+    warnings = [event["json"] for event in plane.ledger.events(run.run_id, 0) if event["kind"] == "warning"]
+    assert len(warnings) == 16
+
+
+async def test_a_further_rank_than_the_learner_has_ends_no_session(plane: Plane) -> None:
+    run = await started(plane)
+    trainer = learner(plane)
+    await trainer.hear("run")
+    liar = learner(plane, "learner-9", rank=1, world_size=2)
+    await liar.hear("welcome")
+    fault = worker_pb2.RunReport(
+        run_id=run.run_id, session=1, error="E: of another", fault=worker_pb2.FAULT_STEP
+    )
+    liar.say(run_report=fault)
+    liar.say(run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, error="another reason"))
+    await heard(plane, liar, "learner-9")
+    member = plane.coordinator.members.get("learner-1")
+    assert member is not None
+    assert (member.session, plane.ledger.run(run.run_id)["session"]) == (1, 1)
+    assert plane.ledger.run(run.run_id)["state"] == "running"
+    assert plane.coordinator.exchange.ranks == 1
+
+
 async def test_an_unforeseen_exception_ends_its_senders_stream_and_nothing_else(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

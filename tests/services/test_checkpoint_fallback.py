@@ -112,7 +112,7 @@ async def test_a_dead_learner_that_is_still_a_member_does_not_leave_the_new_one_
 
 async def test_what_another_rank_or_an_earlier_session_says_marks_nothing(plane: Plane) -> None:
     run_id = await running(plane)
-    worker, other = learner(plane), learner(plane, "learner-rank1", rank=1)
+    worker, other = learner(plane, world_size=2), learner(plane, "learner-rank1", rank=1)
     assignment = await worker.hear("run")
     await other.hear("welcome")
     cannot_load(other, assignment)

@@ -26,7 +26,9 @@ from paceline.errors import SpecError
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import damage
 from services.coordinator.checks import refuse_large_groups
+from services.coordinator.payloads import DamagedRecord
 
 GOOD = make_completion(Version(1, 0), 3, 0)
 
@@ -202,6 +204,44 @@ def test_what_a_lease_came_with_stays_as_it_was(world: World, what: str) -> None
     reply = world.send(request, frames).reply
     assert reply.status == INVALID
     assert said in reply.message
+    request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
+    request.member_id = "second"
+    assert world.send(request, frames).reply.status == COMMITTED
+
+
+def test_a_later_attempt_has_no_versions_that_its_worker_does_not_hold(world: World) -> None:
+    first, second = Rollout(world, "first"), Rollout(world, "second")
+    (lease,) = first.lease()
+    first.hand_back(lease)
+    (again,) = second.lease()
+    assert again.attempt == 2
+    request, frames = group_result(again.group_id, 2, [spans((1, 0), (1, 1)), GOOD])
+    request.member_id = "second"
+    reply = world.send(request, frames).reply
+    assert reply.status == INVALID
+    assert (
+        "version (1, 1) in spans is newer than (1, 0), the newest that second acknowledged" in reply.message
+    )
+    assert second.finish(again) == COMMITTED
+
+
+def test_a_beginning_allows_its_own_versions_and_no_newer_ones(world: World) -> None:
+    Rollout(world, "further ahead", step=2)
+    _, lease = begun_by_another(world)
+    own = longer()
+    newer = replace(own, spans=(*own.spans[:1], VersionSpan(1, 2, 3, 4)))
+    for completion, status in ((newer, INVALID), (own, COMMITTED)):
+        request, frames = group_result(lease.group_id, lease.attempt, [DONE, completion])
+        request.member_id = "second"
+        assert world.send(request, frames).reply.status == status
+
+
+def test_a_beginning_that_was_lost_refuses_no_result(world: World) -> None:
+    _, lease = begun_by_another(world)
+    row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
+    with world.ledger.transaction():
+        damage.put_back(world.exchange, world.run, DamagedRecord("gone", row["segment"], row["start"]))
+    assert world.ledger.db.execute("SELECT 1 FROM payloads WHERE kind = 'prefix'").fetchone() is None
     request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
     request.member_id = "second"
     assert world.send(request, frames).reply.status == COMMITTED

@@ -27,7 +27,6 @@ from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
 from services.endpoint.requests import ChatAsk, CompletionAsk
 from services.endpoint.server import Endpoint
-from services.seldom import unforeseen
 
 RUN = "demo-1"
 FIRST, SECOND = Version(1, 4), Version(1, 5)

@@ -86,6 +86,9 @@ def test_the_answers_come_with_the_batch_as_they_were_sent_and_again_after_a_res
         pytest.param([answer(8, 0)], id="too few tokens"),
         pytest.param([answer(9, 0), answer(9, 0)], id="two frames"),
         pytest.param([np.array([-1.0] * 8 + [math.nan], np.float32)], id="not finite"),
+        pytest.param([np.array([-1.0] * 8 + [0.01], np.float32)], id="positive"),
+        pytest.param([np.array([-1.0] * 8 + [3e38], np.float32)], id="huge"),
+        pytest.param([np.array([-1.0] * 8 + [-3e38], np.float32)], id="tiny"),
     ],
 )
 def test_a_score_without_a_whole_answer_is_refused_and_changes_nothing(

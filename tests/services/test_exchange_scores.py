@@ -51,6 +51,36 @@ def test_a_failure_counts_once_and_only_from_who_holds_the_task(world: World) ->
     assert [t.attempt for t in reward.tasks()] == [3]
 
 
+@pytest.mark.parametrize("handed_back", [False, True])
+def test_a_long_error_is_cut_before_it_is_written_down(world: World, handed_back: bool) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    (task,) = reward.tasks()
+    reply = reward.send(task, error="x" * 1_000_000, handed_back=handed_back).reply
+    assert reply.status == COMMITTED
+    (warning,) = world.kinds("warning")
+    assert len(warning["message"]) < 5000
+
+
+@pytest.mark.parametrize("attempt", [0, 2, 99, 2**32 - 1])
+def test_a_score_of_an_attempt_that_nobody_had_is_stale_and_changes_nothing(
+    world: World, attempt: int
+) -> None:
+    rollout, reward, other = Rollout(world), Reward(world), Reward(world, "other")
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    (task,) = reward.tasks()
+    before = world.dump()
+    assert other.score(task, [1e6, 1e6]) == STALE
+    task.attempt = attempt
+    assert reward.score(task, [1e6, 1e6]) == STALE
+    assert other.score(task, [1e6, 1e6]) == STALE
+    assert world.dump() == before
+    task.attempt = 1
+    assert reward.score(task) == COMMITTED
+
+
 def test_a_score_is_for_exactly_one_text(world: World) -> None:
     rollout, reward = Rollout(world), Reward(world)
     (lease,) = rollout.lease(2)

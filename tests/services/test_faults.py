@@ -465,7 +465,7 @@ async def test_a_learner_that_fails_while_a_dead_one_is_still_a_member_is_tried_
 
 async def test_another_rank_s_fault_is_the_session_s(running: tuple[Plane, str]) -> None:
     plane, run_id = running
-    first, second = learner(plane, "learner-rank0"), learner(plane, "learner-rank1", rank=1)
+    first, second = learner(plane, "learner-rank0", world_size=2), learner(plane, "learner-rank1", rank=1)
     assert (await put_on(first)).session == 1
     await second.hear("welcome")
     second.say(run_report=RunReport(run_id=run_id, session=1, error="no model here", fault=FAULT_PASSING))

@@ -124,6 +124,24 @@ def test_a_part_is_for_the_rank_that_said_hello_as_it(world: World) -> None:
     assert world.send(request).reply.status == OK
 
 
+def test_nothing_is_for_a_rank_that_the_learner_does_not_have(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    world.exchange.ranks = 1
+    part = learner.part(0)
+    assert part is not None
+    world.enter("liar", common_pb2.ROLE_LEARNER, rank=1)
+    before = world.dump()
+    for world_size in (1, 2):
+        asked = pb.BatchRequest(step=0, rank=1, world_size=world_size)
+        receipt = pb.Receipt(step=0, rank=1, world_size=world_size, tokens=7)
+        for body in ({"batch": asked}, {"receipt": receipt}):
+            request = pb.ExchangeRequest(member_id="liar", session=learner.session, **body)
+            assert world.send(request).reply.status == INVALID
+    assert world.dump() == before
+    assert learner.train(0) is not None
+
+
 def test_a_learner_that_stands_by_neither_gets_the_sessions_part_nor_receipts_it(world: World) -> None:
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     fill(rollout, reward, 2)

@@ -10,7 +10,9 @@ from exchange_drivers import (
     COMMITTED,
     DUPLICATE,
     INVALID,
+    STALE,
     MakeWorld,
+    Reward,
     Rollout,
     World,
     group_result,
@@ -18,9 +20,11 @@ from exchange_drivers import (
 )
 
 from paceline.groups import Version
+from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import leases, pool
-from services.coordinator.lease_ages import LIMIT_S, MIN_RESULTS, LeaseAges
+from services.coordinator import overdue, pool
+from services.coordinator.lease_ages import LIMIT_S, MIN_RESULTS, NO_MEDIAN_S, LeaseAges, Overdue
+from services.coordinator.members import Fault
 
 Lease = tuple[str, int, int]
 
@@ -30,6 +34,8 @@ class Time:
 
     def __init__(self) -> None:
         self.ages, self.now_s, self.held = LeaseAges(), 100.0, dict[Lease, None]()
+        self.able: set[str] = set()
+        """Workers that could take what others hold."""
         self.found: list[str] = []
 
     def run(self, seconds: int, *busy: str, lease_s: int = 2) -> None:
@@ -43,7 +49,7 @@ class Time:
                         del self.held[lease]
                         self.ages.handed_in(*lease)
                     self.held[worker, group, 1] = None
-            self.found += [member_id for member_id, _ in self.ages.look(self.now_s, self.held)]
+            self.found += [member_id for member_id, _ in self.ages.look(self.now_s, self.held, self.able)]
 
 
 def test_who_hands_in_nothing_while_others_do_is_overdue() -> None:
@@ -97,6 +103,31 @@ def test_whoever_the_others_wait_for_is_overdue_though_they_have_nothing_to_do_m
     assert "idle" in time.found
 
 
+def test_whoever_took_everything_is_overdue_though_nobody_can_hand_in_anything() -> None:
+    time = Time()
+    time.run(30, "busy")
+    time.held.clear()
+    time.held["idle", 1, 1] = None
+    time.run(1000)
+    assert time.found == [], "nobody could take it"
+    time.able = {"idle", "busy"}
+    time.run(1)
+    assert time.found == ["idle"]
+    time.found, time.held["busy", 2, 1] = [], None
+    time.run(10)
+    assert time.found == [], "nobody has free hands"
+
+
+def test_before_anybody_has_handed_in_anything_the_limit_is_long() -> None:
+    time = Time()
+    time.able = {"idle", "free"}
+    time.held["idle", 1, 1] = None
+    time.run(int(NO_MEDIAN_S))
+    assert time.found == []
+    time.run(5)
+    assert set(time.found) == {"idle"}
+
+
 def test_a_standstill_of_the_coordinator_is_nobodys_age() -> None:
     time = Time()
     time.held["idle", 1, 1] = None
@@ -133,9 +164,9 @@ def test_what_is_kept_is_bounded() -> None:
 
 def take_overdue(world: World, *member_ids: str) -> None:
     """These workers are found to be overdue."""
-    found = [leases.Overdue(member_id, "it sleeps") for member_id in member_ids]
+    found = [Overdue(member_id, "it sleeps") for member_id in member_ids]
     with world.ledger.transaction():
-        leases.take_overdue(world.exchange, world.run, found)
+        overdue.take(world.exchange, world.run, found)
     world.notices += world.exchange.take_notices()
 
 
@@ -185,18 +216,89 @@ def test_refused_results_are_counted(world: World) -> None:
     request, frames = group_result(lease.group_id, 1, [bad, bad])
     request.member_id = "sick"
     for _ in range(3):
-        assert leases.overdue(world.exchange, world.run, 1.0) == []
+        assert overdue.look(world.exchange, world.run, 1.0) == []
         assert world.send(request, frames).reply.status == INVALID
-    ((member_id, why),) = leases.overdue(world.exchange, world.run, 1.0)
+    ((member_id, why),) = overdue.look(world.exchange, world.run, 1.0)
     assert member_id == "sick"
     assert "3 groups" in why
 
 
+def test_an_evaluation_that_is_answered_with_another_version_goes_to_another_worker(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(grpo={"val_period": 1}, check=False)
+    with world.ledger.transaction():
+        world.ledger.update_run(world.run_id, published_step=0)
+    world.begin_evaluation(0)
+    sick, other = Rollout(world, "sick"), Rollout(world, "other")
+    wrong = make_completion(Version(1, 1), 4, 0)
+    sick.completions = lambda lease, length=4: [wrong]  # type: ignore[method-assign]
+    for _ in range(3):
+        (lease,) = sick.lease(1)
+        assert overdue.look(world.exchange, world.run, 1.0) == []
+        assert sick.finish(lease) == STALE
+    (lease,) = sick.lease(1)
+    found = overdue.look(world.exchange, world.run, 2.0)
+    assert [member_id for member_id, _ in found] == ["sick"]
+    take_overdue(world, "sick")
+    assert not [lease for lease in sick.lease(1) if lease.HasField("pinned_version")]
+    (again,) = other.lease(1)
+    assert (again.group_id, again.attempt) == (lease.group_id, lease.attempt + 1)
+    assert other.finish(again) == COMMITTED
+
+
+def test_another_worker_without_the_version_cannot_take_over_an_evaluation(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"val_period": 1}, check=False)
+    world.begin_evaluation(2)
+    pinned, _ = Rollout(world, "pinned", step=2), Rollout(world, "behind", step=1)
+    assert pinned.lease(1)
+    for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
+        assert overdue.look(world.exchange, world.run, float(now_s)) == []
+    Rollout(world, "able", step=2)
+    ((member_id, why),) = overdue.look(world.exchange, world.run, 2 * NO_MEDIAN_S)
+    assert member_id == "pinned"
+    assert "others have nothing to do (the limit is 600 s)" in why
+
+
+def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) -> None:
+    rollout, idle = Rollout(world), Reward(world, "idle")
+    for lease in rollout.lease(4):
+        assert rollout.finish(lease) == COMMITTED
+    first, second = idle.tasks()
+    for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
+        assert overdue.look(world.exchange, world.run, float(now_s)) == []
+    busy = Reward(world, "busy")
+    found = overdue.look(world.exchange, world.run, 2 * NO_MEDIAN_S)
+    assert [member_id for member_id, _ in found] == ["idle"]
+    take_overdue(world, "idle")
+    assert (
+        "idle gets no task before it hands in scores, and others get the 2"
+        in world.kinds("warning")[-1]["message"]
+    )
+    assert idle.tasks() == []
+    again = busy.tasks()
+    assert [(task.group_id, task.attempt) for task in again] == [(0, 2), (1, 2)]
+    assert busy.score(again[0]) == COMMITTED
+    assert idle.score(first) == DUPLICATE  # late, and not the first
+    assert "idle has handed in scores and gets tasks again" in world.kinds("warning")[-1]["message"]
+    assert idle.score(second) == COMMITTED  # late, but the first
+    assert world.exchange.overdue == set()
+
+
+def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> None:
+    rollout, slow = Rollout(world), Reward(world, "slow")
+    (lease,) = rollout.lease()
+    rollout.finish(lease)
+    slow.tasks()
+    fault = Fault(world.run_id, "no such file")
+    world.enter("without the file", common_pb2.ROLE_REWARD, fault=fault)
+    for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
+        assert overdue.look(world.exchange, world.run, float(now_s)) == []
+
+
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "LOOK_S", 0.0)
-    monkeypatch.setattr(
-        leases, "overdue", lambda *_: [leases.Overdue("idle", "it has handed in nothing for 99 s")]
-    )
+    monkeypatch.setattr(overdue, "look", lambda *_: [Overdue("idle", "it has handed in nothing for 99 s")])
     plane = Plane(tmp_path)
     await plane.start()
     try:

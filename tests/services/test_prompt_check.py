@@ -15,13 +15,13 @@ from exchange_drivers import make_spec
 from paceline.demo.model import make_tokenizer
 from paceline.groups import Completion, Group, IntArray, VersionSpan
 from paceline.prompts import encode_prompt
+from paceline.seldom import unforeseen
 from paceline.spec import RunSpec
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.intake import Arrived, look_at
 from services.coordinator.ledger import Ledger
 from services.coordinator.prompt_check import PromptCheck
-from services.seldom import unforeseen
 
 PROMPTS = {7: "12+34=", 8: "99+01=", 9: [{"role": "user", "content": "1+1="}]}
 

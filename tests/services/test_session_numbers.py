@@ -8,6 +8,7 @@ import pytest
 from control_plane import Plane, learner, rollout
 
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.assignments import MAX_OUTNUMBERED
 from services.coordinator.backup import back_up
 from services.coordinator.ledger import Ledger
 from services.coordinator.session_numbers import MOST_LOST, OnDisk, SessionNumbers, look_at_disk, session_of
@@ -126,6 +127,22 @@ async def test_a_worker_that_comes_after_the_learner_is_outnumbered_too(plane: P
     await late.hear("run")
     assert (await trainer.hear("run")).session == 2
     assert plane.coordinator.exchange.versions == {"rollout-known": (1, 0)}
+
+
+async def test_a_worker_that_says_so_again_and_again_ends_no_further_session(plane: Plane) -> None:
+    run_id = await running(plane)
+    trainer = learner(plane)
+    assert (await trainer.hear("run")).session == 1
+    for number in range(1, MAX_OUTNUMBERED + 4):
+        newest = plane.ledger.run(run_id)["session"]
+        liar = rollout(plane, f"liar-{number}", run_id=run_id, version=hello_version(newest, 10**6))
+        await liar.hear("run")
+        liar.hang_up()
+        await liar.hear_the_end()
+    assert plane.ledger.run(run_id)["session"] == 1 + MAX_OUTNUMBERED
+    member = plane.coordinator.members.get("learner-1")
+    assert member is not None
+    assert member.session == 1 + MAX_OUTNUMBERED, "it trains on"
 
 
 async def test_a_learner_whose_receipts_the_ledger_has_not_begins_anew(plane: Plane) -> None:
