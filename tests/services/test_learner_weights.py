@@ -101,3 +101,16 @@ def test_a_run_accepted_with_nccl_goes_on_as_with_auto_and_says_so(open_channel:
         "weights.backend is 'nccl', which this version no longer has; weights go as with 'auto'. Remove it from the spec "
         "of later runs"
     ]
+
+
+def test_a_member_that_cannot_map_memory_is_reached_by_tcp_and_that_is_said(open_channel: Open) -> None:
+    rank = Rank("cuda", "127.0.0.1")
+    channel, warnings = open_channel("cluster: {}\n", rank)
+    assert offered(channel, rank).backend == "shared"
+    channel.acknowledge("m", Version(1, 0), False, "no such process", False)
+    assert rank.next("publish").failure == worker_pb2.PUBLISH_FAILURE_REFUSED
+    assert rank.next("weight_offer").backend == "gloo"
+    assert warnings == [
+        "weights did not reach m through the host's memory: the member refused: no such process. They go to it by TCP "
+        "(gloo) from now on"
+    ]
