@@ -209,6 +209,9 @@ def test_a_backup_put_back_goes_on_among_newer_files_and_workers(
     assert (beside / "ledger.sqlite-segments").is_dir()
     kept = {path.name for path in (directory / run_id / "checkpoints").glob("set-aside-*/*")}
     assert kept, "checkpoints ahead of the backup are kept"
+    lines = [json.loads(line) for line in (directory / run_id / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(STEPS))
+    assert "train" in (directory / run_id / "metrics.jsonl.set-aside").read_text()
     facts = json.loads(
         paceline("replay", str(directory / run_id), "--from", "0", "--device", "cpu", "--json")
     )

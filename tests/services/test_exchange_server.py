@@ -8,7 +8,7 @@ import math
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
-from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -278,29 +278,25 @@ async def test_a_request_that_breaks_its_handler_undoes_nothing_else(
     assert service.notices == []
 
 
-def overwrite_line(path: Path, number: int) -> bytes:
-    """Makes one line unreadable without moving the others; returns the file as it was."""
-    whole = path.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    lines[number] = b"x" * (len(lines[number]) - 1) + b"\n"
-    restore(path, b"".join(lines))
-    return whole
+async def test_a_request_that_fails_half_way_leaves_nothing_behind(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = service.world.run.prompts
+    assert prompts is not None
+    draw = prompts.draw
 
+    def fail_at_the_third(cursor: int) -> tuple[Any, dict[str, Any]]:
+        if cursor == 2:
+            raise KeyError("no such column")
+        return draw(cursor)
 
-def restore(path: Path, whole: bytes) -> None:
-    path.write_bytes(whole)
-
-
-async def test_a_request_that_fails_half_way_leaves_nothing_behind(service: Service) -> None:
-    path = Path(service.world.spec.data.train)
-    assert service.world.run.prompts is not None
-    whole = overwrite_line(path, service.world.run.prompts.index(2))
     rollout = service.rollout("rollout")
-    reply = await rollout.ask(lease())
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts, "draw", fail_at_the_third)
+        reply = await rollout.ask(lease())
     assert reply.status == INVALID
     assert service.world.states() == {}  # two of four groups had been admitted by then
     assert "groups:ever_admitted" not in service.world.counters
-    restore(path, whole)
     assert [group.group_id for group in (await rollout.ask(lease())).lease.leases] == [0]
 
 
