@@ -7,13 +7,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import grpc
 
 from learner.export import check_has_adapter
 from learner.export_folder import NAME
-from paceline.errors import Busy, Conflict, InvalidInput
+from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from services.grpc_server import with_status
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from services.learner_rank import LearnerRank
 
 Context = grpc.aio.ServicerContext[Any, Any]
+ResultT = TypeVar("ResultT")
 ORDER_TIMEOUT_S = 600.0
 MAX_ORDERS = 16
 
@@ -85,6 +86,16 @@ def _check_room(orders: Sequence[object]) -> None:
         raise Busy(f"{len(orders)} such orders wait for the current step to end; one is enough")
 
 
+async def _carried_out(order: Future[ResultT]) -> ResultT:
+    """What an order came to. Raises Unavailable, and withdraws the order, when no step ends in time."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(order), ORDER_TIMEOUT_S)
+    except TimeoutError:
+        raise Unavailable(
+            f"nothing came of the order within {ORDER_TIMEOUT_S:g} s; it waits for the step under way, see the learner's log"
+        ) from None
+
+
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     """Answers for the whole learner; lives on rank 0."""
 
@@ -107,8 +118,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.CheckpointRequest, context: Context
     ) -> learner_pb2.CheckpointResponse:
         self._check_running()
-        order = asyncio.wrap_future(self._rank.orders.ask_checkpoint())
-        path, step = await asyncio.wait_for(order, ORDER_TIMEOUT_S)
+        path, step = await _carried_out(self._rank.orders.ask_checkpoint())
         return learner_pb2.CheckpointResponse(path=path, step=step)
 
     @with_status
@@ -124,7 +134,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         if request.adapter_only:
             check_has_adapter(run.spec.policy)
         order = self._rank.orders.ask_export(ExportOrder(name, request.adapter_only))
-        path = await asyncio.wait_for(asyncio.wrap_future(order), ORDER_TIMEOUT_S)
+        path = await _carried_out(order)
         response = learner_pb2.ExportResponse(path=path)
         response.version.session, response.version.step = run.session, run.step
         return response

@@ -9,8 +9,9 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from paceline.errors import Busy, Conflict
+from paceline.errors import Busy, Conflict, Unavailable
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
+from services import learner_service
 from services.grpc_server import GrpcServer
 from services.learner_service import MAX_ORDERS, ExportOrder, LearnerServicer, Orders
 
@@ -60,6 +61,16 @@ def test_orders_of_a_kind_are_bounded_until_they_are_taken() -> None:
     orders.take_exports()
     orders.ask_export(ExportOrder("one more", False))
     assert len(exports) == len(orders.export) == MAX_ORDERS
+
+
+async def test_an_order_that_nothing_comes_of_is_withdrawn_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(learner_service, "ORDER_TIMEOUT_S", 0.01)
+    orders = Orders()
+    with pytest.raises(Unavailable, match="nothing came of the order within"):
+        await learner_service._carried_out(orders.ask_checkpoint())
+    assert orders.take_checkpoints() == []
 
 
 async def test_a_learner_refuses_callers_beyond_the_bound_and_answers_the_others() -> None:
