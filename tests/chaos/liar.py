@@ -35,6 +35,7 @@ from services.rollout_run import RolloutRun
 
 ORDERS = Path(os.environ["PACELINE_LIES"])
 ANSWER_S = 10.0
+NO_GROUP = 10**6
 Sampled = tuple[IntArray, list[Completion]]
 
 armed = threading.Event()
@@ -111,7 +112,7 @@ def others_lease(ledger: Path, run_id: str, own: int) -> tuple[int, int, str]:
         ).fetchone()
     finally:
         reader.close()
-    return (own + 1, 1, "rollout-0") if row is None else (int(row[0]), int(row[1]), str(row[2]))
+    return (NO_GROUP, 1, "rollout-0") if row is None else (int(row[0]), int(row[1]), str(row[2]))
 
 
 class LyingRun(RolloutRun):
