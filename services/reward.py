@@ -71,6 +71,8 @@ class RewardWorker:
         self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
         """Told whether this worker can work on its run, whenever that changes."""
         self._set_up_pause = pause or GrowingPause()
+        self.refused_pause = GrowingPause()
+        """Before the exchange is asked again after it has refused a request for tasks."""
         self._failure: worker_pb2.ConnectRequest | None = None
         """What the last set-up ended with, while it is to be tried again."""
         self.address = ""
@@ -165,14 +167,21 @@ class RewardWorker:
                 if reply.status == pb.REPLY_STATUS_STALE:
                     await self._changed.wait()  # the run is over; the next assignment is on its way
                 if reply.status == pb.REPLY_STATUS_INVALID:
-                    raise RuntimeError(
-                        f"the exchange refuses this worker's request for tasks: {reply.message}"
-                    )
+                    await self._ask_later(reply.message)
+                    continue
+                self.refused_pause.reset()
                 for task, *frames in zip(reply.task.tasks, payloads[::2], payloads[1::2], strict=True):
                     scoring = tasks.create_task(self._score(run_id, spec, runner, task, *frames))
                     running[scoring] = task.group_id
                     scoring.add_done_callback(running.pop)
         changed.cancel()
+
+    async def _ask_later(self, refusal: str) -> None:
+        """The exchange refuses a request for tasks; those in hand go on."""
+        pause_s = self.refused_pause.next_s()
+        log.error("asking for tasks again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), pause_s)
 
     async def _score(
         self,

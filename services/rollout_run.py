@@ -26,6 +26,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine, sample_seed
 from services.gathering import gathered
+from services.growing_pause import GrowingPause
 from services.member import Membership
 from services.rollout_weights import RolloutWeights
 from services.stuck import answers, until_stuck
@@ -73,6 +74,8 @@ class RolloutRun:
         self._leases: dict[int, int] = {}
         """Samples that are still running, by group."""
         self._room = asyncio.Event()
+        self.refused_pause = GrowingPause()
+        """Before the exchange is asked again after it has refused a request for leases."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -149,9 +152,9 @@ class RolloutRun:
                     guard.cancel()
                     return  # the run is over; the next assignment is on its way
                 if reply.status == pb.REPLY_STATUS_INVALID:
-                    raise PacelineError(
-                        f"the exchange refuses this worker's request for leases: {reply.message}"
-                    )
+                    await self._ask_later(reply.message)
+                    continue
+                self.refused_pause.reset()
                 for lease in reply.lease.leases:
                     if lease.group_id in self._leases:
                         continue  # given out anew while it is in hand: the result of an earlier attempt counts as well
@@ -163,6 +166,16 @@ class RolloutRun:
                     groups.create_task(self._generate(lease, payload))
             guard.cancel()  # from here on the drain's grace is the limit
         await self._no_guests.wait()  # the engine ends with this call; `drain` has a deadline for them
+
+    async def _ask_later(self, refusal: str) -> None:
+        """The exchange refuses a request for leases. What is in hand goes on: an end of this worker would lose it, and would count
+        as a crash of these groups.
+        """
+        pause_s = self.refused_pause.next_s()
+        log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        self._room.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._room.wait(), pause_s)
 
     async def _end_if_stuck(self) -> None:
         """Ends the process as a crash would: what the engine hangs on cannot be ended otherwise, and a group that was

@@ -50,7 +50,7 @@ class Journal:
     def open(self, run_id: str, directory: Path, *, tensorboard: bool) -> None:
         """Begins, or goes on with, the files of a run. Raises OSError."""
         next_step = int(self._ledger.run(run_id)["next_step"])
-        evaluated = {result["step"] for result in self._ledger.evaluations(run_id)}
+        evaluated = self._ledger.evaluated_steps(run_id)
 
         def is_ahead(kind: str, step: int) -> bool:
             if kind == "eval":

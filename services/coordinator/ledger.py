@@ -304,6 +304,13 @@ class Ledger(LedgerFile):
         )
         return [json.loads(row["result_json"]) for row in rows]
 
+    def evaluated_steps(self, run_id: str) -> set[int]:
+        """Steps of the versions of which there is a result, and of those that were asked for."""
+        rows = self.db.execute(
+            "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,)
+        ).fetchall()
+        return {step for row in rows for step in row}
+
     def add_evaluation(self, run_id: str, step: int, result: dict[str, Any]) -> None:
         """Records a measurement that the learner made of the version of a step."""
         self.db.execute(

@@ -251,11 +251,15 @@ async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(
     await third.stop()
 
 
-async def test_the_damaged_record_of_an_ended_run_keeps_no_coordinator_from_starting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", [True, False])
+async def test_the_damaged_result_of_an_evaluation_keeps_no_coordinator_from_starting(
+    tmp_path: Path, ended: bool
+) -> None:
     plane = Plane(tmp_path)
     await plane.start()
     run = await plane.submit()
-    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))
+    if ended:
+        await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))
     await plane.stop()
     plane = Plane(tmp_path)
     plane.ledger.db.execute(
@@ -264,8 +268,10 @@ async def test_the_damaged_record_of_an_ended_run_keeps_no_coordinator_from_star
     (Path(run.directory) / "summary.json").unlink(missing_ok=True)
     before = unforeseen.total
     await plane.start()
-    assert unforeseen.total == before + 1
+    assert unforeseen.total == before + ended
+    state, _ = await state_of(plane, run.run_id)
     await plane.stop()
+    assert state == ("cancelled" if ended else "running")
 
 
 async def test_workers_keep_what_they_hold_until_the_run_can_be_taken_up(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A reward worker that is told to stop ends the task that runs and gives back those that only wait for a process."""
+"""A reward worker that is told to stop ends the task that runs and gives back those that only wait for a process. One whose requests
+are refused asks again."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from paceline.spec_io import spec_to_yaml
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
+from services.growing_pause import GrowingPause
 from services.reward import RewardWorker
 
 SLOW_REWARD = """
@@ -36,6 +38,8 @@ class Exchange:
         self.scores: list[pb.ScoreResult] = []
         self.changed = asyncio.Condition()
         self._left = [1, 2, 3]
+        self.refusals = 2
+        """Requests for tasks that are refused first."""
 
     async def request(
         self, request: pb.ExchangeRequest, payloads: Sequence[bytes] = ()
@@ -46,6 +50,9 @@ class Exchange:
                 self.scores.append(request.score)
                 self.changed.notify_all()
             return reply, []
+        if self.refusals:
+            self.refusals -= 1
+            return pb.ExchangeReply(status=pb.REPLY_STATUS_INVALID, message="failed on it"), []
         if not self._left:
             await asyncio.Event().wait()
         given, self._left = self._left, []
@@ -75,6 +82,7 @@ async def drained(directory: Path) -> None:
     worker = RewardWorker("nowhere:1", "reward", 1)
     worker.membership._context.term()
     worker.membership = exchange  # type: ignore[assignment]
+    worker.refused_pause = GrowingPause(0.0, 0.0)
     assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
     await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
     async with asyncio.timeout(120):
@@ -107,6 +115,7 @@ async def test_a_task_whose_process_is_killed_goes_back_as_a_crash(tmp_path: Pat
     worker = RewardWorker("nowhere:1", "reward", 1)
     worker.membership._context.term()
     worker.membership = exchange  # type: ignore[assignment]
+    worker.refused_pause = GrowingPause(0.0, 0.0)
     assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
     await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
     working = asyncio.create_task(worker.work())

@@ -20,6 +20,7 @@ from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import rollout_pb2
 from rollout.engine import GenerationRequest, empty_completion
+from services.growing_pause import GrowingPause
 from services.rollout import RolloutWorker
 from services.rollout_run import (
     HAND_BACK_BYTES_PER_S,
@@ -71,13 +72,17 @@ class Exchange:
     """Gives out what `leases` holds; records what comes back."""
 
     def __init__(self) -> None:
-        self.leases: asyncio.Queue[tuple[list[pb.Lease], list[bytes]]] = asyncio.Queue()
+        self.leases: asyncio.Queue[tuple[list[pb.Lease], list[bytes]] | None] = asyncio.Queue()
+        """None: a refusal."""
         self.returned: asyncio.Queue[pb.LeaseReturn | pb.GroupResult] = asyncio.Queue()
 
     async def request(self, request: pb.ExchangeRequest, payloads: Any = ()) -> Any:
         match request.WhichOneof("body"):
             case "lease":
-                leases, frames = await self.leases.get()
+                given = await self.leases.get()
+                if given is None:
+                    return pb.ExchangeReply(status=pb.REPLY_STATUS_INVALID, message="failed on it"), []
+                leases, frames = given
                 return pb.ExchangeReply(status=pb.REPLY_STATUS_OK, lease=pb.LeaseReply(leases=leases)), frames
             case "lease_return":
                 self.returned.put_nowait(request.lease_return)
@@ -130,6 +135,21 @@ async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_els
     assert back[0].data_error_reason == "bad_prompt"
     assert "Conversation roles must alternate" in back[0].data_error
     assert isinstance(back[1], pb.GroupResult)
+    assert not bench.working.done()
+
+
+async def test_a_request_for_leases_that_is_refused_ends_nothing(bench: Bench) -> None:
+    bench.run.refused_pause = GrowingPause(0.0, 0.0)
+    bench.engine.held = asyncio.Event()
+    bench.exchange.give(lease(0))
+    for _ in range(3):
+        bench.exchange.leases.put_nowait(None)
+    bench.exchange.give(lease(1))
+    for _ in range(4):
+        await asyncio.wait_for(bench.engine.began.get(), PATIENCE_S)
+    bench.engine.held.set()
+    results = [await bench.exchange.next(), await bench.exchange.next()]
+    assert sorted(result.group_id for result in results) == [0, 1]
     assert not bench.working.done()
 
 
