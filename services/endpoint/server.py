@@ -36,6 +36,15 @@ from services.endpoint.sampling import (
 from services.gathering import gathered
 
 MAX_BODY_BYTES = 8 << 20
+MAX_BODIES = 16
+"""That are read at one time: whoever can reach the port can send them."""
+
+BODY_S = 30.0
+"""For one body to come."""
+
+MAX_CONNECTIONS = 512
+"""A further one is closed at once: the worker needs files for other things."""
+
 SHUTDOWN_S = 2.0
 """Seconds that answers under way have when the endpoint closes; by then their sequences have ended."""
 
@@ -60,6 +69,9 @@ class Endpoint:
         self._source = source
         self._gate: tuple[Served, Gate] | None = None
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._bodies = 0
+        """That are being read."""
         self._app = web.Application(middlewares=[_with_errors], client_max_size=MAX_BODY_BYTES)
         self._app.router.add_get("/v1/models", self._models)
         self._app.router.add_get("/v1/models/{model:.+}", self._model)
@@ -73,18 +85,27 @@ class Endpoint:
         )
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            self._listener = await asyncio.get_running_loop().create_server(self._protocol, host, port)
         except OSError as error:
             await self._runner.cleanup()
             raise Conflict(
                 f"the HTTP endpoint cannot listen on {host}:{port} ({error.strerror}); choose another --http-port"
             ) from None
-        return int(self._runner.addresses[0][1])
+        return int(self._listener.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         """Takes no more requests; answers under way are finished first."""
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def _protocol(self) -> asyncio.Protocol:
+        """For a new connection."""
+        assert self._runner is not None
+        server = self._runner.server
+        assert server is not None
+        return server() if len(server.connections) < MAX_CONNECTIONS else _Full()
 
     # Models
 
@@ -107,7 +128,7 @@ class Endpoint:
         return await self._answer(request, CompletionAsk)
 
     async def _answer(self, request: web.Request, kind: type[Ask]) -> web.StreamResponse:
-        ask = read_ask(kind, await _body(request))
+        ask = read_ask(kind, await self._body(request))
         served = self._served()
         pinned = resolve(served, ask.model)
         gate = self.gate_of(served)
@@ -135,6 +156,27 @@ class Endpoint:
                 return web.json_response(answer.whole(choices))
             return await _stream(request, ask, gate, answer, samplers, chat)
 
+    async def _body(self, request: web.Request) -> Any:
+        # A web page can make a browser post text to a local port, but not JSON: that needs this server's consent.
+        if request.content_type != "application/json":
+            raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
+        if self._bodies >= MAX_BODIES:
+            raise Busy(f"{self._bodies} requests are being read; try again")
+        self._bodies += 1
+        try:
+            async with asyncio.timeout(BODY_S):
+                content = await request.read()
+        except TimeoutError:
+            raise InvalidInput(f"the body did not come within {BODY_S:g} s") from None
+        finally:
+            self._bodies -= 1
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise InvalidInput(f"the body is no JSON: {error}") from None
+        except RecursionError:
+            raise InvalidInput("the body is nested too deeply") from None
+
     def _served(self) -> Served:
         served = self._source()
         if served is None:
@@ -146,6 +188,14 @@ class Endpoint:
         if self._gate is None or self._gate[0] is not served:
             self._gate = (served, Gate(served.engine.max_batch_size))
         return self._gate[1]
+
+
+class _Full(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ends it."""
+        transport.close()
 
 
 def _entries(served: Served) -> list[Json]:
@@ -232,18 +282,6 @@ async def _stream(
 
 async def _send(response: web.StreamResponse, event: Json) -> None:
     await response.write(b"data: " + json.dumps(event, allow_nan=False).encode() + b"\n\n")
-
-
-async def _body(request: web.Request) -> Any:
-    # A web page can make a browser post text to a local port, but not JSON: that needs this server's consent.
-    if request.content_type != "application/json":
-        raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
-    try:
-        return json.loads(await request.read())
-    except ValueError as error:
-        raise InvalidInput(f"the body is no JSON: {error}") from None
-    except RecursionError:
-        raise InvalidInput("the body is nested too deeply") from None
 
 
 def _error_body(error: PacelineError) -> tuple[int, Json]:

@@ -497,6 +497,57 @@ async def test_what_is_nested_without_end_is_the_clients_fault(url: str) -> None
                 assert "nested too deeply" in await answer.text()
 
 
+async def test_connections_that_say_nothing_leave_files_for_the_worker(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.endpoint.server.MAX_CONNECTIONS", 2)
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(60):
+        assert await reader.read() == b"", "it is closed at once"
+    writer.close()
+    silent[0][1].close()
+    await silent[0][1].wait_closed()
+    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
+        while True:  # until the server has heard of that
+            try:
+                async with session.get(f"{url}/models") as answer:
+                    assert answer.status == 200
+                    break
+            except aiohttp.ServerDisconnectedError:
+                continue
+    silent[1][1].close()
+
+
+async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.endpoint.server.MAX_BODIES", 1)
+    monkeypatch.setattr("services.endpoint.server.BODY_S", 3600.0)
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    _, slow = await asyncio.open_connection(host, int(port))
+    slow.write(begun)
+    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
+        status = 400
+        while status == 400:  # until the slow one is being read
+            async with session.post(f"{url}/completions", json={}) as answer:
+                status = answer.status
+        assert status == 429
+        slow.close()
+        while status == 429:  # until the server has heard of its end
+            async with session.post(f"{url}/completions", json={}) as answer:
+                status = answer.status
+        assert status == 400
+    monkeypatch.setattr("services.endpoint.server.BODY_S", 0.05)
+    reader, slow = await asyncio.open_connection(host, int(port))
+    slow.write(begun)
+    async with asyncio.timeout(60):
+        assert b"the body did not come within 0.05 s" in await reader.readuntil(b"}}")
+    slow.close()
+
+
 async def test_what_nobody_foresaw_is_counted_and_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise ZeroDivisionError
