@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 from paceline import view
 from paceline.cli import COMMANDS, main
 from paceline.cli.serve import SERVICES
+from paceline.client import Client
 from paceline.doctor import Finding, examine
 from paceline.errors import PacelineError
 from paceline.spec import ClusterSection
@@ -328,6 +330,31 @@ def test_each_kind_of_event_has_its_line(kind: str, content: dict[str, object], 
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert view.duration(seconds) == text
+
+
+def test_up_waits_for_its_own_coordinator_without_limit(
+    spec_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience: list[dict[str, Any]] = []
+
+    class Clusterless(LocalCluster):
+        """Starts nothing."""
+
+        def start_coordinator(self) -> str:
+            return "127.0.0.1:1"
+
+    class Recording(Client):
+        """Writes down how long it would wait."""
+
+        def __init__(self, address: str, **options: Any) -> None:
+            patience.append(options)
+            raise PacelineError("that is all")
+
+    monkeypatch.setattr("paceline.cli.up.LocalCluster", Clusterless)
+    monkeypatch.setattr("paceline.cli.up.Client", Recording)
+    result = call("up", str(spec_path), "--directory", str(tmp_path / "runs"))
+    assert "that is all" in result.output
+    assert patience == [{"wait_s": math.inf, "reconnect_s": math.inf}]
 
 
 def test_up_refuses_bad_data_before_any_worker_starts(spec_path: Path, tmp_path: Path) -> None:
