@@ -50,8 +50,11 @@ from learner.checkpoint_manifest import (
 from learner.checkpoint_metadata import METADATA, StatePlanner, decode_metadata, state_reader
 from learner.collectives import max_over_ranks, world_size
 from learner.critic import Critic
+from learner.listed_pickle import restrict_rank_objects
 from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
 from paceline.storage import Folder
+
+restrict_rank_objects()  # before any rank says anything to another
 
 NAME = re.compile(r"(\d+)-(\d+)")
 

@@ -8,7 +8,6 @@ and keep objects in the state to what torch's own restricted loader takes.
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Collection
 from typing import Any
 
@@ -19,43 +18,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from learner.listed_pickle import ListedUnpickler
 from paceline.errors import Conflict
 from paceline.storage import Folder
 
 METADATA = ".metadata"
-ALLOWED = {
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
-    "torch": {"Size"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "torch.serialization": {"_get_layout"},
-}
-"""By module; besides, of `torch`, the dtypes."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in ALLOWED.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise Conflict(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
 
 
 def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
     """What `.metadata` says, of a checkpoint that has these files. Raises Conflict for anything else than metadata."""
     try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
+        metadata = ListedUnpickler(io.BytesIO(data)).load()
         named = files_of(metadata)
     except Conflict:
         raise

@@ -22,7 +22,7 @@ COMMANDS = {"paceline.cli", "paceline.demo"}
 """What the user types: modules here may start the rest, but only inside the function that needs it."""
 
 HEAVY = {"torch", "transformers", "vllm", "datasets", "grpc"}
-READS_PICKLE = "learner.checkpoint_metadata"
+READS_PICKLE = "learner.listed_pickle"
 """Decodes torch's checkpoint metadata, with a list of the classes that it may name."""
 PICKLING = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 

@@ -1,0 +1,51 @@
+"""What torch unpickles of what another rank says: checkpoint plans, errors, and nothing that runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.distributed_c10d as collectives
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from learner import checkpoint
+from paceline.errors import Conflict
+
+
+class Command:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def exchanged(thing: Any) -> Any:
+    """What another rank makes of it."""
+    assert checkpoint, "whoever reads checkpoints restricts what ranks say"
+    tensor, size = collectives._object_to_tensor(thing, torch.device("cpu"), None)
+    return collectives._tensor_to_object(tensor, int(size), None)
+
+
+def test_nothing_runs_that_another_rank_names(tmp_path: Path) -> None:
+    with pytest.raises(Conflict, match=r"it names posix\.mkdir"):
+        exchanged([Command(tmp_path / "made")])
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(Conflict, match=r"builtins\.eval"):
+        exchanged(eval)
+
+
+def test_plans_and_errors_pass() -> None:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"weight": torch.zeros(2, 3), "step": 4}, is_coordinator=True)
+    plan = planner.create_local_plan()
+    assert exchanged(plan) == plan
+    failed = exchanged(CheckpointException("rank 1", {1: (OSError("disk"), Conflict("damaged"))}))  # type: ignore[dict-item]
+    assert isinstance(failed, CheckpointException)
+    assert [type(error) for error in failed.failures[1]] == [OSError, Conflict]
