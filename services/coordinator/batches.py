@@ -12,7 +12,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import damage, session_faults
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.fixing import fix_if_due
-from services.coordinator.payloads import DamagedRecord, Frame, UnreadableSegment
+from services.coordinator.payloads import DamagedRecord, Frame, UnopenedSegment
 
 
 def give_part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
@@ -45,8 +45,8 @@ def give_part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     except DamagedRecord as damaged:
         damage.put_back(exchange, run, damaged)
         return _wait(exchange, request)  # the ranks that ask next get what is fixed anew
-    except UnreadableSegment as fault:
-        exchange.note_unreadable(fault)
+    except UnopenedSegment as fault:
+        exchange.note_unopened(fault)
         return _wait(exchange, request)
     session_faults.note_served(exchange, run, request.session, asked.step, asked.world_size)
     return part

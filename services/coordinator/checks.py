@@ -19,7 +19,7 @@ from paceline.spec import RunSpec
 from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, decode_completions, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import ActiveRun, Exchange
-from services.coordinator.payloads import DamagedRecord, UnreadableSegment
+from services.coordinator.payloads import DamagedRecord, UnopenedSegment
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
@@ -123,7 +123,7 @@ def fault_of_group(
         return fault
     try:
         begun = _beginning(exchange, run, row)
-    except (DamagedRecord, UnreadableSegment):
+    except (DamagedRecord, UnopenedSegment):
         return ""  # what it was, nobody can tell now; the result replaces it
     if held is not None and newest > held:
         lost = attempt > 1 and begun is None and exchange.ledger.counters(run.run_id).get("failures:damaged")
@@ -161,7 +161,7 @@ class Beginning(NamedTuple):
 
 
 def _beginning(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Beginning | None:
-    """What is on record of a group's beginning; None without one. Raises DamagedRecord, UnreadableSegment."""
+    """What is on record of a group's beginning; None without one. Raises DamagedRecord, UnopenedSegment."""
     if row["attempt"] < 2:
         return None
     stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")

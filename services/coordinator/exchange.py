@@ -28,13 +28,13 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.batch_split import Splits
 from services.coordinator.lease_ages import LeaseAges
 from services.coordinator.ledger import OPEN_STATES, Ledger
-from services.coordinator.payloads import Frame, StoredFrame, UnreadableSegment, read_frame
+from services.coordinator.payloads import Frame, StoredFrame, UnopenedSegment, read_frame
 from services.coordinator.senders import Senders
 
 MAX_GROUP_ID = 2**63 - 1
 """SQLite's largest integer."""
 
-UNREADABLE_PERIOD_S = 60.0
+UNOPENED_PERIOD_S = 60.0
 """Between two warnings that a segment cannot be opened."""
 
 BATCH_DUE = "whether the next batch can be fixed"
@@ -143,7 +143,7 @@ class Exchange:
         """What the newest session that asked for a part may end with (session_faults.py)."""
 
         self._freed = False
-        self._unreadable_said_s = -math.inf
+        self._unopened_said_s = -math.inf
         """When a warning of a segment that cannot be opened was last written down."""
         self._counted = (0, 0)
         """A slot, and how many groups that are in no batch yet stand before it. Nothing but a shorter way to count."""
@@ -162,16 +162,16 @@ class Exchange:
         notices, self.notices = self.notices, []
         return notices
 
-    def note_unreadable(self, fault: UnreadableSegment) -> None:
-        """A group cannot be handed out because its segment cannot be opened now. It is tried again with the next request."""
+    def note_unopened(self, fault: UnopenedSegment) -> None:
+        """A group cannot be handed out, or stored, because a segment cannot be opened now. It is tried again by itself."""
         now_s = time.monotonic()
-        if now_s - self._unreadable_said_s < UNREADABLE_PERIOD_S:
+        if now_s - self._unopened_said_s < UNOPENED_PERIOD_S:
             return
-        self._unreadable_said_s = now_s
+        self._unopened_said_s = now_s
         self.notice(
             "warning",
-            message=f"{fault}. Its groups wait, and it is tried again by itself; look at its permissions and at the limit of "
-            "open files",
+            message=f"{fault}. Groups wait for it, and it is tried again by itself; look at its permissions and at the limit "
+            "of open files",
         )
 
     # Versions

@@ -40,9 +40,10 @@ from services.coordinator.exchange import Exchange, Notice, Outcome
 from services.coordinator.exchange_socket import ExchangeSocket, Message, Waiting, parse
 from services.coordinator.handlers import handle, handle_leases, is_introduction, turn_away
 from services.coordinator.intake import look_at, store
-from services.coordinator.payloads import DamagedRecord, read_frame
+from services.coordinator.payloads import DamagedRecord, UnopenedSegment, read_frame
 from services.coordinator.prompt_check import PromptCheck
 from services.coordinator.stage import Stage
+from services.growing_pause import GrowingPause
 
 MAX_TRANSACTION_S = 0.006
 """How long requests are taken into one transaction; what arrives meanwhile waits for its end."""
@@ -60,6 +61,9 @@ waits for the disk wait longer."""
 MAX_PENDING_BYTES = 128 << 20
 """Groups in memory that are not committed; beyond it they stay in ZeroMQ's and the senders' hands. Less than a segment
 (`PayloadStore.segments_to_look_at`), save for one message."""
+
+STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
+"""The first and the longest pause before groups are stored again for which no segment could be begun."""
 
 MAX_TRANSACTIONS = 1024
 """For one sync: as many as there are."""
@@ -147,10 +151,11 @@ class ExchangeServer:
         """On the disk, not answered yet."""
         self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
         """Of transactions that are on the disk, to act on."""
-        payloads = exchange.ledger.payloads
+        self._unopened: UnopenedSegment | None = None
+        """What storing waits for, to be said in the run's events."""
         self._stores: Stage[Waiting] = Stage(
             "store",
-            lambda portion: store(payloads, [waiting.arrived for waiting in portion]),
+            self._store,
             self._on_stored,
             size=lambda waiting: waiting.size,
             portion_size=MAX_SYNC_BYTES,
@@ -275,6 +280,20 @@ class ExchangeServer:
                 self._prompts.look_at(waiting.arrived)
             self._stores.put(waiting)
 
+    def _store(self, portion: list[Waiting]) -> None:
+        """Waits where no segment can be begun for want of a file descriptor or a permission: what is not stored is not
+        acknowledged, and MAX_PENDING_BYTES bounds what waits."""
+        pause = GrowingPause(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
+        while True:
+            try:
+                store(self._exchange.ledger.payloads, [waiting.arrived for waiting in portion])
+            except UnopenedSegment as fault:
+                self._unopened = fault
+                if self._stores.ending.wait(pause.next_s()):
+                    raise
+            else:
+                return
+
     def _on_stored(self, portion: list[Waiting]) -> None:
         self._others.extend(portion)
         self._bell.set()
@@ -308,6 +327,9 @@ class ExchangeServer:
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock:
             with self._exchange.ledger.transaction(synced=False):
+                fault, self._unopened = self._unopened, None
+                if fault is not None:
+                    self._exchange.note_unopened(fault)
                 while self._damaged:
                     self._put_back(self._damaged.popleft())
                     kinds |= {"lease", "batch"}

@@ -17,7 +17,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import damage, evaluation, poison, seals
 from services.coordinator.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
-from services.coordinator.payloads import DamagedRecord, Frame, Payload, UnreadableSegment, read_frame
+from services.coordinator.payloads import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
 
 MAX_ROOM = 1 << 16
 """Completions that one answer is about at most, whatever room a worker says that it has."""
@@ -129,8 +129,8 @@ class _Lending:
         run, group_id = self._run, row["group_id"]
         try:
             prefix = self._prefix(group_id) if row["attempt"] else None
-        except UnreadableSegment as fault:
-            self._exchange.note_unreadable(fault)
+        except UnopenedSegment as fault:
+            self._exchange.note_unopened(fault)
             return False
         lease = reply.lease.leases.add(
             group_id=group_id,
@@ -158,7 +158,7 @@ class _Lending:
         return True
 
     def _prefix(self, group_id: int) -> Payload | None:
-        """What an earlier worker handed back of the group; None also where it is damaged. Raises UnreadableSegment."""
+        """What an earlier worker handed back of the group; None also where it is damaged. Raises UnopenedSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))

@@ -11,6 +11,7 @@ whoever has a frame of it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -114,6 +115,9 @@ class StoredFrame:
         return DamagedRecord(text, int(self.file.path.stem), self.start)
 
 
+PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM})
+"""Errors of a new segment that say nothing about the disk."""
+
 Frame = Buffer | StoredFrame
 
 
@@ -128,9 +132,9 @@ class DamagedRecord(LedgerFault):
         """Where its header or its arrays begin."""
 
 
-class UnreadableSegment(LedgerFault):
-    """A segment that is there and cannot be opened now: no file descriptor is free, or its permissions were changed. Its records
-    are not lost, so whoever wants one asks again."""
+class UnopenedSegment(LedgerFault):
+    """A segment that cannot be opened now, to read it or to begin it: no file descriptor is free, or permissions were changed.
+    Nothing is lost by that, so whoever wants it asks again."""
 
 
 class Payload(NamedTuple):
@@ -179,7 +183,8 @@ class PayloadStore:
         self._remover: ThreadPoolExecutor | None = None
 
     def append(self, records: Sequence[Record]) -> list[Place]:
-        """Writes records one after another and waits for the disk once. Raises LedgerFault."""
+        """Writes records one after another and waits for the disk once. Raises LedgerFault; UnopenedSegment when nothing was
+        written and the same call may succeed later."""
         try:
             return self._append(records)
         except OSError as error:
@@ -190,7 +195,7 @@ class PayloadStore:
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
         """What a row of the table refers to; after the `last` time it need not stay in memory. Raises LedgerFault when its
-        segment is gone (DamagedRecord) or cannot be opened now (UnreadableSegment)."""
+        segment is gone (DamagedRecord) or cannot be opened now (UnopenedSegment)."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
         recent = self._recent.get((row["segment"], row["start"]))
@@ -262,7 +267,14 @@ class PayloadStore:
 
     def _append(self, records: Sequence[Record]) -> list[Place]:
         if self._end is None or self._end.size >= MAX_SEGMENT_BYTES:
-            self._end = self._begin_segment()
+            try:
+                self._end = self._begin_segment()
+            except OSError as error:
+                if error.errno not in PASSING:
+                    raise
+                raise UnopenedSegment(
+                    f"no segment can be begun in {self.folder}: {error.strerror or error}"
+                ) from None
         places, start = [], self._end.size
         for header, arrays, header_crc, arrays_crc in records:
             places.append(Place(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
@@ -284,11 +296,17 @@ class PayloadStore:
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync_folder(self.folder.parent)
-        self._number += 1
-        segment = SegmentWriter(self._path(self._number))
-        self._numbers.add(self._number)
-        self._to_look_at.add(self._number)
-        sync_folder(self.folder)
+        number = self._number + 1
+        segment = SegmentWriter(self._path(number))
+        try:
+            sync_folder(self.folder)
+        except OSError:
+            segment.close()
+            self._path(number).unlink()
+            raise
+        self._number = number
+        self._numbers.add(number)
+        self._to_look_at.add(number)
         return segment
 
     def _close_end(self) -> None:
@@ -310,7 +328,7 @@ class PayloadStore:
                     start,
                 ) from None
             except OSError as error:
-                raise UnreadableSegment(
+                raise UnopenedSegment(
                     f"{self._path(number)} cannot be opened: {error.strerror or error}"
                 ) from None
         return file

@@ -15,7 +15,7 @@ from services.coordinator import damage, evaluation, overdue, poison
 from services.coordinator.exchange import BATCH_DUE, ActiveRun, Exchange, Outcome
 from services.coordinator.intake import Arrived
 from services.coordinator.limits import cut
-from services.coordinator.payloads import DamagedRecord, Frame, UnreadableSegment, frame_size
+from services.coordinator.payloads import DamagedRecord, Frame, UnopenedSegment, frame_size
 
 MAX_ROOM = 1024
 """Tasks in one answer, whatever room a worker says that it has."""
@@ -49,8 +49,8 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
         except DamagedRecord as damaged:
             damage.put_back(exchange, run, damaged)
             continue
-        except UnreadableSegment as fault:
-            exchange.note_unreadable(fault)
+        except UnopenedSegment as fault:
+            exchange.note_unopened(fault)
             continue
         assert payload is not None
         size_bytes += frame_size(payload.arrays) + frame_size(payload.header)

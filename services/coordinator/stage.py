@@ -37,6 +37,8 @@ class Stage(Generic[ItemT]):
         self._size = size
         self._portion_size = portion_size
         self._items: SimpleQueue[ItemT | None] = SimpleQueue()
+        self.ending = threading.Event()
+        """Set when the thread has to end: `work` that waits for something gives up."""
 
     def put(self, item: ItemT) -> None:
         """Hands it over, from any thread, also before `run`."""
@@ -51,6 +53,7 @@ class Stage(Generic[ItemT]):
         try:
             await failed
         finally:
+            self.ending.set()
             self._items.put(None)
             thread.join()
 

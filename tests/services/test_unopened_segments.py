@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from test_exchange_server import DEADLINE_S, FOREVER_S, serving
 
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import payloads
-from services.coordinator.payloads import Record
+from services.coordinator import exchange_server, payloads
+from services.coordinator.payloads import PayloadStore, Record, UnopenedSegment
 
 
 class Segments:
@@ -26,6 +28,10 @@ class Segments:
         """What opening one for reading raises."""
         self.refused = asyncio.Event()
         """Set when that was tried."""
+        self.unwritable = ""
+        """What opening a path that ends with it raises the error for, whatever for."""
+        self.unwritten = threading.Event()
+        """Set when that was tried, from any thread."""
         self._open = os.open
         monkeypatch.setattr(payloads.os, "open", self)
 
@@ -33,6 +39,9 @@ class Segments:
         if self.error is not None and str(path).endswith(".seg") and not flags & (os.O_WRONLY | os.O_RDWR):
             self.refused.set()
             raise self.error
+        if self.unwritable and str(path).endswith(self.unwritable):
+            self.unwritten.set()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
         return self._open(path, flags, *arguments, **named)
 
 
@@ -134,3 +143,52 @@ async def test_the_coordinator_goes_on_and_asks_again_by_itself(world: World, se
         part, tasks = await learner.receive(), await reward.receive()
     assert [group.group_id for group in part.batch.groups] == [0, 1]
     assert [task.group_id for task in tasks.task.tasks] == [2]
+
+
+async def test_groups_wait_for_a_segment_that_cannot_be_begun_and_leases_go_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_server, "STORE_AGAIN_S", 0.01)
+    segments = Segments(monkeypatch)
+    async with serving(world) as service, asyncio.timeout(DEADLINE_S):
+        worker, other, driver = service.rollout("worker"), service.rollout("other"), Rollout(world, "worker")
+        (given,) = (await worker.ask(pb.ExchangeRequest(lease=pb.LeaseRequest(room=2)))).lease.leases
+        segments.unwritable = ".seg"
+        await worker.send(*driver.result(given), number=2)
+        await asyncio.to_thread(segments.unwritten.wait, DEADLINE_S)
+        leased = await other.ask(pb.ExchangeRequest(lease=pb.LeaseRequest(room=2)))
+        assert [lease.group_id for lease in leased.lease.leases] == [1]
+        segments.unwritable = ""
+        assert (await worker.receive()).status == COMMITTED
+    (warning,) = [notice.content["message"] for notice in service.notices if notice.kind == "warning"]
+    assert "no segment can be begun" in warning
+
+
+async def test_a_coordinator_that_stops_does_not_wait_for_a_segment(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_server, "STORE_AGAIN_S", 3600.0)
+    monkeypatch.setattr(exchange_server, "MAX_STORE_AGAIN_S", 3600.0)
+    segments = Segments(monkeypatch)
+    async with asyncio.timeout(DEADLINE_S), serving(world) as service:
+        worker, driver = service.rollout("worker"), Rollout(world, "worker")
+        (given,) = (await worker.ask(pb.ExchangeRequest(lease=pb.LeaseRequest(room=2)))).lease.leases
+        segments.unwritable = ".seg"
+        await worker.send(*driver.result(given), number=2)
+        await asyncio.to_thread(segments.unwritten.wait, DEADLINE_S)
+
+
+@pytest.mark.parametrize("unwritable", [".seg", "-segments"])
+def test_a_segment_that_could_not_be_begun_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unwritable: str
+) -> None:
+    store, segments = PayloadStore(tmp_path / "ledger"), Segments(monkeypatch)
+    for _ in range(2):
+        segments.unwritable = unwritable
+        with pytest.raises(UnopenedSegment):
+            store.append([Record.of(b"header", b"arrays")])
+        assert list(store.folder.iterdir()) == []
+    segments.unwritable = ""
+    (place,) = store.append([Record.of(b"header", b"arrays")])
+    assert place.segment == 1
+    store.close()
