@@ -48,6 +48,8 @@ def worker_guard() -> TokenGuard:
 
 
 def _refusing(handler: Any, why: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """As if requests came in streams, whatever the method has: a single one would be read whole before the handler is asked."""
+
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
 
@@ -55,15 +57,10 @@ def _refusing(handler: Any, why: str) -> grpc.RpcMethodHandler[Any, Any]:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
         yield  # an asynchronous generator is what a stream's handler has to be
 
-    kind = (handler.request_streaming, handler.response_streaming)
-    make: Any = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[kind]
+    streams = handler.response_streaming
+    make: Any = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
     refusing: grpc.RpcMethodHandler[Any, Any] = make(
-        refuse_stream if handler.response_streaming else refuse,
+        refuse_stream if streams else refuse,
         handler.request_deserializer,
         handler.response_serializer,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,14 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.spec import ClusterSection
-from paceline.token import make_token, open_channel
+from paceline.token import make_token, metadata, open_channel
 from paceline.up import LocalCluster
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.grpc_server import GrpcServer
 from services.member import Membership
 from services.reward_service import RewardServicer
-from services.token_guard import worker_guard
+from services.token_guard import TokenGuard, worker_guard
 
 DEADLINE_S = 60.0
 
@@ -85,6 +85,43 @@ def test_a_stream_without_the_token_is_refused_before_its_first_message_counts(
     assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
     with Client(cluster.address) as client:
         assert client.members() == []
+
+
+async def test_what_a_stranger_sends_is_not_read() -> None:
+    """Each call may bring 64 MB, and strangers may make as many as they like."""
+    read: list[int] = []
+
+    def deserialize(content: bytes) -> bytes:
+        read.append(len(content))
+        return content
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        return b""
+
+    async def answer_in_parts(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b""
+
+    handlers = {
+        "One": grpc.unary_unary_rpc_method_handler(answer, request_deserializer=deserialize),
+        "Many": grpc.unary_stream_rpc_method_handler(answer_in_parts, request_deserializer=deserialize),
+    }
+
+    def register(_: Any, server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+
+    server = GrpcServer("127.0.0.1", 0, TokenGuard(lambda: "secret", Path("token")))
+    server.add(None, register, "test.Service")
+    content, known = bytes(1 << 20), metadata("secret")
+    async with server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        one, many = channel.unary_unary("/test.Service/One"), channel.unary_stream("/test.Service/Many")
+        for refused in (lambda: one(content), lambda: many(content).read()):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await refused()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert read == []
+        assert await one(content, metadata=known) == b""
+        assert await many(content, metadata=known).read() == b""
+    assert read == [len(content)] * 2
 
 
 def test_health_stays_open(cluster: LocalCluster) -> None:
