@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from learner.member_link import FIRST_BACKOFF_S
 from learner.publisher import Publisher, PublishResult
 from paceline.errors import Conflict, Unavailable, WireError
 from paceline.flat_weights import checksums, pack, plan
@@ -452,11 +453,10 @@ def test_a_member_that_reports_for_ever_is_given_up(hasty: Bench, monkeypatch: p
 
 def test_nothing_newer_is_offered_to_a_member_that_is_still_at_work(hasty: Bench) -> None:
     """It was silent for too long, so the attempt failed; then it is heard of again, in the middle of its swap."""
-    offered: list[Version] = []
-    entered, go_on = threading.Event(), threading.Event()
+    offered: queue.Queue[Version] = queue.Queue()
+    go_on = threading.Event()
 
     def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
-        entered.set()
         assert go_on.wait(DEADLINE_S)
 
     def on_result(result: PublishResult) -> None:
@@ -468,19 +468,23 @@ def test_nothing_newer_is_offered_to_a_member_that_is_still_at_work(hasty: Bench
     receiver, _ = hasty.receiver(on_weights)
 
     def deliver(offer: WeightOffer) -> None:
-        offered.append(offer.version)
+        offered.put(offer.version)
         receiver.offer(offer)
 
     hasty.deliver, hasty.on_result = deliver, on_result
     hasty.publisher.set_members(1, ["m"])
     hasty.publisher.stage(V1, ones(1.0))
     assert hasty.result().failure == "silent"
-    assert offered == [V1]
+    assert offered.get(timeout=DEADLINE_S) == V1
+    for _ in range(5):  # five times the pause after a first failure
+        hasty.publisher.progress("m", V1)
+        with pytest.raises(queue.Empty):
+            offered.get(timeout=FIRST_BACKOFF_S)
     go_on.set()
     late, newest = hasty.result(), hasty.result()
     assert (late.ok, late.version) == (True, V1)
     assert (newest.ok, newest.version) == (True, V2)
-    assert offered == [V1, V2]
+    assert offered.get(timeout=DEADLINE_S) == V2
 
 
 def test_a_member_that_works_is_not_disturbed_when_the_control_plane_was_away(bench: Bench) -> None:
