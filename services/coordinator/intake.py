@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
+from paceline.seldom import unforeseen
 from paceline.wire import Buffer, CompletionArrays, decode_reference, parse_message, split_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.checks import Limits, check_arrays, check_logprobs, check_texts
 from services.coordinator.payloads import PayloadStore, Place, Record
-from services.seldom import unforeseen
 
 FINISHED, ABORTED = ("stop", "length"), ("abort",)
 """Why a completion ended; an aborted one is to be continued."""
