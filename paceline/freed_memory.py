@@ -18,3 +18,10 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes
         mallopt(M_TRIM_THRESHOLD, 256 << 20)
+
+
+def give_freed_memory_back() -> None:
+    """Gives the pages that nothing is in back to the system, wherever they lie."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

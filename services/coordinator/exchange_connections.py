@@ -3,7 +3,9 @@
 ZeroMQ gives a message out when its last frame is there, and bounds frames, not messages: until then everything is kept in memory.
 So the kernel is asked how many bytes have come on each connection since the last whole message of it. More than a message can
 have means that the rest would never be wanted. Connections on which no member has spoken share a budget, and those that stay like
-that are closed: strangers use up neither memory nor the limit of open files.
+that are closed: strangers use up neither memory nor the limit of open files. An empty frame of two bytes costs ZeroMQ some 64, so
+the memory of this process is looked at too: where it grows by far more than what is under way, whatever is under way is cut off.
+Honest senders connect again and send again.
 
 Descriptors belong to ZeroMQ's thread, which says by its monitor when it opens and closes them. Between the closing and our
 hearing of it a number may stand for another file: what is not a connection of this port is left alone.
@@ -12,6 +14,8 @@ hearing of it a number may stand for another file: what is not a connection of t
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import resource
 import socket
 import struct
@@ -20,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.freed_memory import give_freed_memory_back
 from paceline.wire import MAX_MESSAGE_BYTES
 
 MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)
@@ -30,6 +35,15 @@ MAX_STRANGERS_BYTES = 512 << 20
 
 MAX_STRANGERS_SHARE = 0.25
 """Of the files that may be open: as many connections may stand on which no member has spoken."""
+
+MAX_GROWTH_BYTES = 256 << 20
+"""By which this process may grow, beside twice what is under way, while a message comes."""
+
+SUSPECT_BYTES = 64 << 10
+"""Under way on a connection that is cut off when memory grows; less than that cannot be why."""
+
+TRIM_S = 1.0
+"""After a connection was cut off, ZeroMQ has freed what it kept of it by then."""
 
 STRANGER_S = 15.0
 """So long a connection may stand on which no member has spoken."""
@@ -45,9 +59,19 @@ class Connection:
     opened_s: float
     mark: int = 0
     """Bytes that had come when a message of it was last seen whole."""
+    memory: int = 0
+    """Of this process when next to nothing was under way on it, in bytes."""
     heard: bool = False
     """Whether one was since the last look."""
     of_member: bool = False
+
+    def under_way(self, came: int, memory: int) -> int:
+        """Bytes of messages that are not whole, when so many have come in all and this process has so much memory."""
+        if self.heard:
+            self.heard, self.mark = False, came
+        if came - self.mark <= SUSPECT_BYTES:
+            self.memory = memory
+        return came - self.mark
 
 
 class Connections:
@@ -57,13 +81,14 @@ class Connections:
         self._port, self._clock = port, clock
         self._max_strangers = int(MAX_STRANGERS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._by_descriptor: dict[int, Connection] = {}
+        self._trim_at_s = math.inf
 
     def __len__(self) -> int:
         return len(self._by_descriptor)
 
     def opened(self, descriptor: int) -> None:
         """ZeroMQ has accepted a connection."""
-        self._by_descriptor[descriptor] = Connection(self._clock())
+        self._by_descriptor[descriptor] = Connection(self._clock(), memory=_resident_bytes())
 
     def closed(self, descriptor: int) -> None:
         """ZeroMQ has closed it."""
@@ -84,22 +109,36 @@ class Connections:
     def look(self) -> list[str]:
         """Cuts off what has too much under way, or is nobody's; says so, a sentence each. Only when every whole message has
         been read."""
-        said, strangers_bytes = [], 0
+        said, strangers_bytes, memory = [], 0, _resident_bytes()
         strangers = sum(not connection.of_member for connection in self._by_descriptor.values())
+        under_way = {
+            descriptor: connection.under_way(_bytes_received(descriptor), memory)
+            for descriptor, connection in self._by_descriptor.items()
+        }
+        limit = memory - MAX_GROWTH_BYTES - 2 * sum(under_way.values())
         for descriptor, connection in list(self._by_descriptor.items()):
-            came = _bytes_received(descriptor)
-            if connection.heard:
-                connection.heard, connection.mark = False, came
-            under_way = came - connection.mark
-            strangers_bytes += 0 if connection.of_member else under_way
-            reason = self._fault(connection, under_way, strangers_bytes, strangers)
+            size = under_way[descriptor]
+            strangers_bytes += 0 if connection.of_member else size
+            reason = self._fault(connection, size, strangers_bytes, strangers)
+            if not reason and size > SUSPECT_BYTES and connection.memory < limit:
+                reason = f"this process has grown by {(memory - connection.memory) >> 20} MB while {size} bytes came on it"
             if reason:
                 strangers -= not connection.of_member
-                strangers_bytes -= 0 if connection.of_member else under_way
-                if self._cut(descriptor):
+                strangers_bytes -= 0 if connection.of_member else size
+                if self.cut(descriptor):
                     said.append(reason)
                 del self._by_descriptor[descriptor]
+        self._trim(bool(said))
         return said
+
+    def _trim(self, cut: bool) -> None:
+        """Gives back to the system what ZeroMQ had kept: else the next to try would find it there, and nothing would grow."""
+        now_s = self._clock()
+        if cut:
+            self._trim_at_s = now_s + TRIM_S
+        elif now_s >= self._trim_at_s:
+            self._trim_at_s = math.inf
+            give_freed_memory_back()
 
     def _fault(self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int) -> str:
         """Why a connection is cut off; empty where it stays. Asked for the oldest first: members introduce themselves at once."""
@@ -114,7 +153,7 @@ class Connections:
             return f"connections on which no member has spoken have {strangers_bytes} bytes under way"
         return ""
 
-    def _cut(self, descriptor: int) -> bool:
+    def cut(self, descriptor: int) -> bool:
         """Ends a connection; ZeroMQ notices and frees what it has kept. False when the number is another file's by now."""
         with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
             name = connection.getsockname()
@@ -149,3 +188,12 @@ def _bytes_received(descriptor: int) -> int:
     except OSError:  # it is closed by now
         return 0
     return int(struct.unpack_from("Q", info, BYTES_RECEIVED)[0]) if len(info) >= BYTES_RECEIVED + 8 else 0
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that is in use; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -219,7 +219,7 @@ class ExchangeServer:
     def _read_some(self) -> bool:
         """Whether that was all that had arrived."""
         for _ in range(MAX_RECEIVED_AT_ONCE):
-            if self._pending_bytes >= MAX_PENDING_BYTES:
+            if self._pending_bytes >= MAX_PENDING_BYTES or not self._socket.discard():
                 return False
             message = self._socket.receive()
             if message is None:

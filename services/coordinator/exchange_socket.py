@@ -21,6 +21,12 @@ from services.exchange_link import in_brackets, use_ipv6, watch
 MAX_UNREAD = 4
 """Messages of one peer that have arrived and are not read."""
 
+MAX_FRAMES = 16
+"""Payload frames of a message that are read; no request brings as many."""
+
+DISCARDED_AT_ONCE = 10_000
+"""Further frames that are read in one turn of the event loop."""
+
 MAX_WAIT_S = 30.0
 """Longest time for which a request is parked, whatever it asks for."""
 
@@ -82,6 +88,8 @@ class ExchangeSocket:
         watch(self._socket)
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(events)
+        self._discarding = False
+        """Whether the rest of a message is read for nothing."""
         self.port = self._bind(host, port)
         self.connections = Connections(self.port)
         """Those that stand."""
@@ -92,8 +100,10 @@ class ExchangeSocket:
         return int(self._socket.FD)
 
     def receive(self) -> Message | None:
-        """The next message, if one has arrived."""
+        """The next message, if one has arrived; None also while `discard` is not done."""
         socket = self._socket
+        if not self.discard():
+            return None
         try:
             identity = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -105,7 +115,21 @@ class ExchangeSocket:
         payloads: list[Buffer] = []
         while socket.getsockopt(zmq.RCVMORE):
             payloads.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
+            if len(payloads) > MAX_FRAMES:
+                self.connections.cut(descriptor)
+                self._discarding = True
+                break
         return Message(identity, header, payloads, descriptor)
+
+    def discard(self) -> bool:
+        """Reads on in a message that has more frames than any request; whether nothing is left of it. Some at a time: there may
+        be millions."""
+        for _ in range(DISCARDED_AT_ONCE):
+            self._discarding = self._discarding and bool(self._socket.getsockopt(zmq.RCVMORE))
+            if not self._discarding:
+                return True
+            self._socket.recv(zmq.NOBLOCK)
+        return False
 
     def heard(self, descriptor: int, *, of_member: bool, first: bool = False) -> None:
         """A message was received on a connection, the first one if it says so. ZeroMQ tells of a connection before it gives out
