@@ -154,8 +154,9 @@ class Connections:
         return ""
 
     def cut(self, descriptor: int) -> bool:
-        """Ends a connection; ZeroMQ notices and frees what it has kept. False when the number is another file's by now."""
-        with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        """Ends a connection; ZeroMQ notices and frees what it has kept. False when the number is another file's by now, or
+        none."""
+        with contextlib.suppress(OSError, ValueError), _borrowed(descriptor) as connection:
             name = connection.getsockname()
             if isinstance(name, tuple) and name[1] == self._port:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -88,8 +88,8 @@ class ExchangeSocket:
         watch(self._socket)
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(events)
-        self._discarding = False
-        """Whether the rest of a message is read for nothing."""
+        self._discarding: int | None = None
+        """Connection of the message whose rest is read for nothing."""
         self.port = self._bind(host, port)
         self.connections = Connections(self.port)
         """Those that stand."""
@@ -116,19 +116,21 @@ class ExchangeSocket:
         while socket.getsockopt(zmq.RCVMORE):
             payloads.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
             if len(payloads) > MAX_FRAMES:
-                self.connections.cut(descriptor)
-                self._discarding = True
+                self._discarding = descriptor
                 break
         return Message(identity, header, payloads, descriptor)
 
     def discard(self) -> bool:
         """Reads on in a message that has more frames than any request; whether nothing is left of it. Some at a time: there may
-        be millions."""
+        be millions, and then its connection is cut off."""
+        if self._discarding is None:
+            return True
         for _ in range(DISCARDED_AT_ONCE):
-            self._discarding = self._discarding and bool(self._socket.getsockopt(zmq.RCVMORE))
-            if not self._discarding:
+            if not self._socket.getsockopt(zmq.RCVMORE):
+                self._discarding = None
                 return True
             self._socket.recv(zmq.NOBLOCK)
+        self.connections.cut(self._discarding)
         return False
 
     def heard(self, descriptor: int, *, of_member: bool, first: bool = False) -> None:
