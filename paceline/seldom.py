@@ -44,6 +44,27 @@ class SeldomLog:
         self._log.warning(message, *args, exc_info=error)
 
 
+class SeldomFilter(logging.Filter):
+    """For the logger of a library that writes a line for each message of a caller's: lets each text (before its arguments are
+    put in) through once in `interval_s`."""
+
+    def __init__(self, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self._interval_s, self._clock = interval_s, clock
+        self._written_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is written."""
+        now_s, text = self._clock(), str(record.msg)
+        if now_s - self._written_s.get(text, now_s - self._interval_s) < self._interval_s:
+            return False
+        self._written_s.pop(text, None)
+        self._written_s[text] = now_s
+        while len(self._written_s) > MAX_KINDS:
+            del self._written_s[next(iter(self._written_s))]
+        return True
+
+
 class Unforeseen:
     """Exceptions that nobody foresaw: counted all, logged with their traceback once a second for each place and type."""
 

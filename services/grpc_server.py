@@ -17,7 +17,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
-from paceline.seldom import unforeseen
+from paceline.seldom import SeldomFilter, unforeseen
 from services.token_guard import TokenGuard
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -62,7 +62,11 @@ STATUS = (
 )
 """First match wins."""
 
+GRPC_LOG = "grpc._cython.cygrpc"
+"""Where gRPC writes a traceback for each request that cannot be decoded."""
+
 log = logging.getLogger(__name__)
+seldom = SeldomFilter()
 CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
 StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
@@ -131,6 +135,7 @@ class GrpcServer:
         """`guard` looks at every call first; beyond `max_connections` (0: any number) a new connection is closed at once.
         Raises Conflict when the port is taken.
         """
+        logging.getLogger(GRPC_LOG).addFilter(seldom)
         limits = [("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []
         self._server = grpc.aio.server(
             interceptors=[guard] if guard else [], options=[*SERVER_OPTIONS, *limits]

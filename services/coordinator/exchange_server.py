@@ -59,7 +59,7 @@ MAX_SYNC_BYTES = 4 << 20
 waits for the disk wait longer."""
 
 MAX_PENDING_BYTES = 128 << 20
-"""Groups in memory that are not committed; beyond it they stay in ZeroMQ's and the senders' hands. Less than a segment
+"""Groups in memory that are not committed; beyond it they are not read from ZeroMQ. Less than a segment
 (`PayloadStore.segments_to_look_at`), save for one message."""
 
 STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
@@ -228,9 +228,9 @@ class ExchangeServer:
         return False
 
     def _look_at_connections(self) -> None:
-        """Every TICK_S; not while something waits to be read, which may be the end of what is under way."""
-        if self._pending_bytes < MAX_PENDING_BYTES and self._read_some():
-            self._socket.look_at_connections()
+        """Every TICK_S. What waits to be read may be the end of what is under way."""
+        all_read = self._pending_bytes < MAX_PENDING_BYTES and self._read_some()
+        self._socket.look_at_connections(all_read=all_read)
         self._readable.set()
 
     def _take(self, message: Message) -> None:
@@ -239,11 +239,12 @@ class ExchangeServer:
         except WireError as error:
             seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
+            self._socket.heard(message, of_member=False)
             self._socket.send(message.identity, reply)
             return
         refusal = turn_away(self._exchange, waiting.request)
         introduction = is_introduction(waiting.request)
-        self._socket.heard(message.descriptor, of_member=refusal is None, first=introduction)
+        self._socket.heard(message, of_member=refusal is None, first=introduction)
         if refusal is None and introduction:
             return
         if refusal is None and (fault := self._door.fault(waiting)):

@@ -18,9 +18,6 @@ from services.coordinator.exchange_connections import Connections
 from services.coordinator.intake import Arrived
 from services.exchange_link import in_brackets, use_ipv6, watch
 
-MAX_UNREAD = 4
-"""Messages of one peer that have arrived and are not read."""
-
 MAX_FRAMES = 16
 """Payload frames of a message that are read; no request brings as many."""
 
@@ -72,6 +69,11 @@ class Message:
     descriptor: int = -1
     """Of the connection that it came on."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of its frames."""
+        return len(self.header) + sum(map(len, self.payloads))
+
 
 class ExchangeSocket:
     """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict when it cannot listen."""
@@ -83,8 +85,9 @@ class ExchangeSocket:
         self._socket.setsockopt(zmq.LINGER, 1000)
         # Every reply was asked for; their number is bounded by the requests.
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        # For each peer. What is not read yet stays with its sender; MAX_PENDING_BYTES bounds what is.
-        self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
+        # No bound: where ZeroMQ has stopped to read a connection, the peer ends it, and a PING of the peer's was among what
+        # had come, ZeroMQ ends the process (an assertion, as of 4.3.5). So `connections` bounds what is not read.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         watch(self._socket)
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(events)
@@ -133,17 +136,17 @@ class ExchangeSocket:
         self.connections.cut(self._discarding)
         return False
 
-    def heard(self, descriptor: int, *, of_member: bool, first: bool = False) -> None:
-        """A message was received on a connection, the first one if it says so. ZeroMQ tells of a connection before it gives out
-        a message of it, and a number may be that of an earlier one which has ended."""
-        if first or not self.connections.is_of_member(descriptor):
+    def heard(self, message: Message, *, of_member: bool, first: bool = False) -> None:
+        """A message was received, the first one of its connection if it says so. ZeroMQ tells of a connection before it gives
+        out a message of it, and a number may be that of an earlier one which has ended."""
+        if first or not self.connections.is_of_member(message.descriptor):
             self._hear_of_connections()
-        self.connections.heard(descriptor, of_member=of_member)
+        self.connections.heard(message.descriptor, message.size, of_member=of_member)
 
-    def look_at_connections(self) -> None:
-        """Cuts off connections on which too much is under way, or nobody's. Only when `receive` has nothing more."""
+    def look_at_connections(self, *, all_read: bool = True) -> None:
+        """Cuts off connections on which too much is under way, or nobody's. `all_read`: `receive` has nothing more."""
         self._hear_of_connections()
-        for reason in self.connections.look():
+        for reason in self.connections.look(all_read=all_read):
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
@@ -198,5 +201,5 @@ def parse(message: Message) -> Waiting:
     arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
     # In this order: not-a-number becomes the limit.
     wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
-    size = len(message.header) + sum(map(len, message.payloads))
-    return Waiting(message.identity, arrived, time.monotonic() + wait_s, size, len(message.header))
+    deadline_s = time.monotonic() + wait_s
+    return Waiting(message.identity, arrived, deadline_s, message.size, len(message.header))

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from paceline.seldom import MAX_KINDS, SeldomLog, Unforeseen
+from paceline.seldom import MAX_KINDS, SeldomFilter, SeldomLog, Unforeseen
 
 log = logging.getLogger("test")
 
@@ -49,3 +49,19 @@ def test_unforeseen_exceptions_are_counted_and_logged_with_their_traceback(
     assert told == "unforeseen KeyError in Get; the traceback is in this service's log"
     (record,) = caplog.records
     assert record.exc_info is not None
+
+
+def test_a_librarys_logger_writes_each_text_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [0.0]
+    library = logging.getLogger("library")
+    seldom = SeldomFilter(clock=lambda: now_s[0])
+    library.addFilter(seldom)
+    for number in range(3):
+        library.error("unexpected %d", number)
+    library.error("other")
+    now_s[0] = 1.0
+    library.error("unexpected %d", 3)
+    assert [record.getMessage() for record in caplog.records] == ["unexpected 0", "other", "unexpected 3"]
+    for number in range(2 * MAX_KINDS):
+        library.error(f"text {number}")
+    assert len(seldom._written_s) == MAX_KINDS

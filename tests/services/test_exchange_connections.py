@@ -5,7 +5,11 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -18,7 +22,8 @@ SOCKET_TYPE = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 READY = b"\x04" + bytes([6 + len(SOCKET_TYPE)]) + b"\x05READY" + SOCKET_TYPE
 MORE_FRAMES = b"\x03"
 EMPTY_FRAME, LAST_FRAME = b"\x01\x00", b"\x00\x00"
-POLLS = 600
+LONG_MESSAGE, SMALL_MESSAGE = b"\x02", b"\x00\x02hi"
+DEADLINE_S = 60.0
 
 
 class Clock:
@@ -48,9 +53,10 @@ def until(
     came: list[Message] | None = None,
 ) -> None:
     """Looks at the connections, reading all that comes, until something holds."""
-    for _ in range(POLLS):
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
         while (message := exchange.receive()) is not None:
-            exchange.heard(message.descriptor, of_member=member)
+            exchange.heard(message, of_member=member)
             if came is not None:
                 came.append(message)
         exchange.look_at_connections()
@@ -60,9 +66,30 @@ def until(
     raise AssertionError("it never came to hold")
 
 
+def until_it_stands(exchange: ExchangeSocket) -> None:
+    """Waits for a connection, without looking at it."""
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        exchange._hear_of_connections()
+        if len(exchange.connections):
+            return
+        exchange._monitor.poll(10)
+    raise AssertionError("nobody connected")
+
+
+def read_one(exchange: ExchangeSocket) -> Message:
+    """The next message, without a look at the connections."""
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        if (message := exchange.receive()) is not None:
+            return message
+        select.select([exchange.descriptor], [], [], 0.01)
+    raise AssertionError("no message came")
+
+
 def raw(exchange: ExchangeSocket) -> socket.socket:
     """A connection that has introduced itself as ZeroMQ does, and speaks ZMTP by hand."""
-    connection = socket.create_connection(("127.0.0.1", exchange.port), timeout=10.0)
+    connection = socket.create_connection(("127.0.0.1", exchange.port), timeout=DEADLINE_S)
     connection.sendall(GREETING)
     heard = connection.recv(1 << 10)
     connection.sendall(READY)
@@ -86,6 +113,13 @@ def takes_empty_frames(connection: socket.socket, exchange: ExchangeSocket) -> b
         if len(exchange.connections) == 0:
             return False
     return True
+
+
+def send_unread(connection: socket.socket, number: int, exchange: ExchangeSocket) -> None:
+    """Messages of 64 kB, none of which is read."""
+    for _ in range(number):
+        connection.sendall(LONG_MESSAGE + struct.pack(">Q", 64 << 10) + bytes(64 << 10))
+        exchange.look_at_connections(all_read=False)
 
 
 def members(exchange: ExchangeSocket) -> int:
@@ -222,17 +256,59 @@ def test_a_number_that_stands_for_another_file_is_left_alone(exchange: ExchangeS
         assert theirs.recv(1) == b"x"
 
 
-def test_what_nobody_reads_stays_with_its_sender() -> None:
-    exchange, context = ExchangeSocket("127.0.0.1", 0), zmq.Context()
-    sender = context.socket(zmq.DEALER)
-    sender.setsockopt(zmq.SNDHWM, 1)
-    sender.setsockopt(zmq.LINGER, 0)
-    sender.connect(f"tcp://127.0.0.1:{exchange.port}")
-    sent_mb = 0
-    while sent_mb < 200 and sender.poll(1000, zmq.POLLOUT):
-        sender.send(bytes(1 << 20))
-        sent_mb += 1
-    sender.close()
-    context.term()
-    exchange.close()
-    assert sent_mb < 60  # most of it lies in the kernel's buffers
+def test_a_peer_that_sends_far_more_than_is_read_is_cut_off(
+    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_connections, "MAX_UNREAD_BYTES", 1 << 20)
+    with raw(exchange) as connection:
+        until(exchange, lambda: len(exchange.connections) == 1)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_unread(connection, 4000, exchange)  # 250 MB, if nobody objected
+
+
+def test_a_member_may_wait_long_for_being_read(exchange: ExchangeSocket) -> None:
+    clock = exchange.connections._clock
+    assert isinstance(clock, Clock)
+    exchange.connections._max_strangers = 0
+    with raw(exchange) as connection:
+        until_it_stands(exchange)
+        clock.now_s = exchange_connections.STRANGER_S + 1
+        connection.sendall(SMALL_MESSAGE)
+        exchange.look_at_connections(all_read=False)
+        assert len(exchange.connections) == 1, "what it has sent may say that it is a member"
+        exchange.heard(read_one(exchange), of_member=True)
+        exchange.look_at_connections()
+        assert members(exchange) == 1
+
+
+def test_strangers_may_say_so_much_that_is_refused(
+    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_connections, "MAX_REFUSED", 10)
+    with raw(exchange) as connection:
+        came: list[Message] = []
+        connection.sendall(10 * SMALL_MESSAGE)
+        until(exchange, lambda: len(came) == 10, came=came)
+        assert len(exchange.connections) == 1
+        connection.sendall(SMALL_MESSAGE)
+        until(exchange, lambda: is_cut(connection))
+
+
+def test_messages_that_are_read_are_not_under_way(
+    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while there are always further ones to read."""
+    monkeypatch.setattr(exchange_connections, "MAX_UNREAD_BYTES", 1 << 20)
+    with raw(exchange) as connection:
+        until_it_stands(exchange)
+        for _ in range(20):  # 5 MB
+            connection.sendall(LONG_MESSAGE + struct.pack(">Q", 256 << 10) + bytes(256 << 10))
+            exchange.heard(read_one(exchange), of_member=True)
+            exchange.look_at_connections(all_read=False)
+        assert len(exchange.connections) == 1
+
+
+def test_a_peer_that_leaves_before_it_is_read_does_not_end_the_process() -> None:
+    program = Path(__file__).parent / "reading_late.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

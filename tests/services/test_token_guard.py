@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.spec import ClusterSection
-from paceline.token import make_token, metadata, open_channel
+from paceline.token import make_token, metadata, open_channel, read_token
 from paceline.up import LocalCluster
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -122,6 +123,19 @@ async def test_what_a_stranger_sends_is_not_read() -> None:
         assert await one(content, metadata=known) == b""
         assert await many(content, metadata=known).read() == b""
     assert read == [len(content)] * 2
+
+
+def test_requests_that_cannot_be_decoded_do_not_fill_the_log(cluster: LocalCluster) -> None:
+    log = cluster.log_path("coordinator")
+    before = log.read_text().count("Traceback")
+    with grpc.insecure_channel(cluster.address) as channel:
+        call = channel.unary_unary("/paceline.v1.RunService/Get")
+        begun_s = time.monotonic()
+        for _ in range(100):
+            with pytest.raises(grpc.RpcError):
+                call(b"\xff", timeout=DEADLINE_S, metadata=metadata(read_token(cluster.token_file)))
+        lasted_s = time.monotonic() - begun_s
+    assert 1 <= log.read_text().count("Traceback") - before <= 2 + lasted_s
 
 
 def test_health_stays_open(cluster: LocalCluster) -> None:
