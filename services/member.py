@@ -53,6 +53,10 @@ ONE_ANSWER = frozenset({"lease", "task"})
 """Kinds of which only a reply to the newest sending counts: that one said what the worker holds, so what an earlier one was
 given has been taken back."""
 
+MAX_BULK = 4
+"""Requests with payloads that wait for their replies at one time; the others wait here. The coordinator has to keep whatever has
+come, also while its disk is full."""
+
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 REFUSED = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED}
@@ -105,6 +109,7 @@ class Membership:
         self._pending: dict[int, Pending] = {}
         """By the number of each sending whose reply counts."""
         self._numbers = itertools.count(1)
+        self._bulk = asyncio.Semaphore(MAX_BULK)
         self.term = 0
         self._secret = b""
         """Of the last Welcome."""
@@ -184,11 +189,12 @@ class Membership:
         await self._welcomed.wait()
         request.protocol, request.member_id = PROTOCOL, self._hello().member_id
         pending = Pending(request, payloads or [], asyncio.get_running_loop().create_future())
-        try:
-            await self._send(pending)
-            return await pending.reply
-        finally:
-            self._forget(pending)
+        async with self._bulk if payloads else contextlib.nullcontext():
+            try:
+                await self._send(pending)
+                return await pending.reply
+            finally:
+                self._forget(pending)
 
     # The control stream
 
@@ -261,6 +267,7 @@ class Membership:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RCVHWM, 0)  # as the exchange's; replies were all asked for
         watch(socket)
         # Before there is anything to hear of: a handshake that has ended by then would never be heard of.
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED

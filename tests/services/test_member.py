@@ -94,7 +94,7 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
         """The next request, and whose it is; introductions of connections are passed by."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                identity, header = await self._router.recv_multipart()
+                identity, header, *_ = await self._router.recv_multipart()
                 request = pb.ExchangeRequest.FromString(header)
                 if request.WhichOneof("body") is not None:
                     return identity, request
@@ -212,6 +212,30 @@ SCORE = pb.ExchangeRequest(run_id="run-1", score=pb.ScoreResult(group_id=1, atte
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "RESEND_S", 0.05)
+
+
+async def test_few_requests_with_payloads_are_under_way_at_one_time(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    """The exchange keeps all that has come, so the rest waits with the worker; what has no payload goes past it."""
+    results = [
+        asyncio.create_task(
+            membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=number)), [b"arrays"])
+        )
+        for number in range(member.MAX_BULK + 1)
+    ]
+    under_way = [await coordinator.hear() for _ in range(member.MAX_BULK)]
+    asked = ask(membership)
+    lease = await coordinator.hear()
+    assert lease[1].WhichOneof("body") == "lease"
+    await coordinator.answer(lease, 1, pb.REPLY_STATUS_OK)
+    await result(asked)
+    await coordinator.answer(under_way[0], 1, pb.REPLY_STATUS_COMMITTED)
+    under_way.append(await coordinator.hear())
+    assert sorted(request.group.group_id for _, request in under_way) == list(range(member.MAX_BULK + 1))
+    for waiting in under_way[1:]:
+        await coordinator.answer(waiting, 1, pb.REPLY_STATUS_COMMITTED)
+    assert [await result(one) for one in results] == [pb.REPLY_STATUS_COMMITTED] * len(results)
 
 
 @pytest.mark.usefixtures("impatient")
