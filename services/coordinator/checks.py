@@ -27,6 +27,8 @@ MAX_LOGPROB = 1e-3
 MIN_LOGPROB = -1e5
 """Far below that of any token that a sampler draws: a probability of 1e-45 is the least that float32 holds."""
 
+MAX_LOGPROB_BITS, MIN_LOGPROB_BITS = np.array([MAX_LOGPROB, MIN_LOGPROB], np.float32).view(np.uint32).tolist()
+
 MAX_ID = 2**31 - 1
 
 MAX_TEXT_BYTES = 1024
@@ -78,13 +80,25 @@ def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
 
 def check_logprobs(name: str, values: FloatArray) -> None:
     """Looks at log-probabilities of a sampler or of a reference. Raises WireError."""
-    if not len(values):
-        return
-    least, most = np.minimum.reduce(values), np.maximum.reduce(values)
-    if not (least >= MIN_LOGPROB and most <= MAX_LOGPROB):  # in this form it holds for not-a-number
+    if len(values) and not _are_logprobs(values):
+        least, most = np.minimum.reduce(values), np.maximum.reduce(values)
         raise WireError(
             f"{name} goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
         )
+
+
+def _are_logprobs(values: FloatArray) -> bool:
+    """Whether all are from MIN_LOGPROB to MAX_LOGPROB, and numbers. Mostly in one pass, as this is done with every token.
+
+    IEEE 754 orders the bits of floats of one sign as integers by their size, beyond them infinity and what is no number. Taken as
+    signed integers, negative floats are below positive ones, and the greatest of the negative is that of the largest size.
+    """
+    greatest = int(np.maximum.reduce(values.view(np.int32)))
+    if greatest < 0:
+        return bool(greatest <= MIN_LOGPROB_BITS - 2**32)
+    # Some are 0 or above: as unsigned integers the negative ones are the greatest.
+    lowest = int(np.maximum.reduce(values.view(np.uint32)))
+    return bool(greatest <= MAX_LOGPROB_BITS and lowest <= MIN_LOGPROB_BITS)
 
 
 def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allowed: Collection[str]) -> None:
