@@ -111,13 +111,12 @@ class ExchangeSocket:
             identity = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        header, descriptor = b"", -1
-        if socket.getsockopt(zmq.RCVMORE):
-            frame = socket.recv(zmq.NOBLOCK, copy=False)
-            header, descriptor = frame.bytes, _source(frame)
+        frame = socket.recv(zmq.NOBLOCK, copy=False)  # there is one: a message comes whole
+        header, descriptor = frame.bytes, _source(frame)
         payloads: list[Buffer] = []
-        while socket.getsockopt(zmq.RCVMORE):
-            payloads.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
+        while frame.more:  # which costs less than to ask the socket
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            payloads.append(frame.buffer)
             if len(payloads) > MAX_FRAMES:
                 self._discarding = descriptor
                 break

@@ -156,15 +156,11 @@ class Ledger(LedgerFile):
 
     def counters(self, run_id: str) -> dict[str, int]:
         """All counters of a run."""
-        counters = dict(self.known(f"counters {run_id}", lambda: self._counters(run_id)))
+        counters = dict(self.written_counters(run_id))
         for (counted, name), amount in self._uncounted.items():
             if counted == run_id:
                 counters[name] = counters.get(name, 0) + amount
         return counters
-
-    def _counters(self, run_id: str) -> dict[str, int]:
-        rows = self.db.execute("SELECT name, value FROM counters WHERE run_id = ?", (run_id,))
-        return {row["name"]: row["value"] for row in rows}
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
         """Appends to the run's events, which Watch streams."""

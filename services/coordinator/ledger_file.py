@@ -174,10 +174,25 @@ class LedgerFile:
             )
         self._known, self._uncounted = {}, {}
 
+    def written_counters(self, run_id: str) -> dict[str, int]:
+        """A run's counters without what this transaction has counted."""
+
+        def read() -> dict[str, int]:
+            rows = self.db.execute("SELECT name, value FROM counters WHERE run_id = ?", (run_id,))
+            return {row["name"]: row["value"] for row in rows}
+
+        return self.known(f"counters {run_id}", read)
+
     def _write_counters(self) -> None:
+        """Adds what was counted. With the seals, because a trigger for each counter would take the interpreter from the other
+        threads."""
+        rows = [
+            {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
+            for (run_id, name), amount in self._uncounted.items()
+        ]
         self.db.executemany(
-            "INSERT INTO counters (run_id, name, value) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
-            [(*key, amount) for key, amount in self._uncounted.items()],
+            "INSERT OR REPLACE INTO counters (run_id, name, value, seal) VALUES (:run_id, :name, :value, :seal)",
+            [{**row, "seal": seals.of("counters", row)} for row in rows],
         )
         self._known, self._uncounted = None, {}
 
