@@ -89,7 +89,7 @@ def test_a_second_run_waits_for_the_first(client: Client, spec_path: Path) -> No
     assert state_name(client.get(second.run_id)) == "queued"
     client.cancel(first.run_id)
     later = client.watch(second.run_id, after=1)
-    assert next(later).content == {"state": "running"}
+    assert next(later).content["state"] == "running"
     assert state_name(client.wait(first.run_id, DEADLINE_S)) == "cancelled"
 
 
