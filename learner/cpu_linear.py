@@ -25,6 +25,10 @@ def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
+    if (
+        not inputs.dtype == module.weight.dtype == torch.float32
+    ):  # cast after loading: few CPUs have such a kernel in oneDNN
+        return nn.functional.linear(inputs, module.weight, module.bias)
     out: Tensor = _OneDnnProduct.apply(inputs, module.weight)  # type: ignore[no-untyped-call]
     return out if module.bias is None else out + module.bias
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -162,6 +163,18 @@ def test_onednn_linear_is_the_same_product(bias: bool) -> None:
         for out in [module(inputs)]
     )
     torch.testing.assert_close(got, expected)
+
+
+def test_onednn_linear_takes_what_was_cast_after_loading() -> None:
+    """Few CPUs have oneDNN's kernels for bfloat16."""
+    linear = torch.nn.Linear(5, 7)
+    use_onednn_linear(linear, CPU, torch.float32)
+    linear.bfloat16()
+    inputs = torch.randn(3, 5, dtype=torch.bfloat16)
+    with patch(
+        "learner.cpu_linear.product", side_effect=RuntimeError("could not create a primitive descriptor")
+    ):
+        assert torch.equal(linear(inputs), torch.nn.functional.linear(inputs, linear.weight, linear.bias))
 
 
 def test_linear_layers_stay_as_they_are_in_other_types() -> None:
