@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 import yaml
-from control_plane import Plane, Worker, learner, refusal, rollout
+from control_plane import DEADLINE_S, Plane, Worker, learner, refusal, rollout
 from exchange_drivers import make_spec
 
 from paceline.seldom import unforeseen
@@ -71,9 +72,10 @@ async def state_of(plane: Plane, run_id: str) -> tuple[str, str]:
 
 async def next_state(plane: Plane, run_id: str, after: int, state: str) -> int:
     """Sequence of the first event after `after` that puts the run into `state`."""
-    async for event in plane.runs.Watch(run_pb2.WatchRequest(run_id=run_id, after=after)):
-        if event.kind == "state" and json.loads(event.json)["state"] == state:
-            return int(event.sequence)
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in plane.runs.Watch(run_pb2.WatchRequest(run_id=run_id, after=after)):
+            if event.kind == "state" and json.loads(event.json)["state"] == state:
+                return int(event.sequence)
     raise AssertionError(f"the run ended before it was {state}")
 
 
