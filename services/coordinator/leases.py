@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.errors import Unreadable
 from paceline.groups import Version, held_attempt, with_holder
@@ -25,8 +25,9 @@ MAX_ROOM = 1 << 16
 ADMITTED_AT_ONCE = 64
 """Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
 
-INSERTED_AT_ONCE = 64
-"""Groups whose prompts are one parameter of a statement: SQLite takes no more than 1 GB."""
+INSERTED_AT_ONCE, MAX_INSERTED_CHARS = 64, 16 << 20
+"""Groups, and characters of their prompts and columns, after which a statement takes no further one: SQLite takes no parameter of
+more than 1 GB."""
 
 
 def give(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
@@ -216,31 +217,40 @@ def insert_groups(
     """New groups, admitted: id, place, prompt and columns of each. One statement inserts many of them: between two, another
     thread may take the interpreter.
     """
-    groups = iter(groups)
-    while some := list(itertools.islice(groups, INSERTED_AT_ONCE)):
-        rows = [
-            {
-                "run_id": run.run_id,
-                "group_id": group_id,
-                "slot": slot,
-                "prompt_json": json.dumps(prompt),
-                "columns_json": json.dumps(columns, default=str),
-            }
-            for group_id, slot, prompt, columns in some
-        ]
-        as_json = json.dumps([{**row, "seal": seals.of("prompts", row)} for row in rows])
-        exchange.db.execute(
-            "INSERT INTO groups (run_id, group_id, class, state, slot)"
-            " SELECT ?, json_extract(value, '$.group_id'), ?, 'admitted', json_extract(value, '$.slot')"
-            " FROM json_each(?)",
-            (run.run_id, kind, as_json),
-        )
-        exchange.db.execute(
-            "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json, seal)"
-            " SELECT ?, json_extract(value, '$.group_id'), json_extract(value, '$.prompt_json'),"
-            " json_extract(value, '$.columns_json'), json_extract(value, '$.seal') FROM json_each(?)",
-            (run.run_id, as_json),
-        )
+    rows: list[dict[str, object]] = []
+    num_chars = 0
+    for group_id, slot, prompt, columns in groups:
+        prompt_json, columns_json = json.dumps(prompt), json.dumps(columns, default=str)
+        row = {
+            "run_id": run.run_id,
+            "group_id": group_id,
+            "prompt_json": prompt_json,
+            "columns_json": columns_json,
+        }
+        rows.append({**row, "seal": seals.of("prompts", row), "slot": slot})
+        num_chars += len(prompt_json) + len(columns_json)
+        if len(rows) == INSERTED_AT_ONCE or num_chars > MAX_INSERTED_CHARS:
+            _insert(exchange, kind, rows)
+            rows, num_chars = [], 0
+    if rows:
+        _insert(exchange, kind, rows)
+
+
+def _insert(exchange: Exchange, kind: str, rows: Sequence[Mapping[str, object]]) -> None:
+    as_json = json.dumps(rows)
+    exchange.db.execute(
+        "INSERT INTO groups (run_id, group_id, class, state, slot)"
+        " SELECT json_extract(value, '$.run_id'), json_extract(value, '$.group_id'), ?, 'admitted',"
+        " json_extract(value, '$.slot') FROM json_each(?)",
+        (kind, as_json),
+    )
+    exchange.db.execute(
+        "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json, seal)"
+        " SELECT json_extract(value, '$.run_id'), json_extract(value, '$.group_id'),"
+        " json_extract(value, '$.prompt_json'), json_extract(value, '$.columns_json'), json_extract(value, '$.seal')"
+        " FROM json_each(?)",
+        (as_json,),
+    )
 
 
 def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
@@ -293,7 +303,8 @@ def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sql
     in_order: the place decides the step. ready_first: the number of groups ahead that are in no batch yet.
     """
     rows = exchange.db.execute(
-        "SELECT g.*, p.prompt_json FROM (SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ?"
+        "SELECT g.*, p.prompt_json FROM (SELECT run_id, group_id, slot, attempt, oldest_step, holders"
+        " FROM groups INDEXED BY groups_by_state WHERE run_id = ?"
         " AND class = 'train' AND state = 'admitted' ORDER BY slot, group_id LIMIT ?) g"
         " JOIN prompts p USING (run_id, group_id) ORDER BY slot, group_id",
         (run.run_id, number),

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import sqlite3
+from pathlib import Path
 
+import pytest
+from exchange_drivers import MakeWorld, Rollout
+
+from services.coordinator import leases
 from services.coordinator.admission import admissible, lease_step, may_lease, must_wait
 from services.coordinator.balance import balance
 
@@ -78,3 +84,14 @@ def test_balance_is_within_its_bound_of_the_mean() -> None:
     loads = [sum(tokens[i] for i in part) for part in balance(tokens, 4)]
     assert sum(loads) == 48
     assert max(loads) <= 15
+
+
+def test_prompts_larger_together_than_a_statement_takes_are_admitted(
+    make_world: MakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(i) * 4_000, "answer": i}) + "\n" for i in range(9)))
+    world = make_world(data={"train": str(path)}, grpo={"num_prompts_per_step": 8})
+    world.ledger.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 16_000)
+    monkeypatch.setattr(leases, "MAX_INSERTED_CHARS", 4_000)
+    assert len(Rollout(world).lease(16)) == 8
