@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.tracing import step_traceparent
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import damage, session_faults
+from services.coordinator import damage, seals, session_faults
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.fixing import fix_if_due
 from services.coordinator.payloads import DamagedRecord, Frame, UnopenedSegment
@@ -183,14 +183,15 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
     batch = exchange.db.execute(
         "SELECT * FROM batches WHERE run_id = ? AND step = ?", (run.run_id, step)
     ).fetchone()
-    metrics = {}
+    metrics, ends = {}, {"next_step": step + 1}
     if batch is not None:
         totals = exchange.db.execute(
             "SELECT COUNT(*) AS n, SUM(tokens) AS tokens FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
             (run.run_id, step),
         ).fetchone()
+        sealed = seals.assignment("groups", state="'trained'")
         exchange.db.execute(
-            "UPDATE groups INDEXED BY step_groups SET state = 'trained' WHERE run_id = ? AND step = ?",
+            f"UPDATE groups INDEXED BY step_groups SET state = 'trained', {sealed} WHERE run_id = ? AND step = ?",
             (run.run_id, step),
         )
         ledger.count(run.run_id, "groups:trained", totals["n"])
@@ -198,7 +199,7 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
         exchange.db.execute(
             "UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run.run_id, step)
         )
-        ledger.update_run(run.run_id, chain=batch["chain"])
+        ends["chain"] = batch["chain"]
         metrics = json.loads(batch["metrics_json"])
-    ledger.update_run(run.run_id, next_step=step + 1)
+    ledger.update_run(run.run_id, **ends)
     exchange.notice("step", step=step, metrics=metrics)

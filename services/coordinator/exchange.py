@@ -25,6 +25,7 @@ from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator import seals
 from services.coordinator.batch_split import Splits
 from services.coordinator.lease_ages import LeaseAges
 from services.coordinator.ledger import OPEN_STATES, Ledger
@@ -284,9 +285,10 @@ class Exchange:
 
     def _drop(self, run_id: str, row: sqlite3.Row, reason: str, tokens: int) -> None:
         group_id = row["group_id"]
+        becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
         self.db.execute(
-            "UPDATE groups SET state = 'dropped', reason = ?, member_id = NULL, scorer_id = NULL"
-            " WHERE run_id = ? AND group_id = ?",
+            f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"
+            f" {seals.assignment('groups', **becomes)} WHERE run_id = ?2 AND group_id = ?3",
             (reason, run_id, group_id),
         )
         self.ledger.remove_payloads(run_id, group_id)

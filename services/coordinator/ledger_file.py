@@ -52,6 +52,9 @@ class LedgerFile:
         """Number of this opening; 0 until it has one."""
         self._known: dict[str, Any] | None = None
         """What the transaction under way has read and nobody has changed since; None outside of one."""
+        self._runs: dict[str, sqlite3.Row] = {}
+        """Rows of runs that were read and that nobody has changed since, across transactions; of the writer alone."""
+        self._is_writer = not read_only
         self._uncounted: dict[tuple[str, str], int] = {}
         """What the transaction under way adds to counters, by run and name; written before its commit."""
         self._syncer = ThreadPoolExecutor(1, "ledger-sync")
@@ -160,6 +163,8 @@ class LedgerFile:
 
     def forget(self, key: str | None = None) -> None:
         """What was known under this key (or at all) has changed."""
+        if key is None:
+            self._runs.clear()
         if self._known is not None:
             if key is None:
                 self._known.clear()
@@ -203,6 +208,7 @@ class LedgerFile:
         except BaseException:
             if self.db.in_transaction:  # SQLite itself ends it after some errors
                 self.db.execute("ROLLBACK")
+            self.forget()
             self._known, self._uncounted = None, {}
             raise
 

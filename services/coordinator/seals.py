@@ -2,8 +2,9 @@
 
 SQLite writes no checksums into its pages. Rows that nothing else covers carry one in the column `seal`: CRC-32 over all
 other columns. Triggers of the writer's own connection keep it, so no statement has to; they are not in the file, and so a
-row that another program has changed is found as well. Groups are sealed from the moment that they are trained or dropped:
-before it they change several times, and what they become is compared with other records.
+row that another program has changed is found as well. Groups are sealed when they are trained or dropped, by the statements
+that end them (`assignment`): before it they change several times, each time a trigger would cost as much as the statement, and
+what they become is compared with other records.
 
 A single changed bit can be found again from the checksum, and then the row as it was.
 """
@@ -86,28 +87,28 @@ def of(name: str, row: Mapping[str, object]) -> int:
     return checksum(*(row[column] for column in tables()[name].columns))
 
 
+def assignment(name: str, **changed: str) -> str:
+    """For an UPDATE, where no trigger keeps the seal: `seal` of the row with columns that change to these expressions."""
+    return (
+        f"seal = row_checksum({', '.join(changed.get(column, column) for column in tables()[name].columns)})"
+    )
+
+
 def install(db: sqlite3.Connection) -> None:
     """Makes the checksum function known to a connection; the triggers are `keep`'s."""
     db.create_function("row_checksum", -1, checksum, deterministic=True)
 
 
 def keep(db: sqlite3.Connection) -> None:
-    """Lets a connection that writes seal each row that it inserts or updates."""
-    for name, condition in SEALED.items():
+    """Lets a connection that writes seal each row that it inserts or updates, save for those that are not sealed always."""
+    for name in (name for name, condition in SEALED.items() if not condition):
         table = tables()[name]
         of_key = " AND ".join(f"{column} = NEW.{column}" for column in table.key)
-        new = f"row_checksum({', '.join(f'NEW.{column}' for column in table.columns)})"
-        sealed = condition.format(row="NEW")
-        value = f"CASE WHEN {sealed} THEN {new} END" if condition else new
+        value = f"row_checksum({', '.join(f'NEW.{column}' for column in table.columns)})"
         update = f"UPDATE OF {', '.join(table.columns)}"  # not of the seal itself
-        sealed = f"({sealed})" if condition else "TRUE"
-        for event, when in (
-            ("INSERT", f"NEW.seal IS NULL AND {sealed}"),
-            (update, f"{sealed} OR OLD.seal IS NOT NULL"),
-        ):
+        for event, when in (("INSERT", "WHEN NEW.seal IS NULL"), (update, "")):
             db.execute(
-                f"CREATE TEMP TRIGGER seal_{name}_{event[:6].lower()} AFTER {event} ON main.{name}"
-                f" WHEN {when}"
+                f"CREATE TEMP TRIGGER seal_{name}_{event[:6].lower()} AFTER {event} ON main.{name} {when}"
                 f" BEGIN UPDATE {name} SET seal = {value} WHERE {of_key}; END"
             )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
 
 from services.coordinator import seals
 from services.coordinator.ledger import Ledger
@@ -79,24 +80,21 @@ def test_the_writer_seals_what_it_writes_and_nobody_else_does(tmp_path: Path) ->
         assert given != seal
 
 
-def test_a_group_is_sealed_when_it_has_ended(tmp_path: Path) -> None:
-    with contextlib.closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.db.execute(
-            "INSERT INTO groups (run_id, group_id, class, state, slot) VALUES ('a', 1, 'train', 'admitted', 0)"
-        )
-
-        def seal_of(state: str) -> int | None:
-            ledger.db.execute("UPDATE groups SET state = ?", (state,))
-            ((given, seal),) = stored(ledger.db, "groups")
-            assert seal in (None, given)
-            return seal
-
-        assert seal_of("scored") is None
-        assert seal_of("dropped") is not None
-        assert seal_of("admitted") is None  # put back
-        assert seal_of("trained") is not None
-        ledger.db.execute("UPDATE groups SET tokens = 9")
-        assert seal_of("trained") is not None
+def test_a_group_is_sealed_when_it_has_ended(make_world: MakeWorld) -> None:
+    world = make_world()
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    first = fill(rollout, reward, 2)
+    assert all(seal is None for _, seal in stored(world.ledger.db, "groups"))
+    assert learner.train(0)
+    rollout.hold(1)
+    (dropped,) = (lease.group_id for lease in rollout.lease(1))
+    run = world.exchange.active
+    assert run is not None
+    with world.ledger.transaction():
+        world.exchange.drop(run, world.group(dropped), "bad_prompt")
+    sealed = [(given, seal) for given, seal in stored(world.ledger.db, "groups") if seal is not None]
+    assert len(sealed) == len(first) + 1
+    assert all(given == seal for given, seal in sealed)
 
 
 def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
@@ -104,9 +102,10 @@ def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
     with contextlib.closing(Ledger(path)) as ledger:
         ledger.add_run("a-1", "{}", "dir")
         ledger.add_event("a-1", "state", {})
-        for name in seals.SEALED:
-            ledger.db.execute(f"DROP TRIGGER seal_{name}_insert")
-            ledger.db.execute(f"DROP TRIGGER seal_{name}_update")
+        for name, condition in seals.SEALED.items():
+            if not condition:
+                ledger.db.execute(f"DROP TRIGGER seal_{name}_insert")
+                ledger.db.execute(f"DROP TRIGGER seal_{name}_update")
             ledger.db.execute(f"ALTER TABLE {name} DROP COLUMN seal")
         ledger.db.execute("PRAGMA user_version = 6")
     with contextlib.closing(Ledger(path)) as ledger:
