@@ -51,6 +51,9 @@ MAX_TRANSACTION_S = 0.006
 LEASES_AT_ONCE = 16
 """Requests for leases that are answered as one: what they have in common is read and written once."""
 
+OTHERS_AT_ONCE = 16
+"""Other requests that share a savepoint: one of its own would cost each as much as a statement."""
+
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""
 
@@ -342,13 +345,12 @@ class ExchangeServer:
                         break
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
-                    waiting = self._others.popleft()
-                    self._settle(waiting, self._handle(waiting, now_s), now_s, done.answers)
-                    kinds |= WAKES.get(waiting.kind, set())
-                    if waiting.kind == "score" and waiting.request.score.handed_back:
-                        kinds.add("task")
-                    done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
-                    self._send_synced()
+                    for waiting, outcome in self._handle_others(now_s, end_s):
+                        self._settle(waiting, outcome, now_s, done.answers)
+                        kinds |= WAKES.get(waiting.kind, set())
+                        if waiting.kind == "score" and waiting.request.score.handed_back:
+                            kinds.add("task")
+                        done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
                 if self._exchange.take_freed():
                     kinds.add("lease")
                 if "batch" in kinds - woken and not self._batch_may_be_served(now_s):
@@ -410,16 +412,42 @@ class ExchangeServer:
         while self._leases and len(asked) < LEASES_AT_ONCE and self._leases[0].request.member_id not in asked:
             waiting = self._leases.popleft()
             asked[waiting.request.member_id] = waiting
-        try:
-            with self._undone_alone():
-                outcomes = handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
-        except (sqlite3.Error, LedgerFault):
-            raise
-        except Exception:  # by one of them, which `_handle` answers and counts; the others get their leases
-            seldom.warning("leases", "requests for leases failed together, they are tried one by one")
+        outcomes = self._together(
+            lambda: handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
+        )
+        if outcomes is None:
             outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
         for waiting, outcome in zip(asked.values(), outcomes, strict=True):
             self._settle(waiting, outcome, now_s, answers)
+
+    def _handle_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
+        """Answers some of the other requests, until `end_s` at most."""
+        taken: list[Waiting] = []
+
+        def handle_some() -> list[Outcome]:
+            outcomes = []
+            while self._others and len(taken) < OTHERS_AT_ONCE and (not taken or time.monotonic() < end_s):
+                taken.append(self._others.popleft())
+                outcomes.append(handle(self._exchange, taken[-1].arrived, now_s))
+                self._send_synced()
+            return outcomes
+
+        outcomes = self._together(handle_some)
+        if outcomes is None:
+            outcomes = [self._handle(waiting, now_s) for waiting in taken]
+        return list(zip(taken, outcomes, strict=True))
+
+    def _together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
+        """What `answer` gives for several requests; None where one of them fails, and nothing is left of any: `_handle` answers
+        and counts that one, and the others are answered by themselves."""
+        try:
+            with self._undone_alone():
+                return answer()
+        except (sqlite3.Error, LedgerFault):
+            raise
+        except Exception:
+            seldom.warning("together", "requests failed together, they are tried one by one")
+            return None
 
     def _settle(
         self, waiting: Waiting, outcome: Outcome, now_s: float, answers: list[tuple[Waiting, Outcome]]
