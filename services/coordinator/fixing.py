@@ -28,7 +28,7 @@ def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     row = exchange.ledger.run(run.run_id)
     if row["next_batch"] not in exchange.first_asked_s or row["next_batch"] > row["next_step"]:
         return False
-    due = exchange.ledger.known(BATCH_DUE, lambda: fix(exchange, run, now_s))
+    due = exchange.ledger.decided(BATCH_DUE, lambda: fix(exchange, run, now_s))
     if due:
         exchange.ledger.forget(BATCH_DUE)
     return due

@@ -49,17 +49,15 @@ class Ledger(LedgerFile):
 
     def run(self, run_id: str) -> sqlite3.Row:
         """The row of a run. Raises NotFound."""
-        row: sqlite3.Row | None = self._runs.get(run_id)
+        return self.known(f"run {run_id}", lambda: self._run(run_id))
+
+    def _run(self, run_id: str) -> sqlite3.Row:
+        row: sqlite3.Row | None = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
         if row is None:
-            row = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
-            if row is None:
-                known = [
-                    r["run_id"]
-                    for r in self.db.execute("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
-                ]
-                raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(known) or 'none'}")
-            if self._is_writer:  # another process has a reader's changed
-                self._runs = {run_id: row}
+            known = [
+                r["run_id"] for r in self.db.execute("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
+            ]
+            raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(known) or 'none'}")
         return row
 
     def runs(self) -> list[sqlite3.Row]:
@@ -137,7 +135,7 @@ class Ledger(LedgerFile):
         """Sets columns of a run."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", (*columns.values(), run_id))
-        self._runs.pop(run_id, None)
+        self.forget(f"run {run_id}")
 
     def session_holder(self, run_id: str) -> str:
         """The learner that the newest session was given to; empty when the record does not say."""
@@ -150,7 +148,7 @@ class Ledger(LedgerFile):
 
     def count(self, run_id: str, name: str, amount: int = 1) -> None:
         """Adds to a durable counter, in a transaction."""
-        if self._known is None:
+        if not self.db.in_transaction:
             raise RuntimeError(f"{name} of {run_id} was counted outside of a transaction")
         key = run_id, name
         self._uncounted[key] = self._uncounted.get(key, 0) + amount

@@ -29,6 +29,9 @@ from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 from services.coordinator.verify_report import REMEDY as RESTORE
 
 KnownT = TypeVar("KnownT")
+MAX_KNOWN = 256
+"""Answers that are kept of what was read."""
+
 REMEDY = "make room, or repair the disk, then start the coordinator again"
 SQLITE_LOCKS_FROM = 0x40000000
 """The first byte that SQLite locks (its PENDING_BYTE)."""
@@ -50,11 +53,10 @@ class LedgerFile:
         self._locks: list[IO[bytes]] = []
         self.term = 0
         """Number of this opening; 0 until it has one."""
-        self._known: dict[str, Any] | None = None
-        """What the transaction under way has read and nobody has changed since; None outside of one."""
-        self._runs: dict[str, sqlite3.Row] = {}
-        """Rows of runs that were read and that nobody has changed since, across transactions; of the writer alone."""
-        self._is_writer = not read_only
+        self._known: dict[str, Any] | None = None if read_only else {}
+        """What was read and nobody has changed since; a reader knows nothing, as another process writes."""
+        self._decided: dict[str, Any] = {}
+        """Likewise, of the transaction under way alone."""
         self._uncounted: dict[tuple[str, str], int] = {}
         """What the transaction under way adds to counters, by run and name; written before its commit."""
         self._syncer = ThreadPoolExecutor(1, "ledger-sync")
@@ -148,28 +150,28 @@ class LedgerFile:
                 self.db.execute("ROLLBACK TO part")
                 self.db.execute("RELEASE part")
             self._uncounted = uncounted
-            self.forget()
+            self._forget_all()
             raise
         self.db.execute("RELEASE part")
 
     def known(self, key: str, read: Callable[[], KnownT]) -> KnownT:
-        """What `read` gives, read once in a transaction; whoever changes it says so with `forget`."""
-        if self._known is None:
-            return read()
-        if key not in self._known:
-            self._known[key] = read()
-        value: KnownT = self._known[key]
-        return value
+        """What `read` gives, read once; whoever changes it says so with `forget`."""
+        return read() if self._known is None else _once(self._known, key, read)
 
-    def forget(self, key: str | None = None) -> None:
-        """What was known under this key (or at all) has changed."""
-        if key is None:
-            self._runs.clear()
+    def decided(self, key: str, decide: Callable[[], KnownT]) -> KnownT:
+        """What `decide` gives, asked once in a transaction."""
+        return _once(self._decided, key, decide) if self.db.in_transaction else decide()
+
+    def forget(self, key: str) -> None:
+        """What was known or decided under this key has changed."""
         if self._known is not None:
-            if key is None:
-                self._known.clear()
-            else:
-                self._known.pop(key, None)
+            self._known.pop(key, None)
+        self._decided.pop(key, None)
+
+    def _forget_all(self) -> None:
+        if self._known is not None:
+            self._known.clear()
+        self._decided.clear()
 
     def _begin(self) -> None:
         self.db.execute("BEGIN IMMEDIATE")
@@ -177,7 +179,8 @@ class LedgerFile:
             raise self._fault(
                 f"belongs to another coordinator now, in term {newer}; the term of this one was {self.term}"
             )
-        self._known, self._uncounted = {}, {}
+        self._uncounted = {}
+        self._decided.clear()
 
     def written_counters(self, run_id: str) -> dict[str, int]:
         """A run's counters without what this transaction has counted."""
@@ -199,7 +202,9 @@ class LedgerFile:
             "INSERT OR REPLACE INTO counters (run_id, name, value, seal) VALUES (:run_id, :name, :value, :seal)",
             [{**row, "seal": seals.of("counters", row)} for row in rows],
         )
-        self._known, self._uncounted = None, {}
+        for row in rows:
+            self.written_counters(row["run_id"])[row["name"]] = row["value"]
+        self._uncounted = {}
 
     @contextmanager
     def _rolled_back(self) -> Iterator[None]:
@@ -208,8 +213,8 @@ class LedgerFile:
         except BaseException:
             if self.db.in_transaction:  # SQLite itself ends it after some errors
                 self.db.execute("ROLLBACK")
-            self.forget()
-            self._known, self._uncounted = None, {}
+            self._forget_all()
+            self._uncounted = {}
             raise
 
     @contextmanager
@@ -284,6 +289,15 @@ class LedgerFile:
     def _meta(self, key: str) -> int:
         row = self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return int(row["value"]) if row else 0
+
+
+def _once(found: dict[str, Any], key: str, find: Callable[[], KnownT]) -> KnownT:
+    if key not in found:
+        if len(found) >= MAX_KNOWN:  # rows of runs that somebody looked through
+            found.clear()
+        found[key] = find()
+    value: KnownT = found[key]
+    return value
 
 
 def lock_ledger(path: Path) -> list[IO[bytes]]:

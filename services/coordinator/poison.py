@@ -128,10 +128,12 @@ def _held(exchange: Exchange, run: ActiveRun, member_id: str) -> list[sqlite3.Ro
 def _deaths(exchange: Exchange, run: ActiveRun) -> dict[int, int]:
     """How many workers died with it, by group id."""
 
-    def read() -> dict[int, int]:
-        rows = exchange.db.execute(
-            "SELECT group_id, COUNT(*) FROM deaths WHERE run_id = ? GROUP BY group_id", (run.run_id,)
-        )
-        return dict(rows.fetchall())
+    def read() -> dict[str, dict[int, int]]:
+        deaths: dict[str, dict[int, int]] = {}
+        for run_id, group_id, number in exchange.db.execute(
+            "SELECT run_id, group_id, COUNT(*) FROM deaths GROUP BY run_id, group_id"
+        ):
+            deaths.setdefault(run_id, {})[group_id] = number
+        return deaths
 
-    return exchange.ledger.known("deaths", read)
+    return exchange.ledger.known("deaths", read).get(run.run_id, {})
