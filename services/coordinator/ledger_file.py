@@ -194,7 +194,7 @@ class LedgerFile:
     def _write_counters(self) -> None:
         """Adds what was counted. With the seals, because a trigger for each counter would take the interpreter from the other
         threads."""
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
             for (run_id, name), amount in self._uncounted.items()
         ]
