@@ -25,9 +25,11 @@ MAX_ROOM = 1 << 16
 ADMITTED_AT_ONCE = 64
 """Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
 
-INSERTED_AT_ONCE, MAX_INSERTED_CHARS = 64, 16 << 20
-"""Groups, and characters of their prompts and columns, after which a statement takes no further one: SQLite takes no parameter of
-more than 1 GB."""
+INSERTED_AT_ONCE = 64
+"""Groups whose prompts are one parameter of a statement."""
+
+MAX_INSERTED_CHARS = 16 << 20
+"""Characters of prompts and columns after which a parameter takes no further group: SQLite takes 1 GB at most."""
 
 
 def give(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
