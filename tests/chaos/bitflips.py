@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "services"))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_drain import PACELINE, Services, environment, opened, wait_for
-from test_runs import RUN_TIMEOUT_S, wait_for_step
+from service_processes import PACELINE, Services, environment, opened, wait_for
+from watched_runs import RUN_TIMEOUT_S, wait_for_step
 
 from paceline.client import Client
 from paceline.spec import RunSpec

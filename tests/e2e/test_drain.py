@@ -5,65 +5,29 @@ The services are started one by one, without a supervisor: who ends stays ended.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from service_processes import PACELINE, Services, environment, opened, wait_for
 
 from paceline.client import Client
 from paceline.spec import RunSpec
 from paceline.spec_io import spec_to_yaml
-from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
 
 DEADLINE_S = 180.0
 MakeSpec = Callable[..., RunSpec]
-PACELINE = [sys.executable, "-c", "from paceline.cli import main; main()"]
-COMMANDS = {
-    "coordinator": ["services.coordinator.main"],
-    "rollout": ["services.rollout"],
-    "reward": ["services.reward"],
-    "learner": ["services.learner", "--ranks", "2"],
-}
 ORDERS = [
     ("coordinator", "learner", "reward", "rollout"),
     ("rollout", "reward", "learner", "coordinator"),
     pytest.param(("learner", "coordinator", "rollout", "reward"), marks=pytest.mark.slow),
     pytest.param(("reward", "rollout", "coordinator", "learner"), marks=pytest.mark.slow),
 ]
-
-
-class Services:
-    """One process of each role, and where its output goes."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, role: str, *options: str) -> None:
-        """Starts a role, with 30 s from SIGTERM to its end less what leaving takes."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", *COMMANDS[role], "--grace", "25", *options]
-        with (self.directory / f"{role}.log").open("ab") as log:
-            self.processes[role] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
-            )
-
-    def log(self, role: str) -> str:
-        """All that a role said."""
-        return (self.directory / f"{role}.log").read_text()
-
-
-def environment() -> dict[str, str]:
-    """For processes that stay on CPUs."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture
@@ -73,13 +37,6 @@ def services(tmp_path: Path) -> Iterator[Services]:
     for process in started.processes.values():
         process.kill()
         process.wait()
-
-
-@contextlib.contextmanager
-def opened(directory: Path) -> Iterator[Ledger]:
-    """The ledger as it is."""
-    with contextlib.closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
-        yield ledger
 
 
 def check_drained(directory: Path, run_id: str) -> int:
@@ -162,13 +119,6 @@ def test_sigterm_to_every_role_in_any_order(
     steps = check_drained(services.directory, run.run_id)
     assert steps >= 3
     go_on(services.directory, run.run_id, steps)
-
-
-def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
-    """Until a service has written its address."""
-    while not file.exists():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert process.wait(0.05) is None, "it ended"
 
 
 def test_up_drains_all_and_goes_on(make_spec: MakeSpec, tmp_path: Path) -> None:

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from watched_runs import finish, metrics, wait_for_step
 
 from paceline.client import Client
 from paceline.spec import RunSpec
 from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
 
-RUN_TIMEOUT_S = 180.0
 MakeSpec = Callable[..., RunSpec]
-
-
-def finish(client: Client, cluster: LocalCluster, run_id: str) -> dict[str, Any]:
-    """Waits for a run's good end; its summary, after every record was compared with every other."""
-    run = client.wait(run_id, timeout_s=RUN_TIMEOUT_S)
-    summary: dict[str, Any] = json.loads((Path(run.directory) / "summary.json").read_text())
-    assert summary["state"] == "succeeded", summary["message"]
-    ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
-    report = verify(ledger, run_id)
-    ledger.close()
-    assert report.problems == []
-    books = {name: summary[f"{name}_tokens"] for name in ("generated", "trained", "dropped", "live")}
-    assert books["generated"] == books["trained"] + books["dropped"] + books["live"]
-    return summary
 
 
 def trained_groups(cluster: LocalCluster, run_id: str) -> list[sqlite3.Row]:
@@ -45,23 +27,6 @@ def trained_groups(cluster: LocalCluster, run_id: str) -> list[sqlite3.Row]:
     ).fetchall()
     ledger.close()
     return rows
-
-
-def metrics(summary: dict[str, Any], cluster: LocalCluster, kind: str = "train") -> list[dict[str, Any]]:
-    """The run's lines of one kind of metrics.jsonl."""
-    path = cluster.directory / summary["run_id"] / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
-def wait_for_step(client: Client, cluster: LocalCluster, run_id: str, step: int) -> None:
-    """Returns when `step` steps were trained. Fails when that takes too long or a service was given up."""
-    deadline_s = time.monotonic() + RUN_TIMEOUT_S
-    pause = threading.Event()
-    while client.get(run_id).step < step:
-        cluster.check()
-        assert time.monotonic() < deadline_s, f"{run_id} did not reach step {step}"
-        pause.wait(0.05)
 
 
 def test_a_run_learns_evaluates_checkpoints_and_exports(

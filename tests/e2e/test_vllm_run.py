@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_runs import finish, metrics
+from watched_runs import finish, metrics
 
 from paceline.client import Client
 from paceline.demo.model import make_model

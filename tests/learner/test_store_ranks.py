@@ -18,7 +18,7 @@ from paceline.stored_weights import StoredObject, StoreOffer
 from paceline.weight_store import WeightStore
 from rollout.store_reader import StoreReader
 
-WORKER = Path(__file__).with_name("store_rank.py")
+WORKER = Path(__file__).parents[1] / "support" / "store_rank.py"
 ROOT = WORKER.parents[2]
 STEPS = 5
 

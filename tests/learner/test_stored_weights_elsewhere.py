@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from test_stored_weights import Pair, check, offer
+from store_pair import Pair, check, offer
 
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Version

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ended_groups import NUM_ENDED, add_ended_groups
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World, fill, prune
-from test_costs import NUM_ENDED, add_ended_groups
 
 from services.coordinator import batch_split, fixing, payloads, pruning
 from services.coordinator.exchange import BATCH_DUE

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from damage_shared import asked, client
 from exchange_drivers import COMMITTED, OK, Learner, MakeWorld, Reward, Rollout, World, fill
-from test_exchange_server import FOREVER_S, Peer, Service, serving
+from exchange_service import FOREVER_S, Service, serving
 
 from paceline.errors import LedgerFault
 from protos.paceline.v1 import common_pb2
@@ -58,18 +59,8 @@ def spoil_file(path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(payloads.os, "pread", fail)
 
 
-def client(service: Service, member_id: str, role: common_pb2.Role.ValueType, **fields: object) -> Peer:
-    service.world.enter(member_id, role, **fields)
-    return service.peer(member_id, role)
-
-
 def warnings(service: Service) -> list[str]:
     return [notice.content["message"] for notice in service.notices if notice.kind == "warning"]
-
-
-def asked(step: int, wait_s: float, session: int) -> pb.ExchangeRequest:
-    batch = pb.BatchRequest(step=step, rank=0, world_size=1, wait_s=wait_s)
-    return pb.ExchangeRequest(session=session, batch=batch)
 
 
 async def test_a_group_that_cannot_be_read_for_its_scores_is_generated_again(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 from exchange_drivers import COMMITTED, DUPLICATE, INVALID, OK, MakeWorld, Reward, Rollout, World
-from test_exchange_server import DEADLINE_S, FOREVER_S, Peer, Service, lease, serving
+from exchange_service import DEADLINE_S, FOREVER_S, Peer, Service, lease, serving
 
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOUT

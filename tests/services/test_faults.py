@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -13,8 +12,9 @@ import grpc
 import pytest
 import pytest_asyncio
 import yaml
-from control_plane import DEADLINE_S, Plane, Worker, learner, refusal, rollout
+from control_plane import Plane, Worker, learner, refusal, rollout
 from exchange_drivers import make_spec
+from paused_runs import impatient, next_state, state_of
 
 from paceline.seldom import unforeseen
 from paceline.spec_io import spec_to_yaml
@@ -28,21 +28,10 @@ from protos.paceline.v1.worker_pb2 import (
 )
 from services.coordinator import journal, leases
 from services.coordinator.exchange import Notice
-from services.coordinator.faults import Faults, Verdict, explain, judge
+from services.coordinator.faults import Verdict, explain, judge
 from services.coordinator.members import Fault, Member
 from services.coordinator.verify import verify
 from services.growing_pause import GrowingPause
-
-
-def quick() -> GrowingPause:
-    return GrowingPause(0.0, 0.0)
-
-
-def impatient(plane: Plane) -> Plane:
-    """Tries again at the next tick."""
-    plane.coordinator._pause = quick()
-    plane.coordinator.faults = Faults(plane.coordinator, quick())
-    return plane
 
 
 @pytest_asyncio.fixture
@@ -63,20 +52,6 @@ def reward(plane: Plane, member_id: str = "reward-1") -> Worker:
 
 async def put_on(worker: Worker) -> Any:
     return await worker.hear("run")
-
-
-async def state_of(plane: Plane, run_id: str) -> tuple[str, str]:
-    run = (await plane.runs.Get(run_pb2.GetRequest(run_id=run_id))).run
-    return run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower(), run.message
-
-
-async def next_state(plane: Plane, run_id: str, after: int, state: str) -> int:
-    """Sequence of the first event after `after` that puts the run into `state`."""
-    async with asyncio.timeout(DEADLINE_S):
-        async for event in plane.runs.Watch(run_pb2.WatchRequest(run_id=run_id, after=after)):
-            if event.kind == "state" and json.loads(event.json)["state"] == state:
-                return int(event.sequence)
-    raise AssertionError(f"the run ended before it was {state}")
 
 
 # The decision

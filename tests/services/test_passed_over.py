@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from control_plane import DEADLINE_S, Plane, refusal
-from test_faults import impatient, next_state, state_of
+from paused_runs import impatient, next_state, state_of
 
 from protos.paceline.v1 import run_pb2
 from services.coordinator import coordinator

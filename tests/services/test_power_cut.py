@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
-from test_exchange_property import Life
+from exchange_life import Life
 
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from control_plane import Plane, learner, rollout
 from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Reward, Rollout, World, fill
-from test_exchange_server import FOREVER_S, Service, lease, serving
+from exchange_service import FOREVER_S, Service, lease, serving
 
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import exchange_server, senders

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage_shared import asked, client
 from exchange_drivers import COMMITTED, Learner, Reward, Rollout, World, fill
-from test_damage import asked, client
-from test_exchange_server import DEADLINE_S, FOREVER_S, serving
+from exchange_service import DEADLINE_S, FOREVER_S, serving
 
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb

@@ -1,0 +1,37 @@
+"""Runs that are paused by what workers say, and how their state is followed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from control_plane import DEADLINE_S, Plane
+
+from protos.paceline.v1 import run_pb2
+from services.coordinator.faults import Faults
+from services.growing_pause import GrowingPause
+
+
+def quick() -> GrowingPause:
+    return GrowingPause(0.0, 0.0)
+
+
+def impatient(plane: Plane) -> Plane:
+    """Tries again at the next tick."""
+    plane.coordinator._pause = quick()
+    plane.coordinator.faults = Faults(plane.coordinator, quick())
+    return plane
+
+
+async def state_of(plane: Plane, run_id: str) -> tuple[str, str]:
+    run = (await plane.runs.Get(run_pb2.GetRequest(run_id=run_id))).run
+    return run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower(), run.message
+
+
+async def next_state(plane: Plane, run_id: str, after: int, state: str) -> int:
+    """Sequence of the first event after `after` that puts the run into `state`."""
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in plane.runs.Watch(run_pb2.WatchRequest(run_id=run_id, after=after)):
+            if event.kind == "state" and json.loads(event.json)["state"] == state:
+                return int(event.sequence)
+    raise AssertionError(f"the run ended before it was {state}")

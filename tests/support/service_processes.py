@@ -1,0 +1,62 @@
+"""Services as processes of their own, started and stopped one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.coordinator.ledger import Ledger
+
+PACELINE = [sys.executable, "-c", "from paceline.cli import main; main()"]
+
+
+COMMANDS = {
+    "coordinator": ["services.coordinator.main"],
+    "rollout": ["services.rollout"],
+    "reward": ["services.reward"],
+    "learner": ["services.learner", "--ranks", "2"],
+}
+
+
+class Services:
+    """One process of each role, and where its output goes."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, role: str, *options: str) -> None:
+        """Starts a role, with 30 s from SIGTERM to its end less what leaving takes."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", *COMMANDS[role], "--grace", "25", *options]
+        with (self.directory / f"{role}.log").open("ab") as log:
+            self.processes[role] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+            )
+
+    def log(self, role: str) -> str:
+        """All that a role said."""
+        return (self.directory / f"{role}.log").read_text()
+
+
+def environment() -> dict[str, str]:
+    """For processes that stay on CPUs."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@contextlib.contextmanager
+def opened(directory: Path) -> Iterator[Ledger]:
+    """The ledger as it is."""
+    with contextlib.closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
+        yield ledger
+
+
+def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until a service has written its address."""
+    while not file.exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(0.05) is None, "it ended"
