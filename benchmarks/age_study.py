@@ -26,7 +26,7 @@ from objective_runs.policy import imitate_until, train
 
 from paceline.client import Client
 from paceline.demo.run import make_files
-from paceline.spec_io import load_spec
+from paceline.spec.reading import load_spec
 from paceline.up import LocalCluster
 
 STARTS_AT = 0.45

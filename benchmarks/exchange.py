@@ -41,7 +41,7 @@ from exchange_load import COMPLETIONS, REWARD_WORKERS, Load, Members
 from paceline.client import Client
 from paceline.freed_memory import keep_freed_memory
 from paceline.spec import ClusterSection, RunSpec
-from paceline.spec_io import parse_spec
+from paceline.spec.reading import parse_spec
 from paceline.up import LocalCluster
 from protos.paceline.v1 import common_pb2
 

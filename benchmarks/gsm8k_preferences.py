@@ -30,7 +30,7 @@ from learner.examples import ExampleSource
 from learner.export import export_pretrained
 from learner.gather import gather_weights
 from learner.trainer import Trainer
-from paceline.prompts import load_tokenizer
+from paceline.data.tokens import load_tokenizer
 from paceline.spec import RunSpec
 
 CPU = torch.device("cpu")

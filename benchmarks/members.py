@@ -34,7 +34,7 @@ import zmq.asyncio
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
-from paceline.spec_io import parse_spec
+from paceline.spec.reading import parse_spec
 from paceline.token import metadata, read_token, token_path
 from paceline.up import LocalCluster
 from paceline.wire import PROTOCOL

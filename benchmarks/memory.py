@@ -23,7 +23,7 @@ from paceline.client import Client, state_name
 from paceline.demo.model import make_model
 from paceline.demo.task import write_data
 from paceline.spec import RunSpec
-from paceline.spec_io import parse_spec
+from paceline.spec.reading import parse_spec
 from paceline.up import LocalCluster
 
 ROLES = ("coordinator", "rollout", "reward", "learner")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from learner.export_folder import written_beside
 from learner.export_manifest import write_export_manifest
 from paceline.errors import InvalidInput
-from paceline.lora import A_SUFFIX, FINGERPRINT, PREFIX, fingerprint, merged, wire_names
 from paceline.spec import LoraSection
+from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX, fingerprint, merged, wire_names
 
 NAME = "default"
 BASE = ".base_layer."

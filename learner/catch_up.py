@@ -34,9 +34,9 @@ from learner.store_offers import StoreOffers
 from learner.store_writer import StoreWriter
 from paceline.errors import Conflict
 from paceline.groups import Version
-from paceline.stored_weights import StoreOffer
-from paceline.weight_store import WeightStore
-from paceline.weights import Algorithm, longest_s, slowest_s
+from paceline.weights.manifest import Algorithm, longest_s, slowest_s
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoreOffer
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ from learner.collectives import max_over_ranks, world_size
 from learner.critic import Critic
 from learner.listed_pickle import restrict_rank_objects
 from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
-from paceline.storage import Folder
+from paceline.files.storage import Folder
 
 restrict_rank_objects()  # before any rank says anything to another
 

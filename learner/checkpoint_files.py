@@ -15,7 +15,7 @@ from learner.checkpoint_manifest import CheckpointFile, hash_files
 from learner.checkpoint_metadata import METADATA, decode_metadata, files_of
 from learner.collectives import gather_bytes
 from paceline.errors import Conflict, Unavailable
-from paceline.storage import Folder
+from paceline.files.storage import Folder
 
 LATE_PAUSES_S = (0.5, 1.0, 2.0)
 """Before each further look for a file of another rank: a network file system may show it late."""

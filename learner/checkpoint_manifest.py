@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import Conflict, NotFound
-from paceline.storage import Folder
+from paceline.files.storage import Folder
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from learner.listed_pickle import ListedUnpickler
 from paceline.errors import Conflict
-from paceline.storage import Folder
+from paceline.files.storage import Folder
 
 METADATA = ".metadata"
 

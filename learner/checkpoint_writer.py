@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from learner import checkpoint as checkpoints
 from learner.checkpoint import Checkpoint, Location
 from learner.critic import Critic
-from paceline.storage import Folder
+from paceline.files.storage import Folder
 
 
 class CheckpointWriter:

@@ -5,10 +5,7 @@ Promise: only tensors travel (object collectives pickle), and every rank returns
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -122,16 +119,3 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group)
     return [part[:length].numpy().tobytes() for part, length in zip(gathered, lengths, strict=True)]
-
-
-def end_process(status: int = 0) -> NoReturn:
-    """Ends a rank once all its work is done and saved, without the interpreter's finalisation.
-
-    A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL for
-    it. When that meets the finalisation, the thread is unwound and the process aborts (`std::terminate` in
-    `ProcessGroupGloo::runLoop`; seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group`
-    does not join the thread while any DTensor keeps the group. Exit handlers do not run.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

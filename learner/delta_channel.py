@@ -12,7 +12,7 @@ from learner.shards import local_slices, plan_tensors
 from learner.store_offers import StoreOffers
 from learner.store_writer import StoreWriter
 from paceline.groups import Version
-from paceline.weights import TensorPlan
+from paceline.weights.manifest import TensorPlan
 
 
 class DeltaChannel:

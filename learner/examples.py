@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from learner.batch import TrainSequence, Verdict
-from paceline.data import PromptSource, open_rows
+from paceline.data.examples import check_example, read_demonstration, read_preference, read_verdict
+from paceline.data.rows import PromptSource, open_rows
+from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
 from paceline.errors import InvalidInput
-from paceline.example_rows import check_example, read_demonstration, read_preference, read_verdict
-from paceline.prompts import encode_conversation, encode_exchange, encode_for_scoring
 from paceline.spec import RunSpec
 
 

@@ -26,8 +26,8 @@ from learner.checkpoint import Location, read_state, verify
 from learner.export_folder import written_beside
 from learner.export_manifest import write_export_manifest
 from learner.gather import gather_merged
+from paceline.data.tokens import padding_token_id
 from paceline.errors import InvalidInput
-from paceline.prompts import padding_token_id
 from paceline.spec import PolicySection
 
 TOKENIZER_FILES = (

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from learner.checkpoint_manifest import hash_files
-from paceline.run_folders import EXPORT_MANIFEST
-from paceline.storage import Folder
+from paceline.files.run_folders import EXPORT_MANIFEST
+from paceline.files.storage import Folder
 
 
 def write_export_manifest(folder: Path) -> None:

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from learner.adapter import adapter_weights, has_adapter, merged_state
 from learner.collectives import FailedElsewhere, succeed_on_all_ranks
 from paceline.errors import Unavailable
-from paceline.flat_weights import empty_flat, views
 from paceline.host_memory import available_bytes
-from paceline.weights import TensorPlan, WeightManifest
+from paceline.weights.manifest import TensorPlan, WeightManifest
+from paceline.weights.packing import empty_flat, views
 
 BUCKET_BYTES = 64 << 20
 """Of a rank's own shards that travel at a time."""
@@ -35,7 +35,7 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
-    `paceline.flat_weights.plan` does, so a publisher sends them without another copy.
+    `paceline.weights.packing.plan` does, so a publisher sends them without another copy.
     """
     tensors = named_weights(model)
     return _gather(tensors, dtype, _room(tensors, dtype))

@@ -22,11 +22,11 @@ from learner.publish_result import Failure, PublishResult
 from learner.staged import StagedWeights
 from paceline.errors import PacelineError
 from paceline.groups import Version
-from paceline.seldom import unforeseen
-from paceline.shared_link import SharedLink
+from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
-from paceline.weight_link import SENDER, WeightLink, first_line, form_link
-from paceline.weights import WeightOffer, longest_s
+from paceline.weights.link import SENDER, WeightLink, first_line, form_link
+from paceline.weights.manifest import WeightOffer, longest_s
+from paceline.weights.shared_memory_link import SharedLink
 
 FIRST_BACKOFF_S = 0.2
 MAX_BUSY = 4

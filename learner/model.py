@@ -35,7 +35,7 @@ from learner.collectives import world_size
 from learner.cpu_linear import use_onednn_linear
 from learner.logprobs import chunked_logprobs
 from paceline.errors import InvalidInput, Unreadable
-from paceline.head import check_head
+from paceline.models import check_head
 from paceline.spec import PolicySection
 
 

@@ -23,8 +23,8 @@ from learner.publish_result import PublishResult
 from learner.staged import StagedWeights
 from paceline.errors import Conflict
 from paceline.groups import Version
-from paceline.weight_link import is_loopback, reachable_from_here, serve_store
-from paceline.weights import Algorithm, WeightManifest, WeightOffer
+from paceline.weights.link import is_loopback, reachable_from_here, serve_store
+from paceline.weights.manifest import Algorithm, WeightManifest, WeightOffer
 
 __all__ = ["PublishResult", "Publisher"]
 

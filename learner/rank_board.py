@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from learner.collectives import broadcast_bytes, world_size
-from paceline.weight_link import serve_store
+from paceline.weights.link import serve_store
 
 POLL_S = 0.5
 """How often a waiting thread looks whether it was told to stop."""

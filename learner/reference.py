@@ -24,7 +24,7 @@ from learner.collectives import max_over_ranks, rows_of_all_ranks, world_size
 from learner.examples import Asked, ExampleSource
 from learner.model import load_reference, row_logprobs
 from learner.packing import pack
-from paceline.prompts import check_same_tokenizer
+from paceline.data.tokens import check_same_tokenizer
 from paceline.spec import RunSpec
 
 BLOCK_ROWS = 1024

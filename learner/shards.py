@@ -20,8 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from learner.gather import is_first_rank, named_weights
 from paceline.errors import InvalidInput
-from paceline.flat_weights import plan
-from paceline.weights import DTYPE_BYTES, TensorPlan
+from paceline.weights.manifest import DTYPE_BYTES, TensorPlan
+from paceline.weights.packing import plan
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.flat_weights import checksums, pack, plan
 from paceline.groups import Version
-from paceline.weights import Algorithm, WeightManifest
+from paceline.weights.manifest import Algorithm, WeightManifest
+from paceline.weights.packing import checksums, pack, plan
 
 
 class StagedWeights:

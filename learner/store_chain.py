@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.groups import Version
-from paceline.stored_weights import StoredObject, StoredVersion
+from paceline.weights.store_format import StoredObject, StoredVersion
 
 ANCHORS_KEPT = 2
 """Chains that are never pruned: the newest, and the one before, which a joiner may just be reading."""

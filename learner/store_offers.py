@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from learner.publish_result import PublishResult
 from learner.store_chain import Stored
 from paceline.groups import Version
-from paceline.seldom import unforeseen
-from paceline.stored_weights import StoreOffer
-from paceline.weights import Algorithm
+from paceline.rate_limited_log import unforeseen
+from paceline.weights.manifest import Algorithm
+from paceline.weights.store_format import StoreOffer
 
 FIRST_BACKOFF_S = 0.2
 MAX_ANCHORS = 3

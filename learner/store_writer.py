@@ -24,10 +24,12 @@ from learner.rank_board import RankBoard
 from learner.shards import LocalSlice
 from learner.store_chain import Chain, Stored
 from learner.store_jobs import Job, StoreJobs
-from paceline.delta_codec import changed_positions, encode
 from paceline.errors import PacelineError
 from paceline.groups import Version
-from paceline.stored_weights import (
+from paceline.weights.delta_codec import changed_positions, encode
+from paceline.weights.manifest import Algorithm, TensorPlan, checksum
+from paceline.weights.object_store import Buffer, WeightStore
+from paceline.weights.store_format import (
     Kind,
     PartHeader,
     Slice,
@@ -40,8 +42,6 @@ from paceline.stored_weights import (
     part_chunks,
     part_name,
 )
-from paceline.weight_store import Buffer, WeightStore
-from paceline.weights import Algorithm, TensorPlan, checksum
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -124,7 +124,7 @@ class Client:
         queues one run.
         Raises InvalidInput (SpecError for what can be told here): a misspelt or contradictory spec, bad data.
         """
-        from paceline.spec_io import load_spec, spec_to_yaml
+        from paceline.spec.reading import load_spec, spec_to_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
 
         if isinstance(spec, str | Path):

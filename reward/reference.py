@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.data.tokens import check_same_tokenizer
 from paceline.errors import InvalidInput, Unreadable
 from paceline.groups import FloatArray, IntArray
-from paceline.head import check_head
-from paceline.prompts import check_same_tokenizer
+from paceline.models import check_head
 from paceline.spec import PolicySection, RunSpec
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import InvalidInput
-from paceline.lora import FINGERPRINT, fingerprint, merged, pairs
 from paceline.spec import LoraSection
+from paceline.weights.lora_names import FINGERPRINT, fingerprint, merged, pairs
 
 KEPT = "the old weights go on serving"
 

@@ -133,7 +133,7 @@ class Engine(Protocol):
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
         """Puts `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, where the
-        run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.lora`.
+        run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.weights.lora_names`.
 
         Returns the pause in seconds during which no token was sampled because of it. The tensors must not change
         before it returns. A cancelled call may still take effect; `version` tells.

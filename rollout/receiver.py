@@ -18,13 +18,13 @@ from collections.abc import Callable
 import torch
 
 from paceline.errors import Conflict, PacelineError, Unavailable
-from paceline.flat_weights import Check, check_fits, empty_flat
 from paceline.groups import Version
-from paceline.seldom import unforeseen
-from paceline.shared_link import SharedLink
+from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
-from paceline.weight_link import MEMBER, WeightLink, first_line, form_link
-from paceline.weights import Phase, WeightManifest, WeightOffer, WeightProgress, longest_s
+from paceline.weights.link import MEMBER, WeightLink, first_line, form_link
+from paceline.weights.manifest import Phase, WeightManifest, WeightOffer, WeightProgress, longest_s
+from paceline.weights.packing import Check, check_fits, empty_flat
+from paceline.weights.shared_memory_link import SharedLink
 
 log = logging.getLogger(__name__)
 

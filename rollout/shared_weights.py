@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import Unavailable
-from paceline.flat_weights import checksums, plan, views
-from paceline.weights import WeightManifest
+from paceline.weights.manifest import WeightManifest
+from paceline.weights.packing import checksums, plan, views
 
 RECEIPT_BYTES = 32
 FAILED = b"\xff" * RECEIPT_BYTES

@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.delta_codec import decode
 from paceline.errors import NotFound, PacelineError, WireError
-from paceline.flat_weights import empty_flat, views
 from paceline.groups import Version
-from paceline.stored_weights import (
+from paceline.weights.delta_codec import decode
+from paceline.weights.manifest import Algorithm, TensorPlan, WeightManifest, checksum
+from paceline.weights.object_store import Buffer, WeightStore
+from paceline.weights.packing import empty_flat, views
+from paceline.weights.store_format import (
     PartHeader,
     Slice,
     StoredObject,
@@ -33,8 +35,6 @@ from paceline.stored_weights import (
     num_elements,
     read_part,
 )
-from paceline.weight_store import Buffer, WeightStore
-from paceline.weights import Algorithm, TensorPlan, WeightManifest, checksum
 
 log = logging.getLogger(__name__)
 

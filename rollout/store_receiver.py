@@ -18,11 +18,11 @@ import torch
 
 from paceline.errors import Conflict, PacelineError
 from paceline.groups import Version
-from paceline.seldom import unforeseen
-from paceline.stored_weights import StoreOffer
-from paceline.weight_link import first_line
-from paceline.weight_store import WeightStore
-from paceline.weights import Phase, WeightProgress, slowest_s
+from paceline.rate_limited_log import unforeseen
+from paceline.weights.link import first_line
+from paceline.weights.manifest import Phase, WeightProgress, slowest_s
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoreOffer
 from rollout.store_reader import Damaged, StoreReader
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
-from paceline.seldom import SeldomFilter, unforeseen
+from paceline.rate_limited_log import SeldomFilter, unforeseen
 from services.token_guard import TokenGuard
 
 MAX_MESSAGE_BYTES = 64 << 20

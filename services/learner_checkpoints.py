@@ -24,7 +24,7 @@ from learner.collectives import any_over_ranks, broadcast_bytes, union_over_rank
 from learner.gather import is_first_rank
 from learner.trainer import Trainer
 from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
-from paceline.run_folders import checkpoint_folder
+from paceline.files.run_folders import checkpoint_folder
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
 

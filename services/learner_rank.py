@@ -21,11 +21,12 @@ import click
 import torch
 import torch.distributed as dist
 
-from learner.collectives import broadcast_bytes, end_process
+from learner.collectives import broadcast_bytes
 from paceline.address import checked_address
 from paceline.errors import Busy, PacelineError, Unavailable
 from paceline.gpus import unused_gpus
 from paceline.onednn import bound_caches
+from paceline.process import end_process
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2

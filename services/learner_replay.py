@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from learner import checkpoint as checkpoints
 from learner.batch import TrainSequence, sequences_from_groups
-from learner.collectives import end_process
 from learner.examples import ExampleSource
 from learner.trainer import Trainer
+from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
 from paceline.onednn import bound_caches
-from paceline.prompts import load_tokenizer
+from paceline.process import end_process
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_yaml
+from paceline.spec.reading import spec_from_yaml
 from services.coordinator.ledger import Ledger
 from services.learner_rank import set_up_device
 from services.lifeline import die_with_parent

@@ -29,10 +29,10 @@ from learner.export_folder import remove_left_overs
 from learner.gather import gather_export, merged_export
 from learner.row_check import check_rows
 from learner.trainer import Trainer
+from paceline.data.tokens import load_tokenizer
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, PacelineError, Unavailable
+from paceline.files.run_folders import EXPORT, EXPORTS
 from paceline.groups import Version
-from paceline.prompts import load_tokenizer
-from paceline.run_folders import EXPORT, EXPORTS
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from protos.paceline.v1 import worker_pb2

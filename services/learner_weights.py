@@ -20,10 +20,10 @@ from learner.store_offers import StoreOffers
 from learner.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.stored_weights import StoredObject, StoreOffer, run_store
-from paceline.weight_link import is_loopback
-from paceline.weight_store import WeightStore
-from paceline.weights import Algorithm, WeightOffer
+from paceline.weights.link import is_loopback
+from paceline.weights.manifest import Algorithm, WeightOffer
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoredObject, StoreOffer, run_store
 from protos.paceline.v1 import worker_pb2
 
 if TYPE_CHECKING:

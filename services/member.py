@@ -30,7 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.address import checked_address
 from paceline.errors import Conflict, WireError
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb

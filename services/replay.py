@@ -12,10 +12,10 @@ import numpy as np
 
 from learner.checkpoint_manifest import read_manifest
 from paceline.errors import Conflict, NotFound
+from paceline.files.storage import Folder
 from paceline.groups import Group
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_of_run
-from paceline.storage import Folder
+from paceline.spec.reading import spec_of_run
 from paceline.wire import decode_group
 from services.coordinator.batch_split import split_batch
 from services.coordinator.ledger import KnownCheckpoint, Ledger

@@ -20,9 +20,9 @@ from typing import Any
 
 import click
 
-from paceline import function_files
 from paceline.cli.options import functions_from_option, token_file_option
 from paceline.errors import InvalidInput, Unreadable
+from paceline.files import function_files
 from paceline.groups import Completion, IntArray
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.tracing import set_up_tracing, span

@@ -19,11 +19,11 @@ import grpc
 import numpy as np
 
 from paceline.cli.options import token_file_option
+from paceline.data.tokens import encode_prompt
 from paceline.errors import Conflict, EngineDied, InvalidInput
 from paceline.gpus import unused_gpus
 from paceline.groups import Completion
 from paceline.onednn import bound_caches
-from paceline.prompts import encode_prompt
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
@@ -384,7 +384,7 @@ def main(
 
     run_service(serve)
     shut_down_tracing()
-    from learner.collectives import end_process
+    from paceline.process import end_process
 
     end_process()  # its weight links have used gloo, which does not survive the interpreter's finalisation
 

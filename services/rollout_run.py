@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.data.tokens import encode_prompt, load_tokenizer
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
 from paceline.groups import Completion, Group, IntArray
-from paceline.prompts import encode_prompt, load_tokenizer
 from paceline.spec import RunSpec
-from paceline.stored_weights import run_store
 from paceline.tracing import span
+from paceline.weights.store_format import run_store
 from paceline.wire import decode_completions, encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
@@ -188,7 +188,7 @@ class RolloutRun:
             stall_s,
             sorted(self._leases),
         )
-        from learner.collectives import end_process
+        from paceline.process import end_process
 
         end_process(1)
 

@@ -15,9 +15,9 @@ import torch
 
 from paceline.errors import Conflict, PacelineError, WireError
 from paceline.groups import Version
-from paceline.stored_weights import StoredObject, StoreOffer, checked_object
-from paceline.weight_link import first_line
-from paceline.weights import WeightOffer, algorithm_named
+from paceline.weights.link import first_line
+from paceline.weights.manifest import WeightOffer, algorithm_named
+from paceline.weights.store_format import StoredObject, StoreOffer, checked_object
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine
 from rollout.receiver import WeightReceiver

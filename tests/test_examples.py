@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from paceline.cli.train import load_for
-from paceline.data import open_prompts, open_rows
+from paceline.data.rows import open_prompts, open_rows
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
-from paceline.spec_io import load_spec
+from paceline.spec.reading import load_spec
 from reward.runner import RewardRunner
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -80,7 +80,7 @@ def test_the_shared_core_imports_nothing_heavy_at_module_level() -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import paceline", "import paceline.spec_io", "import paceline.client"]
+    "statement", ["import paceline", "import paceline.spec.reading", "import paceline.client"]
 )
 def test_importing_the_core_loads_nothing_heavy(statement: str) -> None:
     loaded = fresh_interpreter(f"{statement}; import sys; print(*sys.modules)").split()

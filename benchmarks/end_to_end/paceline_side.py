@@ -23,7 +23,7 @@ import psutil
 from end_to_end.workload import REWARD_FILE, REWARD_NAME, Workload
 from paceline.client import Client, state_name
 from paceline.spec import RunSpec
-from paceline.spec_io import apply_override, parse_spec
+from paceline.spec.reading import apply_override, parse_spec
 from paceline.up import LocalCluster
 
 ROLES = ("coordinator", "rollout", "reward", "learner")

@@ -17,9 +17,9 @@ from learner.export import export_pretrained
 from learner.gather import gather_weights
 from learner.trainer import Trainer
 from objective_runs import examples, policy
-from paceline.prompts import load_tokenizer
+from paceline.data.tokens import load_tokenizer
 from paceline.spec import RunSpec
-from paceline.spec_io import load_spec
+from paceline.spec.reading import load_spec
 
 KINDS = {f"distillation_{kind}": kind for kind in ("reverse", "forward", "mixed")}
 NAMES = tuple(KINDS)

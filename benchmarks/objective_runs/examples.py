@@ -21,8 +21,8 @@ from learner.batch import TrainSequence, pack_row
 from learner.examples import ExampleSource
 from learner.model import row_logprobs
 from learner.trainer import Trainer
+from paceline.data.tokens import encode_exchange, load_tokenizer
 from paceline.demo.task import teach
-from paceline.prompts import encode_exchange, load_tokenizer
 from paceline.spec import RunSpec
 
 CPU = torch.device("cpu")

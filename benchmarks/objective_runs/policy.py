@@ -23,12 +23,12 @@ from learner.examples import ExampleSource
 from learner.export import export_pretrained
 from learner.gather import gather_weights
 from learner.trainer import Trainer
+from paceline.data.tokens import encode_prompt
 from paceline.demo.model import make_tokenizer
 from paceline.groups import Completion, Group, Version
-from paceline.loss_presets import PresetName
-from paceline.prompts import encode_prompt
 from paceline.spec import RunSpec
-from paceline.spec_io import load_spec
+from paceline.spec.presets import PresetName
+from paceline.spec.reading import load_spec
 from rollout.engine import GenerationRequest, SamplingParams
 from rollout.native import NativeEngine
 

@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from learner.publisher import Publisher, PublishResult
-from paceline.flat_weights import pack, plan, views
 from paceline.groups import Version
 from paceline.spec import WeightsSection
-from paceline.weight_link import serve_store
-from paceline.weights import WeightOffer
+from paceline.weights.link import serve_store
+from paceline.weights.manifest import WeightOffer
+from paceline.weights.packing import pack, plan, views
 from weights.member import MAX_WAIT_S, raw_group
 from weights.models import random_weights, write_configuration
 

@@ -24,8 +24,8 @@ from learner.store_chain import Stored
 from learner.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import OptimizerSection
-from paceline.stored_weights import StoreOffer
-from paceline.weight_store import WeightStore
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoreOffer
 from rollout.store_reader import StoreReader
 from weights.models import random_weights
 

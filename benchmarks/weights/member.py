@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.weights import WeightOffer
+from paceline.weights.manifest import WeightOffer
 from rollout.engine import create_engine
 from rollout.receiver import WeightReceiver
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from paceline.flat_weights import empty_flat, views
-from paceline.weights import TensorPlan, WeightManifest
+from paceline.weights.manifest import TensorPlan, WeightManifest
+from paceline.weights.packing import empty_flat, views
 
 SHAPES = {
     # name: hidden, layers, vocabulary

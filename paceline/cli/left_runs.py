@@ -51,7 +51,7 @@ class LeftRuns:
 
     def chosen(self, run_id: str) -> RunSpec:
         """The spec of a run that is to be resumed. Raises NotFound, SpecError."""
-        from paceline.spec_io import spec_of_run
+        from paceline.spec.reading import spec_of_run
 
         if run_id in self.failed:
             return spec_of_run(run_id, self.failed[run_id].spec_yaml)[0]
@@ -65,7 +65,7 @@ class LeftRuns:
 
 def left_runs(ledger_path: Path) -> LeftRuns:
     """What the ledger has; nothing without a ledger. Raises LedgerFault."""
-    from paceline.spec_io import spec_of_run
+    from paceline.spec.reading import spec_of_run
     from services.coordinator.ledger import Ledger
 
     left = LeftRuns()

@@ -42,7 +42,7 @@ def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> N
     A row has prompt, completion, tokens, log-probabilities and versions by token, rewards by function, final_reward.
     """
     from paceline.cli.samples import export_samples
-    from paceline.spec_io import spec_of_run
+    from paceline.spec.reading import spec_of_run
 
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
@@ -143,7 +143,7 @@ def export(
 
     A LoRA adapter is merged into its base; with --adapter the folder holds it alone, as peft reads it.
     """
-    from paceline.spec_io import spec_of_run
+    from paceline.spec.reading import spec_of_run
 
     if adapter and dtype:
         raise click.UsageError("--dtype goes with whole models; an adapter is always float32")

@@ -17,7 +17,7 @@ from paceline.cli.options import directory_option, find_run, json_option, print_
 from paceline.cli.records import opened_ledger
 from paceline.errors import Conflict, PacelineError
 from paceline.spec import RunSpec
-from paceline.spec_io import apply_override, parse_spec, spec_to_yaml
+from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
 
 if TYPE_CHECKING:
     from services.replay import ReplayPlan

@@ -22,7 +22,7 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
 
     Raises NotFound: a step without batch, samples that the run did not keep.
     """
-    from paceline.spec_io import spec_of_run
+    from paceline.spec.reading import spec_of_run
 
     rows = ledger.db.execute(
         "SELECT * FROM groups JOIN prompts USING (run_id, group_id) WHERE run_id = ? AND step = ? ORDER BY rank_order",

@@ -22,7 +22,7 @@ from paceline.spec.run import Algorithm
 
 def load_for(algorithm: str, spec: str, overrides: tuple[str, ...]) -> RunSpec:
     """The spec, its algorithm filled in if it names none. Raises SpecError: it names another one, or as load_spec."""
-    from paceline.spec_io import load_spec, read_tree
+    from paceline.spec.reading import load_spec, read_tree
 
     named = read_tree(spec).get("algorithm", algorithm)
     loaded = load_spec(spec, (f"algorithm={named}", *overrides))

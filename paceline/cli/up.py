@@ -85,7 +85,7 @@ def up(
     Without SPEC it goes on with the runs that were left open in the directory, and names those that have failed. Services
     that die are started again; their output is in the directory's logs/.
     """
-    from paceline.spec_io import load_spec
+    from paceline.spec.reading import load_spec
 
     wanted = load_spec(spec, overrides) if spec else None
     run_here(

@@ -19,7 +19,7 @@ from paceline.demo.curve import chart, sparkline
 from paceline.demo.task import write_data
 from paceline.errors import PacelineError
 from paceline.spec import RunSpec
-from paceline.spec_io import load_spec
+from paceline.spec.reading import load_spec
 from paceline.up import LocalCluster
 
 FILES = "demo-files"

@@ -2,9 +2,10 @@
 
 Strict on purpose: an unknown key is an error that says what was meant, and settings that contradict each other are
 refused with both values. Names follow NeMo RL wherever it has a key for the same thing. Defaults live here and
-nowhere else. `paceline.spec_io` reads the YAML and the dotted overrides.
+nowhere else. `paceline.spec.reading` reads the YAML and the dotted overrides.
 """
 
+from paceline.spec.base import Section
 from paceline.spec.data import DataSection, RewardFunctionSection
 from paceline.spec.distillation import DistillationSection
 from paceline.spec.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
@@ -17,7 +18,6 @@ from paceline.spec.policy import (
     SchedulerSection,
 )
 from paceline.spec.run import RunSpec
-from paceline.spec.section import Section
 from paceline.spec.supervised import (
     DpoSection,
     ExamplesSection,

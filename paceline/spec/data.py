@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from paceline.spec.section import PositiveFloat, PositiveInt, Section
+from paceline.spec.base import PositiveFloat, PositiveInt, Section
 
 
 class DataSection(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.spec.section import PositiveFloat, Section
+from paceline.spec.base import PositiveFloat, Section
 
 WHOLE_DISTRIBUTIONS = ("jsd", "gkd", "top_k", "full")
 

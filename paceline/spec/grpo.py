@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 AdvantageName = Literal[
     "trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline", "gae"

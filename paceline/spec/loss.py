@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.loss_presets import PRESETS, Preset, PresetName
-from paceline.spec.section import NonNegativeFloat, PositiveFloat, Section
+from paceline.spec.base import NonNegativeFloat, PositiveFloat, Section
+from paceline.spec.presets import PRESETS, Preset, PresetName
 
 
 def preset_of(loss_fn: Any) -> Preset | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from paceline.spec.vllm import VllmSection, check_vllm_kwargs
 
 SchedulerName = Literal[

@@ -6,13 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from paceline.spec.base import Section
 from paceline.spec.data import DataSection, RewardFunctionSection
 from paceline.spec.distillation import DistillationSection
-from paceline.spec.doubts import doubts
 from paceline.spec.grpo import AsyncGrpoSection, GrpoSection
 from paceline.spec.loss import LossSection, preset_of
 from paceline.spec.policy import PolicySection
-from paceline.spec.section import Section
 from paceline.spec.supervised import (
     DpoSection,
     ExamplesSection,
@@ -23,6 +22,7 @@ from paceline.spec.supervised import (
 )
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 from paceline.spec.value import ValueSection
+from paceline.spec.warnings import doubts
 
 Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation"]
 

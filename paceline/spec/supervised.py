@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.spec.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class ExamplesSection(Section):

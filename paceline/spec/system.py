@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from paceline.spec.section import STORED, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.base import STORED, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class WeightsSection(Section):

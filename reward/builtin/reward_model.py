@@ -28,7 +28,7 @@ def reward_model(
     """
     import torch
 
-    from paceline.prompts import encode_for_scoring, padding_token_id
+    from paceline.data.tokens import encode_for_scoring, padding_token_id
 
     tokenizer, model = _load(path)
     texts = [
@@ -51,7 +51,7 @@ def _load(path: str) -> tuple[Any, Any]:
     """Tokenizer and model, once a process."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    from paceline.prompts import padding_token_id
+    from paceline.data.tokens import padding_token_id
 
     if not (Path(path) / "config.json").is_file():
         raise InvalidInput(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from paceline.run_folders import EXPORT_MANIFEST
-from paceline.storage import Folder
+from paceline.files.run_folders import EXPORT_MANIFEST
+from paceline.files.storage import Folder
 from services.coordinator.verify_report import VerifyReport
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import re
 from typing import NamedTuple
 
 from paceline.errors import NotFound
-from paceline.run_folders import checkpoint_folder
-from paceline.storage import Folder
+from paceline.files.run_folders import checkpoint_folder
+from paceline.files.storage import Folder
 from protos.paceline.v1.worker_pb2 import CheckpointReport, RunReport
 from services.coordinator.exchange import ActiveRun
 from services.coordinator.ledger import Ledger

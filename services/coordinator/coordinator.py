@@ -24,14 +24,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline import function_files
-from paceline.data import PromptSource, open_prompts, open_rows
+from paceline.data.examples import check_example
+from paceline.data.rows import PromptSource, open_prompts, open_rows
 from paceline.errors import Busy, Conflict, DataError, InvalidInput, LedgerFault, PacelineError, SpecError
-from paceline.example_rows import check_example
-from paceline.seldom import unforeseen
+from paceline.files import function_files
+from paceline.files.storage import Folder
+from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_ledger, spec_of_run, spec_to_yaml, submitted_spec
-from paceline.storage import Folder
+from paceline.spec.reading import spec_from_ledger, spec_of_run, spec_to_yaml, submitted_spec
 from services.coordinator import checkpoints, dropping, evaluation, pruning, session_faults
 from services.coordinator.checks import refuse_large_groups
 from services.coordinator.exchange import ActiveRun, Exchange, Notice

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data import PromptSource
+from paceline.data.rows import PromptSource
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL, Buffer

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from paceline.errors import LedgerFault, WireError
-from paceline.seldom import SeldomLog, unforeseen
+from paceline.rate_limited_log import SeldomLog, unforeseen
 from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator import batches, damage

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import Conflict
-from paceline.seldom import SeldomLog
+from paceline.rate_limited_log import SeldomLog
 from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange_connections import Connections

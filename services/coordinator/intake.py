@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from paceline.wire import Buffer, CompletionArrays, decode_reference, parse_message, split_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.checks import Limits, check_arrays, check_logprobs, check_texts

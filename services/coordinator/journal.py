@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import worker_pb2
 from services.coordinator import evaluation
 from services.coordinator.exchange import ActiveRun, Exchange, Notice

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import LedgerFault
 from paceline.groups import Version
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import evaluation, leases, overdue, poison, session_faults
 from services.coordinator.assignments import Assignments

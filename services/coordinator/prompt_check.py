@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.groups import IntArray
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from paceline.spec import PolicySection, RunSpec
 from paceline.tether import tethered
 from services.coordinator.exchange import MAX_GROUP_ID

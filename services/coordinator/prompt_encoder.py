@@ -16,9 +16,9 @@ from typing import Any
 
 import xxhash
 
+from paceline.data.tokens import encode_prompt, load_tokenizer
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
-from paceline.prompts import encode_prompt, load_tokenizer
 from paceline.spec import PolicySection
 
 CHANGES_WITH_TIME = "strftime_now"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import Conflict, LedgerFault, NotFound
-from paceline.spec_io import spec_from_ledger
+from paceline.spec.reading import spec_from_ledger
 from services.coordinator import artifacts, damage, seals
 from services.coordinator.checkpoints import mark_damaged
 from services.coordinator.exchange import ActiveRun, Exchange

@@ -10,9 +10,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidInput
+from paceline.files.run_folders import EXPORT
 from paceline.groups import Version
-from paceline.run_folders import EXPORT
-from paceline.seldom import SeldomLog
+from paceline.rate_limited_log import SeldomLog
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator import checkpoints, retention, session_faults
 from services.coordinator.authority import Authority, cut_texts

@@ -9,7 +9,7 @@ import sqlite3
 import time
 
 from paceline.errors import InvalidInput
-from paceline.seldom import SeldomLog
+from paceline.rate_limited_log import SeldomLog
 from protos.paceline.v1 import run_pb2
 from services.coordinator.ledger import Ledger
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_ledger
+from paceline.spec.reading import spec_from_ledger
 from services.coordinator import artifacts, evidence, side_records
 from services.coordinator.batch_chain import batch_digest, extend_chain
 from services.coordinator.integrity import check_file, tolerant

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.data.tokens import encode_prompt
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version, VersionSpan
-from paceline.prompts import encode_prompt
 from paceline.spec import RunSpec
 from rollout.engine import MAX_ID, Engine, GenerationRequest, SamplingParams
 from rollout.text import TextStream

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.groups import Version
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from rollout.engine import sample_seed
 from services.endpoint.answers import Answer, Json
 from services.endpoint.gate import Gate

@@ -24,7 +24,7 @@ from proxy import Proxy
 from paceline.demo.model import make_model
 from paceline.demo.task import answer, problem
 from paceline.spec import ClusterSection, RunSpec
-from paceline.spec_io import parse_spec
+from paceline.spec.reading import parse_spec
 from paceline.up import LocalCluster
 
 LISTENS = re.compile(r"exchange on tcp://([^,\s]+)")

@@ -23,7 +23,7 @@ from chaos_watch import coordinator_address, progress
 
 from paceline.client import Client
 from paceline.errors import Conflict, LedgerFault, PacelineError
-from paceline.run_folders import EXPORT_MANIFEST
+from paceline.files.run_folders import EXPORT_MANIFEST
 from paceline.up import LocalCluster
 from services.coordinator.artifacts import MANIFEST_NAME
 from services.coordinator.ledger import Ledger

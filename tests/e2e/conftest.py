@@ -16,7 +16,7 @@ from paceline.demo.model import make_model
 from paceline.demo.task import answer, problem
 from paceline.errors import Conflict
 from paceline.spec import ClusterSection, RunSpec
-from paceline.spec_io import parse_spec
+from paceline.spec.reading import parse_spec
 from paceline.up import LocalCluster
 
 RUN_TIMEOUT_S = 180.0

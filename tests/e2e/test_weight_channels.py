@@ -13,8 +13,8 @@ import pytest
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
-from paceline.stored_weights import StoredVersion
 from paceline.up import LocalCluster
+from paceline.weights.store_format import StoredVersion
 from protos.paceline.v1 import run_pb2
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify

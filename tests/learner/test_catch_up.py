@@ -14,8 +14,8 @@ import torch
 from learner.catch_up import CatchUp
 from learner.publish_result import Failure, PublishResult
 from paceline.groups import Version
-from paceline.stored_weights import StoreOffer
-from paceline.weight_store import WeightStore
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoreOffer
 
 DEADLINE_S = 20.0
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)

@@ -19,7 +19,7 @@ from learner.checkpoint import Checkpoint
 from learner.checkpoint_manifest import hash_files, read_manifest, write_manifest
 from learner.trainer import Trainer
 from paceline.errors import Conflict, NotFound, Unavailable
-from paceline.storage import Folder
+from paceline.files.storage import Folder
 
 
 @pytest.fixture(scope="module")

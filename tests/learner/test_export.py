@@ -16,7 +16,7 @@ from learner.export import export_checkpoint, export_pretrained
 from learner.gather import gather_weights
 from learner.trainer import Trainer
 from paceline.errors import Conflict, InvalidInput
-from paceline.run_folders import EXPORT_MANIFEST
+from paceline.files.run_folders import EXPORT_MANIFEST
 
 TOKENS = torch.arange(VOCABULARY)[None]
 

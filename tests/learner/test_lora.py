@@ -23,9 +23,9 @@ from learner.model import load_policy, load_reference, row_logprobs
 from learner.reference import AskedReference
 from learner.trainer import Trainer
 from paceline.errors import InvalidInput, SpecError
-from paceline.flat_weights import plan
-from paceline.lora import FINGERPRINT, fingerprint
-from paceline.spec_io import parse_spec
+from paceline.spec.reading import parse_spec
+from paceline.weights.lora_names import FINGERPRINT, fingerprint
+from paceline.weights.packing import plan
 
 # PeftModel, the oracle here, asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -27,8 +27,8 @@ from ragged_batch import (
 )
 
 from learner.objectives import Denominators, TokenArrays, policy_loss
-from paceline.loss_presets import PresetName
 from paceline.spec import LossSection
+from paceline.spec.presets import PresetName
 
 SUMS_OF_LOG_RHO = [0.9, -5.7, 0.0]
 WEIGHTS: dict[str, tuple[dict[str, Any], list[float]]] = {

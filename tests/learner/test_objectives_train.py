@@ -14,7 +14,7 @@ from learner.batch import pack_row, sequences_from_groups
 from learner.model import row_logprobs
 from learner.trainer import Trainer
 from paceline.groups import Completion, Group, VersionSpan
-from paceline.loss_presets import PresetName
+from paceline.spec.presets import PresetName
 
 TEMPERATURE = 0.8
 

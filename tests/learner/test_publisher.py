@@ -16,11 +16,11 @@ import torch
 from learner.member_link import FIRST_BACKOFF_S
 from learner.publisher import Publisher, PublishResult
 from paceline.errors import Conflict, Unavailable, WireError
-from paceline.flat_weights import checksums, pack, plan
 from paceline.groups import Version
-from paceline.seldom import unforeseen
-from paceline.shared_link import SharedLink
-from paceline.weights import WeightOffer
+from paceline.rate_limited_log import unforeseen
+from paceline.weights.manifest import WeightOffer
+from paceline.weights.packing import checksums, pack, plan
+from paceline.weights.shared_memory_link import SharedLink
 from rollout.receiver import WeightReceiver
 
 DEADLINE_S = 20.0
@@ -381,7 +381,9 @@ def test_shared_memory_carries_versions_and_leaves_nothing_open(shared: Bench) -
 def test_a_member_that_cannot_map_the_learners_memory_is_reached_by_tcp(
     shared: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.shared_link.os.getpid", lambda: 2**22 + 1)  # as a process of another host
+    monkeypatch.setattr(
+        "paceline.weights.shared_memory_link.os.getpid", lambda: 2**22 + 1
+    )  # as a process of another host
     served: list[Version] = []
     shared.receiver(lambda version, tensors: served.append(version))
     shared.publisher.set_members(1, ["m"])

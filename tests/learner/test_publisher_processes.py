@@ -22,7 +22,7 @@ import torch
 
 from learner.publisher import Publisher, PublishResult
 from paceline.groups import Version
-from paceline.weights import WeightOffer
+from paceline.weights.manifest import WeightOffer
 
 MEMBER = Path(__file__).parents[1] / "support" / "link_member.py"
 ROOT = MEMBER.parents[2]

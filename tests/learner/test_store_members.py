@@ -28,8 +28,8 @@ from learner.shards import local_slices, plan_tensors
 from learner.store_offers import StoreOffers
 from learner.store_writer import StoreWriter
 from paceline.groups import Version
-from paceline.stored_weights import StoreOffer
-from paceline.weight_store import WeightStore
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoreOffer
 
 MEMBER = Path(__file__).parents[1] / "support" / "store_member.py"
 ROOT = MEMBER.parents[2]

@@ -11,8 +11,8 @@ from learner.publish_result import PublishResult
 from learner.store_chain import Stored
 from learner.store_offers import MAX_ANCHORS, StoreOffers
 from paceline.groups import Version
-from paceline.seldom import unforeseen
-from paceline.stored_weights import StoredObject, StoreOffer
+from paceline.rate_limited_log import unforeseen
+from paceline.weights.store_format import StoredObject, StoreOffer
 
 DEADLINE_S = 20.0
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tiny_policy import save_tiny_policy
 
 from paceline.groups import Version
-from paceline.stored_weights import StoredObject, StoreOffer
-from paceline.weight_store import WeightStore
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoredObject, StoreOffer
 from rollout.store_reader import StoreReader
 
 WORKER = Path(__file__).parents[1] / "support" / "store_rank.py"

@@ -15,7 +15,7 @@ from store_pair import DEADLINE_S, Pair, check, offer
 
 from paceline.errors import InvalidInput, NotFound
 from paceline.groups import Version
-from paceline.weight_store import WeightStore
+from paceline.weights.object_store import WeightStore
 from rollout.store_reader import Damaged, StoreReader
 
 

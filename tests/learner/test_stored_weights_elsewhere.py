@@ -15,7 +15,7 @@ from store_pair import Pair, check, offer
 
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Version
-from paceline.weight_store import WeightStore
+from paceline.weights.object_store import WeightStore
 from rollout.store_reader import Damaged
 
 SERVER = """

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from paceline.bounded_yaml import (
+from paceline.errors import SpecError
+from paceline.spec.bounded_yaml import (
     MAX_BYTES,
     MAX_NODES,
     MAX_READ_S,
@@ -19,8 +20,7 @@ from paceline.bounded_yaml import (
     _events,
     load,
 )
-from paceline.errors import SpecError
-from paceline.spec_io import submitted_spec
+from paceline.spec.reading import submitted_spec
 
 BILLION = "a: &a [x, x]\n" + "".join(
     f"{name}: &{name} [*{before}, *{before}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -60,7 +60,7 @@ def test_what_is_beyond_the_bounds_is_refused_with_a_sentence(text: str, words: 
 def test_reading_ends_at_its_time_limit_with_a_sentence(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
     """The clock jumps past the limit after so many looks at it: one at the beginning, one for each of 5 nodes, twice."""
     times = chain([0.0] * looks, repeat(MAX_READ_S + 1.0))
-    monkeypatch.setattr("paceline.bounded_yaml.time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr("paceline.spec.bounded_yaml.time", SimpleNamespace(monotonic=lambda: next(times)))
     with pytest.raises(
         SpecError, match=r"reading the spec took longer than 10 s \(it got to line \d\); shorten it"
     ):

@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.cli import main
-from paceline.data import open_prompts
+from paceline.data.rows import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import common_pb2, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb

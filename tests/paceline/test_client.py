@@ -12,7 +12,7 @@ import pytest
 from paceline.client import Client, state_name
 from paceline.errors import Conflict, InvalidInput, NotFound, SpecError, Unavailable
 from paceline.spec import ClusterSection
-from paceline.spec_io import load_spec
+from paceline.spec.reading import load_spec
 from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
 

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from paceline.data import PromptSource, check_columns, open_prompts, open_rows
+from paceline.data.rows import PromptSource, check_columns, open_prompts, open_rows
 from paceline.errors import DataError, InvalidInput, Unreadable
 from paceline.spec import DataSection
 

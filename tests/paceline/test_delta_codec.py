@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.delta_codec import changed_positions, decode, encode
 from paceline.errors import WireError
+from paceline.weights.delta_codec import changed_positions, decode, encode
 
 SIZE = 200_000
 

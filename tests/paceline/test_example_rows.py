@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.data import open_rows
+from paceline.data.examples import check_example, read_demonstration, read_preference, read_verdict
+from paceline.data.rows import open_rows
 from paceline.errors import DataError
-from paceline.example_rows import check_example, read_demonstration, read_preference, read_verdict
 from paceline.spec import DataSection, RunSpec
 
 DATA = DataSection(train="unused.jsonl")

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
 from paceline.errors import InvalidInput
-from paceline.prompts import encode_conversation, encode_exchange, encode_for_scoring
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.function_files import refusal
+from paceline.files.function_files import refusal
 from paceline.spec import RunSpec
-from paceline.spec_io import load_spec, parse_spec, spec_to_yaml, submitted_spec
+from paceline.spec.reading import load_spec, parse_spec, spec_to_yaml, submitted_spec
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from paceline.cli.up import _with_division
 from paceline.errors import SpecError
 from paceline.gpus import divide, for_cuda, installed_gpus, share_gpus, unused_gpus, visible_gpus
 from paceline.spec import ClusterSection
-from paceline.spec_io import parse_spec, spec_from_yaml, spec_to_yaml
+from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
 from paceline.up import LocalCluster
 
 

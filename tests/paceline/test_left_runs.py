@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from paceline.cli import main
 from paceline.cli.left_runs import MAX_SHOWN, left_runs
-from paceline.spec_io import parse_spec, spec_to_yaml
+from paceline.spec.reading import parse_spec, spec_to_yaml
 from services.coordinator.ledger import Ledger
 
 SPEC = parse_spec(

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from paceline.loss_presets import PRESETS, PresetName
 from paceline.spec import LossSection, RunSpec
+from paceline.spec.presets import PRESETS, PresetName
 
 
 def spec_with(**sections: Any) -> RunSpec:

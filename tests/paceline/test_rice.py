@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.rice import from_bits, parameter, to_bits
+from paceline.weights.rice_code import from_bits, parameter, to_bits
 
 
 def test_gaps_are_zeros_up_to_a_one_and_low_bits() -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from paceline.seldom import MAX_KINDS, SeldomFilter, SeldomLog, Unforeseen
+from paceline.rate_limited_log import MAX_KINDS, SeldomFilter, SeldomLog, Unforeseen
 
 log = logging.getLogger("test")
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
-from paceline.spec_io import (
+from paceline.spec.reading import (
     load_spec,
     parse_spec,
     spec_from_yaml,

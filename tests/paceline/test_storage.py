@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import SpecError
-from paceline.storage import Folder
-from paceline.weight_store import WeightStore
+from paceline.files.storage import Folder
+from paceline.weights.object_store import WeightStore
 
 
 @pytest.fixture(params=["local", "file URL", "store"])

@@ -18,7 +18,7 @@ import pytest
 from paceline.client import Client
 from paceline.errors import Conflict, NotFound, PacelineError
 from paceline.spec import ClusterSection
-from paceline.spec_io import parse_spec
+from paceline.spec.reading import parse_spec
 from paceline.supervise import Service
 from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from paceline.errors import WireError
-from paceline.flat_weights import Check, check_fits, checksums, pack, plan
-from paceline.weights import TensorPlan, WeightManifest, WeightOffer, checksum
+from paceline.weights.manifest import TensorPlan, WeightManifest, WeightOffer, checksum
+from paceline.weights.packing import Check, check_fits, checksums, pack, plan
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def test_sizes_that_cannot_be_are_refused_before_memory_is_set_aside(
 def test_a_manifest_of_any_depth_and_length_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WireError, match="cannot be read"):
         WeightManifest.from_bytes(b"[" * 1_000_000)
-    monkeypatch.setattr("paceline.weights.MAX_MANIFEST_BYTES", 10)
+    monkeypatch.setattr("paceline.weights.manifest.MAX_MANIFEST_BYTES", 10)
     with pytest.raises(WireError, match="this side reads up to 10"):
         WeightManifest.from_bytes(summed()[0].to_bytes())
 
@@ -210,7 +210,7 @@ def test_offer_names_its_version() -> None:
 
 
 def test_the_shared_modules_do_not_import_torch() -> None:
-    program = "import sys, paceline.weights, paceline.weight_link, paceline.flat_weights; print('torch' in sys.modules)"
+    program = "import sys, paceline.weights.manifest, paceline.weights.link, paceline.weights.packing; print('torch' in sys.modules)"
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30.0
     )

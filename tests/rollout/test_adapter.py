@@ -14,8 +14,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from paceline.errors import InvalidInput
 from paceline.groups import Version
-from paceline.lora import FINGERPRINT, fingerprint
 from paceline.spec import LoraSection, RunSpec
+from paceline.weights.lora_names import FINGERPRINT, fingerprint
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
 from rollout.model_layout import meta_layout, read_config
 from rollout.whole_weights import whole_weights

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from paceline.errors import Conflict, WireError
-from paceline.flat_weights import checksums, pack, plan
 from paceline.groups import Version
-from paceline.seldom import unforeseen
-from paceline.weight_link import SENDER, WeightLink, form_link, serve_store
-from paceline.weights import WeightManifest, WeightOffer
+from paceline.rate_limited_log import unforeseen
+from paceline.weights.link import SENDER, WeightLink, form_link, serve_store
+from paceline.weights.manifest import WeightManifest, WeightOffer
+from paceline.weights.packing import checksums, pack, plan
 from rollout.receiver import WeightReceiver
 
 DEADLINE_S = 20.0

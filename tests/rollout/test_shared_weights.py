@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.errors import Unavailable
-from paceline.weights import WeightManifest
+from paceline.weights.manifest import WeightManifest
 from rollout.shared_weights import SharedWeights, read_shared
 
 READER = """

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from paceline.groups import Version
-from paceline.seldom import unforeseen
-from paceline.stored_weights import StoredObject, StoreOffer
+from paceline.rate_limited_log import unforeseen
+from paceline.weights.store_format import StoredObject, StoreOffer
 from rollout import store_receiver
 from rollout.store_receiver import StoreReceiver
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from control_plane import Plane, Worker, ack, learner, offer, refusal, rollout
 
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
 
 

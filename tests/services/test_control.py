@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.errors import Conflict
-from paceline.seldom import unforeseen
-from paceline.spec_io import spec_to_yaml
+from paceline.rate_limited_log import unforeseen
+from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import run_pb2
 
 

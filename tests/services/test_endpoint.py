@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from paceline.data.tokens import load_tokenizer
 from paceline.groups import Completion, Version
-from paceline.prompts import load_tokenizer
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
 from services.endpoint.requests import ChatAsk, CompletionAsk

@@ -16,8 +16,8 @@ from control_plane import Plane, Worker, learner, refusal, rollout
 from exchange_drivers import make_spec
 from paused_runs import impatient, next_state, state_of
 
-from paceline.seldom import unforeseen
-from paceline.spec_io import spec_to_yaml
+from paceline.rate_limited_log import unforeseen
+from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import common_pb2, run_pb2
 from protos.paceline.v1.worker_pb2 import (
     FAULT_CHECKPOINT,

@@ -10,7 +10,7 @@ import grpc
 from control_plane import Plane, refusal
 from exchange_drivers import make_spec
 
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import run_pb2, worker_pb2
 from services.growing_pause import GrowingPause
 from services.reward import RewardWorker

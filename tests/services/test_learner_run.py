@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from learner import gather
 from learner.collectives import FailedElsewhere
 from paceline.errors import Unavailable
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
 from services import learner_run
 from services.learner_parts import Part

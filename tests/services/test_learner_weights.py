@@ -13,7 +13,7 @@ import torch
 from learner.channel import WeightChannel
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_from_yaml
+from paceline.spec.reading import spec_from_yaml
 from protos.paceline.v1 import worker_pb2
 from services.learner_weights import make_channel
 

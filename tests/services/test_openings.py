@@ -12,7 +12,7 @@ from control_plane import Plane
 from exchange_drivers import make_spec
 
 from paceline.errors import Busy, DataError
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import run_pb2
 from services.coordinator import coordinator as coordinator_module
 from services.coordinator.openings import MAX_OPENINGS, Openings

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from exchange_drivers import make_spec
 
+from paceline.data.tokens import encode_prompt
 from paceline.demo.model import make_tokenizer
 from paceline.groups import Completion, Group, IntArray, VersionSpan
-from paceline.prompts import encode_prompt
-from paceline.seldom import unforeseen
+from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb

@@ -7,7 +7,7 @@ from exchange_drivers import Learner, Reward, Rollout, World, fill
 
 from paceline.cli.replay import overridden
 from paceline.errors import SpecError
-from paceline.spec_io import spec_from_yaml, spec_to_yaml
+from paceline.spec.reading import spec_from_yaml, spec_to_yaml
 from services.replay import plan_replay
 
 

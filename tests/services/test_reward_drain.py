@@ -12,7 +12,7 @@ import numpy as np
 from exchange_drivers import make_spec
 
 from paceline.groups import Completion, VersionSpan
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2

@@ -13,9 +13,9 @@ import torch
 
 from learner.publish_result import PublishResult
 from learner.publisher import Publisher
-from paceline.flat_weights import plan
 from paceline.groups import Version
-from paceline.weights import WeightOffer
+from paceline.weights.manifest import WeightOffer
+from paceline.weights.packing import plan
 from protos.paceline.v1 import worker_pb2
 from services.rollout_weights import RolloutWeights
 

@@ -12,9 +12,9 @@ import pytest
 from exchange_drivers import make_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
-from paceline.prompts import load_tokenizer
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from reward.runner import RewardRunner

@@ -10,7 +10,7 @@ import torch
 from exchange_drivers import make_spec
 
 from paceline.errors import DataError, NonFiniteLoss, PacelineError, Unavailable
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from services.learner_parts import Part

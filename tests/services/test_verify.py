@@ -13,7 +13,7 @@ import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import NotFound
-from paceline.run_folders import EXPORT_MANIFEST
+from paceline.files.run_folders import EXPORT_MANIFEST
 from services.coordinator import artifacts
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import COMPARISONS, Record, verify

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from tiny_policy import CPU, make_batch, make_spec, whole
 
 from learner import checkpoint
-from learner.collectives import end_process
 from learner.gather import gather_weights
 from learner.trainer import Trainer
 from paceline.errors import Conflict
+from paceline.process import end_process
 
 
 def main(policy: Path, of_one: Path, of_one_sha256: str, out: Path) -> None:

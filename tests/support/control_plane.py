@@ -12,7 +12,7 @@ import grpc
 import pytest
 from exchange_drivers import make_spec
 
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.coordinator.control import RunServicer, WorkerServicer

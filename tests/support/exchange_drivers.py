@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data import open_prompts
+from paceline.data.rows import open_prompts
 from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
 from paceline.spec import RunSpec
-from paceline.spec_io import spec_to_yaml
+from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL, decode_completions, decode_result, encode_completions, encode_result
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from learner import checkpoint
-from learner.collectives import end_process
 from paceline.errors import CheckpointFault, PacelineError
+from paceline.process import end_process
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
 from services.learner_checkpoints import SessionCheckpoints

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from learner import gather
-from learner.collectives import end_process
+from paceline.process import end_process
 
 
 class Uneven(nn.Module):

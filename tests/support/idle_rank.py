@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from learner import gather
-from learner.collectives import end_process
 from paceline.errors import PacelineError
-from paceline.spec_io import parse_spec, spec_to_yaml
+from paceline.process import end_process
+from paceline.spec.reading import parse_spec, spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from services.learner_parts import Part

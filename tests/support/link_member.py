@@ -17,7 +17,7 @@ import threading
 import torch
 
 from paceline.groups import Version
-from paceline.weights import WeightOffer
+from paceline.weights.manifest import WeightOffer
 from rollout.receiver import WeightReceiver
 
 max_wait_s, fault, fault_bytes = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -17,7 +17,7 @@ import torch
 
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.stored_weights import StoredObject, StoreOffer
+from paceline.weights.store_format import StoredObject, StoreOffer
 from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
 from rollout.store_receiver import StoreReceiver
 

@@ -13,8 +13,8 @@ from learner.shards import local_slices, plan_tensors
 from learner.store_chain import Stored
 from learner.store_writer import StoreWriter
 from paceline.groups import Version
-from paceline.stored_weights import StoreOffer
-from paceline.weight_store import WeightStore
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoreOffer
 from rollout.store_reader import StoreReader
 
 DEADLINE_S = 60.0

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.collectives import any_over_ranks, end_process
+from learner.collectives import any_over_ranks
 from learner.gather import gather_weights
 from learner.rank_board import make_board
 from learner.shards import local_slices, plan_tensors
@@ -25,7 +25,8 @@ from learner.store_chain import Stored
 from learner.store_writer import StoreWriter
 from learner.trainer import Trainer
 from paceline.groups import Version
-from paceline.weight_store import WeightStore
+from paceline.process import end_process
+from paceline.weights.object_store import WeightStore
 
 STEPS = 5
 

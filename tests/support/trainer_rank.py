@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, run_case
 from torch.distributed.tensor import DTensor
 
-from learner.collectives import FailedElsewhere, end_process, succeed_on_all_ranks
+from learner.collectives import FailedElsewhere, succeed_on_all_ranks
 from learner.examples import ExampleSource
 from learner.row_check import check_rows
 from learner.trainer import Trainer
 from paceline.demo.model import make_tokenizer
 from paceline.errors import InvalidInput, NonFiniteLoss, Unreadable
+from paceline.process import end_process
 
 
 def main(model: Path, out: Path) -> None:

@@ -25,10 +25,10 @@ from learner.checkpoint_manifest import read_manifest
 from paceline.client import Client
 from paceline.demo.model import make_model
 from paceline.demo.task import answer, problem
+from paceline.files.storage import Folder
 from paceline.groups import Version
 from paceline.spec import ClusterSection, RunSpec
-from paceline.spec_io import parse_spec
-from paceline.storage import Folder
+from paceline.spec.reading import parse_spec
 from paceline.token import open_channel
 from paceline.up import LocalCluster
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import paceline.weight_link
+import paceline.weights.link
 import services.rollout
 import services.rollout_weights
 from paceline.errors import Unavailable
@@ -81,13 +81,13 @@ class FaultyReceiver(WeightReceiver):
 
 def main() -> None:
     """Serves, with the seams in place."""
-    form = paceline.weight_link._gloo
+    form = paceline.weights.link._gloo
 
     def form_and_strike(*arguments: Any) -> Any:
         strike("form")  # both sides have met in the store; the other one is forming and waits for this one
         return form(*arguments)
 
-    paceline.weight_link._gloo = form_and_strike
+    paceline.weights.link._gloo = form_and_strike
     services.rollout_weights.WeightReceiver = FaultyReceiver  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, arm)
     signal.signal(signal.SIGUSR2, lambda *_: go_on.set())

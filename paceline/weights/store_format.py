@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 from paceline.errors import WireError
 from paceline.groups import Version
-from paceline.weight_store import Buffer
-from paceline.weights import DTYPE_BYTES, Algorithm, TensorPlan, algorithm_named, checksum
+from paceline.weights.manifest import DTYPE_BYTES, Algorithm, TensorPlan, algorithm_named, checksum
+from paceline.weights.object_store import Buffer
 
 FORMAT = 2
 METADATA_KEY = "paceline"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.errors import WireError
-from paceline.weights import Algorithm, TensorEntry, TensorPlan, WeightManifest, checksum, hasher
+from paceline.weights.manifest import Algorithm, TensorEntry, TensorPlan, WeightManifest, checksum, hasher
 
 if TYPE_CHECKING:
     import torch

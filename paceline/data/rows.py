@@ -16,8 +16,8 @@ from typing import IO, Any, Protocol
 import numpy as np
 import xxhash
 
+from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
-from paceline.prompts import with_system_prompt
 from paceline.spec import DataSection
 
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 
 from paceline.errors import NotFound, PacelineError, Unavailable
-from paceline.storage import is_local, open_url
+from paceline.files.storage import is_local, open_url
 
 WHOLE_BYTES = 64 << 20
 """Objects up to this size are written and read in one request; larger ones in pieces of this size."""
@@ -19,7 +19,7 @@ Buffer = bytes | memoryview
 
 
 class WeightStore:
-    """The objects below `url`, a directory or any fsspec URL. Raises what `paceline.storage.open_url` raises."""
+    """The objects below `url`, a directory or any fsspec URL. Raises what `paceline.files.storage.open_url` raises."""
 
     def __init__(self, url: str) -> None:
         self.url = url

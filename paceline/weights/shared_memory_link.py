@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Unavailable
-from paceline.weights import WeightManifest
+from paceline.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from paceline.data import check_columns, check_prompt
+from paceline.data.rows import check_columns, check_prompt
+from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError
-from paceline.prompts import with_system_prompt
 from paceline.spec import DataSection, RunSpec
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.files.storage import Folder
 from paceline.spec import CheckpointingSection
-from paceline.storage import Folder
 
 EXPORT = "export"
 """The final export, in the run's directory."""

@@ -19,8 +19,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Unavailable
-from paceline.shared_link import SharedLink
-from paceline.weights import WeightManifest
+from paceline.weights.manifest import WeightManifest
+from paceline.weights.shared_memory_link import SharedLink
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
-from paceline.spec.section import STORED
+from paceline.spec.base import STORED
 
 MAX_PATH = 1024
 FAULTS_SHOWN = 20
@@ -71,7 +71,7 @@ def parse_spec(tree: dict[str, Any], base: Path | None = None, *, stored: bool =
 
 def submitted_spec(text: str) -> RunSpec:
     """The spec in YAML `text` that a client submits, within the bounds of `bounded_yaml`. Raises SpecError."""
-    from paceline import bounded_yaml
+    from paceline.spec import bounded_yaml
 
     spec = parse_spec(_mapping(bounded_yaml.load(text)))
     _check_paths(spec)
@@ -94,7 +94,7 @@ def spec_from_yaml(text: str) -> RunSpec:
 
 
 def _tree_of(text: str) -> dict[str, Any]:
-    from paceline.bounded_yaml import StepwiseLoader
+    from paceline.spec.bounded_yaml import StepwiseLoader
 
     try:
         tree = yaml.load(text, StepwiseLoader)

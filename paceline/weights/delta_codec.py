@@ -2,7 +2,7 @@
 
 How often a weight's bits change depends on its magnitude: a step of an optimizer is about as large for all of them, a unit in
 the last place is not. So the elements of 16 bits are told apart by the exponent that they have in the base, which both sides
-know, and the positions within each of these classes are coded by themselves (`paceline/rice.py`). That comes within some
+know, and the positions within each of these classes are coded by themselves (`paceline/weights/rice_code.py`). That comes within some
 percent of the information that is there.
 
 New values are coded relative to the base's bits: an Adam step of a small learning rate moves a bf16 weight by one unit in
@@ -26,7 +26,7 @@ import numpy.typing as npt
 import zstandard
 
 from paceline.errors import WireError
-from paceline.rice import BitArray, from_bits, parameter, to_bits
+from paceline.weights.rice_code import BitArray, from_bits, parameter, to_bits
 
 Bits = npt.NDArray[Any]
 """[N] unsigned integers: the bits of a tensor's elements, 1, 2, 4 or 8 bytes each."""

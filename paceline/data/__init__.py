@@ -1,0 +1,1 @@
+"""Data sets: rows of prompts, examples of supervised training, and their tokens."""
