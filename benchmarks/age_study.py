@@ -2,7 +2,7 @@
 
     python benchmarks/age_study.py --out age.jsonl [--seeds 0,1,2,3,4] [--arms age-0,age-4] [--services] [--plot age.svg] [--json]
 
-Every arm is the demo's GRPO stage as it is (paceline/demo/grpo.yaml: 120 steps of 64 prompts × 8, one update a step, lr
+Every arm is the demo's GRPO stage as it is (services/demo/grpo.yaml: 120 steps of 64 prompts × 8, one update a step, lr
 7e-4), from a model that imitated the teacher until 45 % of its answers were right. Only the age and the correction differ.
 The age is exact: one process samples with the weights of exactly k steps ago (objective_runs/policy.py). `--services` instead submits to real services with max_trajectory_age_steps = k, where
 ages vary up to k and the wall time means something. One line of JSON is added for each run that ended, and what is
@@ -25,9 +25,9 @@ from objective_runs.curves import Style, write_curves
 from objective_runs.policy import imitate_until, train
 
 from paceline.client import Client
-from paceline.demo.run import make_files
 from paceline.spec.reading import load_spec
-from paceline.up import LocalCluster
+from services.demo.run import make_files
+from services.local.cluster import LocalCluster
 
 STARTS_AT = 0.45
 HELD_OUT = 1000

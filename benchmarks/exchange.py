@@ -42,8 +42,8 @@ from paceline.client import Client
 from paceline.freed_memory import keep_freed_memory
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from paceline.up import LocalCluster
 from protos.paceline.v1 import common_pb2
+from services.local.cluster import LocalCluster
 
 GROUPS_PER_STEP = 128
 MAX_AGE = 15

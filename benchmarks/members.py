@@ -36,10 +36,10 @@ from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
 from paceline.token import metadata, read_token, token_path
-from paceline.up import LocalCluster
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.local.cluster import LocalCluster
 
 DEADLINE_S = 300.0
 """Of each phase."""

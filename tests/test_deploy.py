@@ -19,11 +19,11 @@ import pytest
 import yaml
 
 from paceline.errors import InvalidInput
-from services.advertise import advertised_host
+from services.common.advertise import advertised_host
 from services.coordinator.main import main as coordinator_main
-from services.learner import main as learner_main
-from services.reward import main as reward_main
-from services.rollout import main as rollout_main
+from services.learner.main import main as learner_main
+from services.reward.main import main as reward_main
+from services.rollout.main import main as rollout_main
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -84,7 +84,7 @@ def test_an_image_starts_its_service_with_options_that_it_has(role: str) -> None
     assert options["host"] == "0.0.0.0"
     assert str(options["port"]) in last(role, "EXPOSE").split()
     health = json.loads(last(role, "HEALTHCHECK").partition("CMD ")[2])
-    assert health == ["python", "-m", "services.healthcheck", f"127.0.0.1:{options['port']}"]
+    assert health == ["python", "-m", "services.common.healthcheck", f"127.0.0.1:{options['port']}"]
     if role != "coordinator":
         known = parsed("coordinator", json.loads(last("coordinator", "ENTRYPOINT"))[1:])
         assert options["coordinator"] == f"coordinator:{known['port']}"
@@ -166,7 +166,7 @@ def reward_service(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], st
         nobody.bind(("127.0.0.1", 0))  # taken, and not listening
         coordinator = f"127.0.0.1:{nobody.getsockname()[1]}"
         options = ["--coordinator", coordinator, "--host", "0.0.0.0", "--ready-file", str(ready)]
-        process = subprocess.Popen([sys.executable, "-m", "services.reward", *options], cwd=ROOT)
+        process = subprocess.Popen([sys.executable, "-m", "services.reward.main", *options], cwd=ROOT)
         try:
             deadline_s = time.monotonic() + STARTS_S
             while not ready.exists():
@@ -181,7 +181,7 @@ def reward_service(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], st
 
 def health(address: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.healthcheck", address, "--timeout", str(timeout_s)],
+        [sys.executable, "-m", "services.common.healthcheck", address, "--timeout", str(timeout_s)],
         cwd=ROOT,
         capture_output=True,
         text=True,

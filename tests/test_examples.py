@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli.train import load_for
 from paceline.data.rows import open_prompts, open_rows
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 from reward.runner import RewardRunner
+from services.cli.train import load_for
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-PACKAGED = ROOT / "paceline" / "demo"
+PACKAGED = ROOT / "services" / "demo"
 
 GSM8K_ROWS = [
     {

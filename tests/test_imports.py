@@ -18,9 +18,6 @@ MAY_IMPORT = {
     "learner": {"learner", "paceline", "protos"},
     "services": set(PACKAGES),
 }
-COMMANDS = {"paceline.cli", "paceline.demo"}
-"""What the user types: modules here may start the rest, but only inside the function that needs it."""
-
 HEAVY = {"torch", "transformers", "vllm", "datasets", "grpc"}
 READS_PICKLE = "learner.listed_pickle"
 """Decodes torch's checkpoint metadata, with a list of the classes that it may name."""
@@ -60,10 +57,9 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 def test_arrows_point_one_way(package: str) -> None:
     wrong = []
     for path in sources(package):
-        command = any(module_name(path).startswith(prefix) for prefix in COMMANDS)
-        for name, top in imports(path):
+        for name, _ in imports(path):
             target = name.split(".")[0]
-            if target not in PACKAGES or target in MAY_IMPORT[package] or (command and not top):
+            if target not in PACKAGES or target in MAY_IMPORT[package]:
                 continue
             wrong.append(f"{module_name(path)} imports {name}")
     assert not wrong
@@ -88,7 +84,7 @@ def test_importing_the_core_loads_nothing_heavy(statement: str) -> None:
 
 
 def test_help_loads_neither_torch_nor_grpc() -> None:
-    code = "import sys; from paceline.cli import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    code = "import sys; from services.cli.main import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
     *_, loaded = fresh_interpreter(code).splitlines()
     assert "click" in loaded.split()
     assert not {name.split(".")[0] for name in loaded.split()} & HEAVY

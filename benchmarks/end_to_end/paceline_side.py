@@ -24,7 +24,7 @@ from end_to_end.workload import REWARD_FILE, REWARD_NAME, Workload
 from paceline.client import Client, state_name
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec
-from paceline.up import LocalCluster
+from services.local.cluster import LocalCluster
 
 ROLES = ("coordinator", "rollout", "reward", "learner")
 

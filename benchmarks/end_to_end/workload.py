@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paceline.demo.model import CHARACTERS, make_model
-from paceline.demo.task import write_data
+from services.demo.model import CHARACTERS, make_model
+from services.demo.task import write_data
 
 SEED = 0
 NUM_PROMPTS = 4096

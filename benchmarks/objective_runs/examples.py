@@ -22,8 +22,8 @@ from learner.examples import ExampleSource
 from learner.model import row_logprobs
 from learner.trainer import Trainer
 from paceline.data.tokens import encode_exchange, load_tokenizer
-from paceline.demo.task import teach
 from paceline.spec import RunSpec
+from services.demo.task import teach
 
 CPU = torch.device("cpu")
 

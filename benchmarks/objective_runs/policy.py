@@ -24,13 +24,13 @@ from learner.export import export_pretrained
 from learner.gather import gather_weights
 from learner.trainer import Trainer
 from paceline.data.tokens import encode_prompt
-from paceline.demo.model import make_tokenizer
 from paceline.groups import Completion, Group, Version
 from paceline.spec import RunSpec
 from paceline.spec.presets import PresetName
 from paceline.spec.reading import load_spec
 from rollout.engine import GenerationRequest, SamplingParams
 from rollout.native import NativeEngine
+from services.demo.model import make_tokenizer
 
 CPU = torch.device("cpu")
 SAMPLE_TIMEOUT_S = 300.0

@@ -15,7 +15,7 @@ from end_to_end.workload import Workload
 
 from paceline.client import Client, state_name
 from paceline.spec import ClusterSection
-from paceline.up import LocalCluster
+from services.local.cluster import LocalCluster
 from slow_link.site import FAR, NEAR, Sites
 
 RUN_TIMEOUT_S = 3600.0
@@ -64,7 +64,7 @@ def measure(
 
 def _start_worker(directory: Path, sites: Sites, place: str, coordinator: str) -> subprocess.Popen[bytes]:
     namespace, host = (sites.near, NEAR) if place == "near" else (sites.far, FAR)
-    command = [sys.executable, "-m", "services.rollout", "--coordinator", coordinator, "--host", host]
+    command = [sys.executable, "-m", "services.rollout.main", "--coordinator", coordinator, "--host", host]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PACELINE_STARTER": str(os.getpid())}
     with (directory / "logs" / f"rollout-{place}.log").open("wb") as log:
         return subprocess.Popen(

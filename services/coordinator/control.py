@@ -12,13 +12,13 @@ import grpc
 
 from paceline.errors import InvalidInput, Unavailable
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.common.grpc_server import with_status, with_stream_status
+from services.common.processes.file_limit import Capacity
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.introduction import check_hello
 from services.coordinator.limits import fitting_event
 from services.coordinator.members import Member
 from services.coordinator.run_messages import page, run_message
-from services.file_limit import Capacity
-from services.grpc_server import with_status, with_stream_status
 
 HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WAIT_S = 30.0

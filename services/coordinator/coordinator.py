@@ -32,6 +32,7 @@ from paceline.files.storage import Folder
 from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_ledger, spec_of_run, spec_to_yaml, submitted_spec
+from services.common.exponential_backoff import GrowingPause
 from services.coordinator import checkpoints, dropping, evaluation, pruning, session_faults
 from services.coordinator.checks import refuse_large_groups
 from services.coordinator.exchange import ActiveRun, Exchange, Notice
@@ -46,7 +47,6 @@ from services.coordinator.pool import Pool
 from services.coordinator.prompt_check import PromptCheck
 from services.coordinator.restored import free_name
 from services.coordinator.watchdog import Watchdog
-from services.growing_pause import GrowingPause
 
 TICK_S = 0.5
 MAX_SUBMISSION = 128

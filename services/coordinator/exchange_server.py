@@ -33,6 +33,7 @@ from paceline.errors import LedgerFault, WireError
 from paceline.rate_limited_log import SeldomLog, unforeseen
 from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.exponential_backoff import GrowingPause
 from services.coordinator import batches, damage
 from services.coordinator.checks import Limits
 from services.coordinator.door import Door
@@ -43,7 +44,6 @@ from services.coordinator.intake import look_at, store
 from services.coordinator.payloads import DamagedRecord, UnopenedSegment, read_frame
 from services.coordinator.prompt_check import PromptCheck
 from services.coordinator.stage import Stage
-from services.growing_pause import GrowingPause
 
 MAX_TRANSACTION_S = 0.006
 """How long requests are taken into one transaction; what arrives meanwhile waits for its end."""

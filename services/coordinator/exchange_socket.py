@@ -14,9 +14,9 @@ from paceline.errors import Conflict
 from paceline.rate_limited_log import SeldomLog
 from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.zmq_keepalive import in_brackets, use_ipv6, watch
 from services.coordinator.exchange_connections import Connections
 from services.coordinator.intake import Arrived
-from services.exchange_link import in_brackets, use_ipv6, watch
 
 MAX_FRAMES = 16
 """Payload frames of a message that are read; no request brings as many."""

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.common.exponential_backoff import GrowingPause
 from services.coordinator.limits import one_line
 from services.coordinator.members import Fault, Member
-from services.growing_pause import GrowingPause
 
 if TYPE_CHECKING:
     from services.coordinator.coordinator import Coordinator

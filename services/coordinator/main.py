@@ -13,22 +13,22 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import functions_from_option, token_file_option
 from paceline.freed_memory import keep_freed_memory
 from paceline.token import TOKEN_NAME, make_token, token_path
 from paceline.tracing import set_up_metrics, set_up_tracing
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.common.grpc_server import STOP_GRACE_S, GrpcServer, run_service
+from services.common.options import functions_from_option, token_file_option
+from services.common.processes.file_limit import Capacity, raise_file_limit
+from services.common.processes.ready_file import announce
+from services.common.token_guard import TokenGuard
+from services.common.zmq_keepalive import in_brackets
 from services.coordinator.control import RunServicer, WorkerServicer
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.file_damage import damage_in, sentence
 from services.coordinator.ledger import Ledger
 from services.coordinator.log_keeper import LogKeeper
 from services.coordinator.members import Members
-from services.exchange_link import in_brackets
-from services.file_limit import Capacity, raise_file_limit
-from services.grpc_server import STOP_GRACE_S, GrpcServer, run_service
-from services.ready import announce
-from services.token_guard import TokenGuard
 
 LEDGER_NAME = "ledger.sqlite"
 NEEDED_BYTES = 4 << 20

@@ -23,7 +23,7 @@ from typing import Any
 from paceline.groups import IntArray
 from paceline.rate_limited_log import unforeseen
 from paceline.spec import PolicySection, RunSpec
-from paceline.tether import tethered
+from services.common.processes.tether import tethered
 from services.coordinator.exchange import MAX_GROUP_ID
 from services.coordinator.intake import Arrived
 from services.coordinator.prompt_encoder import prompt_digest

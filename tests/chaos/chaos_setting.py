@@ -21,11 +21,11 @@ from lying import LyingWorker
 from network import Network
 from proxy import Proxy
 
-from paceline.demo.model import make_model
-from paceline.demo.task import answer, problem
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from paceline.up import LocalCluster
+from services.demo.model import make_model
+from services.demo.task import answer, problem
+from services.local.cluster import LocalCluster
 
 LISTENS = re.compile(r"exchange on tcp://([^,\s]+)")
 log = logging.getLogger(__name__)

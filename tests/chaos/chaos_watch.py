@@ -15,10 +15,10 @@ from faults import Fault
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.token import open_channel
-from paceline.up import LocalCluster
 from protos.paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc, worker_pb2
 from protos.paceline.v1.common_pb2 import Role
 from services.coordinator.ledger import Ledger
+from services.local.cluster import LocalCluster
 
 POLL_S = 0.02
 UNKNOWN_STEP = -1

@@ -25,13 +25,14 @@ import zmq
 import zmq.asyncio
 from lies import ABOUT_GROUPS
 
-import services.rollout
+import services.rollout.main
+import services.rollout.worker
 from paceline.groups import Completion, Group, IntArray
 from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.member import Membership, _reachable
-from services.rollout_run import RolloutRun
+from services.common.membership import Membership, _reachable
+from services.rollout.run import RolloutRun
 
 ORDERS = Path(os.environ["PACELINE_LIES"])
 ANSWER_S = 10.0
@@ -206,9 +207,9 @@ def main() -> None:
         await honest(self, said)
 
     Membership._on_welcome = remember  # type: ignore[method-assign]
-    services.rollout.RolloutRun = LyingRun  # type: ignore[misc]
+    services.rollout.worker.RolloutRun = LyingRun  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, arm)
-    services.rollout.main()
+    services.rollout.main.main()
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from proxy import Proxy
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
-from services import exchange_link
+from services.common import zmq_keepalive
+from services.common.grpc_server import GrpcServer
+from services.common.membership import Membership
 from services.coordinator.exchange_socket import ExchangeSocket, Waiting, parse
-from services.grpc_server import GrpcServer
-from services.member import Membership
 
 DEADLINE_S = 60.0
 Reports = asyncio.Queue[worker_pb2.ConnectRequest]
@@ -73,8 +73,8 @@ async def until(true: Callable[[], bool]) -> None:
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Coordinator, Proxy, Membership]]:
     """A worker that belongs to a coordinator, and the proxy before the control plane."""
-    monkeypatch.setattr(exchange_link, "PING_S", 0.1)
-    monkeypatch.setattr(exchange_link, "SILENCE_S", 0.5)
+    monkeypatch.setattr(zmq_keepalive, "PING_S", 0.1)
+    monkeypatch.setattr(zmq_keepalive, "SILENCE_S", 0.5)
 
     async def on_directive(_: worker_pb2.ConnectResponse) -> None:
         return

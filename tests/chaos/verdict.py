@@ -91,7 +91,7 @@ def _marked_trained(ledger: Ledger, run_id: str) -> set[int]:
 
 def _replay(folder: Path) -> str:
     """Trains the whole run again from step 0, alone; what is different then, empty for nothing."""
-    program = "from paceline.cli import main; main()"
+    program = "from services.cli.main import main; main()"
     arguments = ["replay", str(folder), "--from", "0", "--device", "cpu", "--json"]
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(

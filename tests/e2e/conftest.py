@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from paceline.client import ENDED_STATES, Client, state_name
-from paceline.demo.model import make_model
-from paceline.demo.task import answer, problem
 from paceline.errors import Conflict
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from paceline.up import LocalCluster
+from services.demo.model import make_model
+from services.demo.task import answer, problem
+from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0
 """Runs here take some ten seconds; a machine that is busy with other things may need longer."""

@@ -17,10 +17,10 @@ from watched_runs import RUN_TIMEOUT_S, wait_for_step
 
 from paceline.client import Client
 from paceline.spec import RunSpec
-from paceline.up import LocalCluster
 from services.coordinator.backup import back_up
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]
 

@@ -13,9 +13,9 @@ from openai import BadRequestError, OpenAI
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
-from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.local.cluster import LocalCluster
 
 
 def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_told_to_stop(

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.client import Client
 from paceline.spec import RunSpec
-from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.local.cluster import LocalCluster
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

@@ -15,14 +15,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from paceline.cli import main
 from paceline.client import Client
 from paceline.spec import RunSpec
 from paceline.token import open_channel
-from paceline.up import LocalCluster
 from protos.paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc
+from services.cli.main import main
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.local.cluster import LocalCluster
 
 # PeftModel, the oracle here, asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

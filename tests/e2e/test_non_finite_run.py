@@ -14,9 +14,9 @@ import pytest
 
 from paceline.client import Client, Event, state_name
 from paceline.spec import RunSpec
-from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.local.cluster import LocalCluster
 
 DEADLINE_S = 180.0
 MakeSpec = Callable[..., RunSpec]

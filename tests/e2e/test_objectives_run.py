@@ -10,7 +10,7 @@ import pytest
 
 from paceline.client import Client
 from paceline.spec import RunSpec
-from paceline.up import LocalCluster
+from services.local.cluster import LocalCluster
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
-from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.local.cluster import LocalCluster
 
 REWARD = """
 import os, pathlib, signal

@@ -16,14 +16,14 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from paceline.cli import main
 from paceline.client import Client
-from paceline.demo.task import answer, problem, teach
 from paceline.spec import RunSpec
-from paceline.up import LocalCluster
 from reward.builtin.reward_model import reward_model
+from services.cli.main import main
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.demo.task import answer, problem, teach
+from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 240.0
 MakeSpec = Callable[..., RunSpec]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from paceline.cli import main
 from paceline.client import Client
 from paceline.spec import RunSpec
-from paceline.up import LocalCluster
+from services.cli.main import main
+from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]
 KILL_AFTER_STEPS = (3, 6)

@@ -13,8 +13,8 @@ from watched_runs import finish, metrics, wait_for_step
 
 from paceline.client import Client
 from paceline.spec import RunSpec
-from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
+from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]
 

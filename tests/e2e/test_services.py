@@ -18,7 +18,7 @@ from paceline.client import Client
 from paceline.errors import InvalidInput, PacelineError
 from paceline.spec import RunSpec
 from paceline.token import open_channel
-from paceline.up import LocalCluster
+from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
-from paceline.up import LocalCluster
+from services.local.cluster import LocalCluster
 
 
 def test_a_learner_that_is_told_to_stop_does_not_wait_for_a_coordinator_that_is_gone(
@@ -24,7 +24,9 @@ def test_a_learner_that_is_told_to_stop_does_not_wait_for_a_coordinator_that_is_
             run = client.submit(make_spec())
             options = ["--coordinator", address, "--ranks", "2", "--grace", "1"]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            learner = subprocess.Popen([sys.executable, "-m", "services.learner", *options], env=environment)
+            learner = subprocess.Popen(
+                [sys.executable, "-m", "services.learner.main", *options], env=environment
+            )
             for event in client.watch(run.run_id):
                 if event.kind == "session":
                     break  # from here on it waits for a batch that nobody will ever generate

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
 from paceline.tracing import ENDPOINT_VARIABLE, group_traceparent, step_traceparent
-from paceline.up import LocalCluster
+from services.local.cluster import LocalCluster
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):

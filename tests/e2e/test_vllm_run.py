@@ -18,10 +18,10 @@ import pytest
 from watched_runs import finish, metrics
 
 from paceline.client import Client
-from paceline.demo.model import make_model
 from paceline.spec import ClusterSection, RunSpec
-from paceline.up import LocalCluster
 from rollout.process_guard import VARIABLE
+from services.demo.model import make_model
+from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.vllm
 RUN_TIMEOUT_S = 900.0
@@ -173,7 +173,7 @@ def test_services_that_are_killed_leave_no_process_and_no_shared_memory(
 
 def one_life(address: str, log_path: Path, stage: str, how: str) -> None:
     """A rollout service from its start until nothing of it is left."""
-    command = [sys.executable, "-m", "services.rollout", "--coordinator", address, "--grace", "1"]
+    command = [sys.executable, "-m", "services.rollout.main", "--coordinator", address, "--grace", "1"]
     with log_path.open("wb") as log:
         service = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     seen: set[int] = set()

@@ -13,11 +13,11 @@ import pytest
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
-from paceline.up import LocalCluster
 from paceline.weights.store_format import StoredVersion
 from protos.paceline.v1 import run_pb2
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0
 MakeSpec = Callable[..., RunSpec]

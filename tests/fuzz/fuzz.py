@@ -34,8 +34,8 @@ from verdict import judge  # noqa: E402
 from paceline.client import ENDED_STATES, Client, state_name  # noqa: E402
 from paceline.spec import ClusterSection, RunSpec  # noqa: E402
 from paceline.token import metadata, read_token  # noqa: E402
-from paceline.up import LocalCluster  # noqa: E402
 from protos.paceline.v1 import common_pb2  # noqa: E402
+from services.local.cluster import LocalCluster  # noqa: E402
 
 WARM_UP_SHARE = 0.2
 """Of the messages: what they make the services allocate once does not count."""

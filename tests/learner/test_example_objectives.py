@@ -22,11 +22,11 @@ from learner.objectives import Denominators, TokenArrays
 from learner.reference import AskedReference
 from learner.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
-from paceline.demo.model import make_model
 from paceline.errors import InvalidInput, NonFiniteLoss
 from paceline.groups import Completion, Group, VersionSpan
 from paceline.spec import RunSpec
 from reward.reference import ReferenceModel
+from services.demo.model import make_model
 
 
 @pytest.fixture(scope="module")

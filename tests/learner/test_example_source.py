@@ -11,9 +11,9 @@ from tiny_policy import CPU
 
 from learner.examples import Asked, ExampleSource
 from learner.row_check import check_rows
-from paceline.demo.model import make_tokenizer
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
+from services.demo.model import make_tokenizer
 
 LENGTHS = (1, 4, 2, 9, 3)
 """Characters of each row's completion; the prompt has two, and an end of sequence follows."""

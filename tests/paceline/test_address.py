@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.address import checked_address
-from paceline.cli import main
 from paceline.errors import InvalidInput
+from services.cli.main import main
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:7070", "coordinator:1", "[::1]:65535", "a-b.c:7070"])

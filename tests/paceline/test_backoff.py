@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from paceline.backoff import HEALTHY_S, Backoff, Death
+from services.common.processes.restart_policy import HEALTHY_S, Backoff, Death
 
 FAULT = Death(1, 2.0, "Error: no model")
 

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from paceline import view
-from paceline.cli import COMMANDS, main
-from paceline.cli.serve import SERVICES
 from paceline.client import Client
-from paceline.doctor import Finding, examine
 from paceline.errors import PacelineError
 from paceline.spec import ClusterSection
-from paceline.up import LocalCluster
 from protos.paceline.v1.run_pb2 import RUN_STATE_PAUSED, Run
+from services.cli import render
+from services.cli.main import COMMANDS, main
+from services.cli.serve import SERVICES
+from services.local.cluster import LocalCluster
+from services.local.machine_checks import Finding, examine
 
 IMPORTS = (
-    "import sys, click.testing, paceline.cli\n"
-    "result = click.testing.CliRunner().invoke(paceline.cli.main, sys.argv[1:])\n"
+    "import sys, click.testing, services.cli.main\n"
+    "result = click.testing.CliRunner().invoke(services.cli.main.main, sys.argv[1:])\n"
     "assert result.exit_code == 0, result.output\n"
     "heavy = {'torch', 'grpc', 'transformers', 'numpy', 'pydantic', 'rich', 'datasets'} & sys.modules.keys()\n"
     "print(sorted(heavy))"
@@ -76,7 +76,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_commands_that_need_no_coordinator_import_no_grpc() -> None:
-    code = "import sys, paceline.cli.runs, paceline.cli.up, paceline.cli.records, paceline.client; " \
+    code = "import sys, services.cli.runs, services.cli.up, services.cli.records, paceline.client; " \
         "print(sorted({'torch', 'grpc', 'rich'} & sys.modules.keys()))"  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -142,7 +142,7 @@ def test_up_tells_its_coordinator_how_much_of_the_disk_stays_free(
         asked.extend(options["coordinator"])
         raise PacelineError("nothing is started here")
 
-    monkeypatch.setattr("paceline.cli.up.LocalCluster", start)
+    monkeypatch.setattr("services.cli.up.LocalCluster", start)
     result = call("up", str(spec_path), "--directory", str(tmp_path / "runs"), "--min-free-mb", "7")
     assert result.stderr.splitlines()[-1] == "Error: nothing is started here"
     assert asked[:2] == ["--min-free-mb", "7"]
@@ -191,7 +191,7 @@ class Dropping:
 
 
 def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cli.runs.Client", Dropping)
+    monkeypatch.setattr("services.cli.runs.Client", Dropping)
     assert call("drop", "sums-1", "3", "15").stdout == (
         "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` goes on\n"
     )
@@ -281,7 +281,7 @@ def test_a_step_fits_a_line_of_100_columns() -> None:
         "age/2": 1.0,
         "age/3": 0.0,
     }
-    line = view.event_line("step", metrics)
+    line = render.event_line("step", metrics)
     assert line == (
         "step   11  reward  0.512  length 1414.2   123457 tok/s  train  0.31 s  wait 12.03 s  age 0.5 (max 2)"
     )
@@ -321,7 +321,7 @@ def test_a_step_fits_a_line_of_100_columns() -> None:
     ],
 )
 def test_each_kind_of_event_has_its_line(kind: str, content: dict[str, object], line: str) -> None:
-    assert view.event_line(kind, content) == line
+    assert render.event_line(kind, content) == line
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_each_kind_of_event_has_its_line(kind: str, content: dict[str, object], 
     [(0.4, "0 s"), (59.9, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (273600, "3 d 4 h")],
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
-    assert view.duration(seconds) == text
+    assert render.duration(seconds) == text
 
 
 def test_up_waits_for_its_own_coordinator_without_limit(
@@ -350,8 +350,8 @@ def test_up_waits_for_its_own_coordinator_without_limit(
             patience.append(options)
             raise PacelineError("that is all")
 
-    monkeypatch.setattr("paceline.cli.up.LocalCluster", Clusterless)
-    monkeypatch.setattr("paceline.cli.up.Client", Recording)
+    monkeypatch.setattr("services.cli.up.LocalCluster", Clusterless)
+    monkeypatch.setattr("services.cli.up.Client", Recording)
     result = call("up", str(spec_path), "--directory", str(tmp_path / "runs"))
     assert "that is all" in result.output
     assert patience == [{"wait_s": math.inf, "reconnect_s": math.inf}]

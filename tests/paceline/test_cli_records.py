@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from paceline.cli import main
 from paceline.data.rows import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
 from paceline.spec import RunSpec
@@ -20,6 +19,7 @@ from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import common_pb2, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.cli.main import main
 from services.coordinator.exchange import ActiveRun, Exchange, Outcome
 from services.coordinator.handlers import handle
 from services.coordinator.intake import Arrived, look_at, store

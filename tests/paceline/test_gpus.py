@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli import main
-from paceline.cli.up import _with_division
 from paceline.errors import SpecError
-from paceline.gpus import divide, for_cuda, installed_gpus, share_gpus, unused_gpus, visible_gpus
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
-from paceline.up import LocalCluster
+from services.cli.main import main
+from services.cli.up import _with_division
+from services.common.gpus import divide, for_cuda, installed_gpus, share_gpus, unused_gpus, visible_gpus
+from services.local.cluster import LocalCluster
 
 
 def division(number: int, **cluster: Any) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
@@ -221,7 +221,7 @@ def test_a_service_with_a_gpu_gets_no_other_and_must_use_it(
         def start(self) -> None:
             pass
 
-    monkeypatch.setattr("paceline.up.Service", Recorded)
+    monkeypatch.setattr("services.local.cluster.Service", Recorded)
     sizes = ClusterSection(rollout_workers=1, rollout_gpus=(1,), learner_gpus=(0,))
     LocalCluster(tmp_path, sizes, gpus=["4", "6"]).start_workers()
     visible = {name: environment["CUDA_VISIBLE_DEVICES"] for name, (_, environment) in started.items()}
@@ -231,7 +231,7 @@ def test_a_service_with_a_gpu_gets_no_other_and_must_use_it(
 
 
 def test_up_refuses_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cli.up.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("services.cli.up.visible_gpus", lambda: ("0",))
     spec = tmp_path / "spec.yaml"
     spec.write_text("{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}")
     arguments = ["up", str(spec), "cluster.learner_ranks=2", "--directory", str(tmp_path / "runs")]

@@ -10,9 +10,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from paceline.cli import main
-from paceline.cli.left_runs import MAX_SHOWN, left_runs
 from paceline.spec.reading import parse_spec, spec_to_yaml
+from services.cli.left_runs import MAX_SHOWN, left_runs
+from services.cli.main import main
 from services.coordinator.ledger import Ledger
 
 SPEC = parse_spec(
@@ -119,10 +119,10 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     recorded = Recorded()
-    monkeypatch.setattr("paceline.cli.up.LocalCluster", recorded.cluster)
-    monkeypatch.setattr("paceline.cli.up.Client", recorded.client)
-    monkeypatch.setattr("paceline.cli.up.follow", recorded.follow)
-    monkeypatch.setattr("paceline.cli.up.visible_gpus", tuple)
+    monkeypatch.setattr("services.cli.up.LocalCluster", recorded.cluster)
+    monkeypatch.setattr("services.cli.up.Client", recorded.client)
+    monkeypatch.setattr("services.cli.up.follow", recorded.follow)
+    monkeypatch.setattr("services.cli.up.visible_gpus", tuple)
     return recorded
 
 

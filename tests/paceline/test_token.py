@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli import main
 from paceline.errors import InvalidInput
 from paceline.token import is_said, make_token, metadata, read_token, token_path
+from services.cli.main import main
 
 
 def test_a_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:

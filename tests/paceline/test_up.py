@@ -19,9 +19,9 @@ from paceline.client import Client
 from paceline.errors import Conflict, NotFound, PacelineError
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec
-from paceline.supervise import Service
-from paceline.up import LocalCluster
+from services.common.processes.supervisor import Service
 from services.coordinator.ledger import Ledger
+from services.local.cluster import LocalCluster
 
 DEADLINE_S = 20.0
 
@@ -193,7 +193,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(
 def test_children_die_with_their_supervisor(tmp_path: Path) -> None:
     """The supervisor itself is killed, so nothing of it can clean up."""
     code = (
-        "import os, pathlib, sys, time\nfrom paceline.supervise import Service\n"
+        "import os, pathlib, sys, time\nfrom services.common.processes.supervisor import Service\n"
         f"s = Service('child-0', [sys.executable, '-c', 'import signal; signal.pause()'], dict(os.environ),"
         f" pathlib.Path({str(tmp_path / 'log')!r}), print, print)\n"
         "s.start()\nwhile s.pid is None: time.sleep(0.01)\nprint(s.pid, flush=True)\ntime.sleep(600)"
@@ -323,7 +323,7 @@ def test_a_worker_dies_with_a_killed_supervisor_whatever_its_grace(tmp_path: Pat
     """A service can ask the kernel for SIGTERM at its starter's end; with work under way it would stay for its grace."""
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom paceline.spec import ClusterSection\n"
-        "from paceline.up import LocalCluster\n"
+        "from services.local.cluster import LocalCluster\n"
         f"cluster = LocalCluster(Path({str(tmp_path)!r}), ClusterSection(), grace_s=600.0)\n"
         "cluster.start_coordinator(); cluster.add('reward')\n"
         "log = cluster.log_path('reward')\n"

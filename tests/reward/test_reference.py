@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paceline.demo.model import make_model
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 from paceline.spec import RunSpec
 from reward.reference import ReferenceModel, ReferenceScorer
+from services.demo.model import make_model
 
 VOCABULARY = 29
 PROMPT = np.array([3, 1, 4], np.int32)

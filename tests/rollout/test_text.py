@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.text import TextStream
+from services.rollout.openai.text import TextStream
 
 
 def decode(ids: list[int]) -> str:

@@ -29,7 +29,7 @@ from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.leases import lend_again
-from services.learner_parts import Part, Parts
+from services.learner.batches import Part, Parts
 
 
 def test_a_group_as_an_older_format_has_it_is_scored_trained_and_verified(world: World) -> None:

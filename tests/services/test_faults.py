@@ -26,12 +26,12 @@ from protos.paceline.v1.worker_pb2 import (
     FAULT_UNSPECIFIED,
     RunReport,
 )
+from services.common.exponential_backoff import GrowingPause
 from services.coordinator import journal, leases
 from services.coordinator.exchange import Notice
 from services.coordinator.faults import Verdict, explain, judge
 from services.coordinator.members import Fault, Member
 from services.coordinator.verify import verify
-from services.growing_pause import GrowingPause
 
 
 @pytest_asyncio.fixture

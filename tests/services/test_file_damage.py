@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
 
-from paceline.cli import main as paceline
 from paceline.errors import Conflict, LedgerFault
+from services.cli.main import main as paceline
 from services.coordinator.backup import back_up
 from services.coordinator.ledger import Ledger
 from services.coordinator.main import main as coordinator

@@ -12,8 +12,8 @@ from exchange_drivers import make_spec
 
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import run_pb2, worker_pb2
-from services.growing_pause import GrowingPause
-from services.reward import RewardWorker
+from services.common.exponential_backoff import GrowingPause
+from services.reward.worker import RewardWorker
 
 CODE = "def f(completions, **_):\n    return [1.0] * len(completions)\n"
 

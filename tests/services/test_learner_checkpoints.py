@@ -15,7 +15,7 @@ from learner.checkpoint import Checkpoint, Misfit
 from paceline.errors import CheckpointFault, Unavailable
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
-from services.learner_checkpoints import LAST_SAVE_PAUSES_S, LOAD_PAUSES_S, SessionCheckpoints
+from services.learner.checkpoints import LAST_SAVE_PAUSES_S, LOAD_PAUSES_S, SessionCheckpoints
 
 
 class Session:

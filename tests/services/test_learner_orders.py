@@ -11,9 +11,9 @@ import pytest
 
 from paceline.errors import Busy, Conflict, Unavailable
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
-from services import learner_service
-from services.grpc_server import GrpcServer
-from services.learner_service import MAX_ORDERS, ExportOrder, LearnerServicer, Orders
+from services.common.grpc_server import GrpcServer
+from services.learner import servicer
+from services.learner.servicer import MAX_ORDERS, ExportOrder, LearnerServicer, Orders
 
 DEADLINE_S = 20.0
 
@@ -66,10 +66,10 @@ def test_orders_of_a_kind_are_bounded_until_they_are_taken() -> None:
 async def test_an_order_that_nothing_comes_of_is_withdrawn_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(learner_service, "ORDER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(servicer, "ORDER_TIMEOUT_S", 0.01)
     orders = Orders()
     with pytest.raises(Unavailable, match="nothing came of the order within"):
-        await learner_service._carried_out(orders.ask_checkpoint())
+        await servicer._carried_out(orders.ask_checkpoint())
     assert orders.take_checkpoints() == []
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from paceline.errors import Unavailable
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.background import BackgroundLoop
-from services.learner_parts import Parts
+from services.learner.background_loop import BackgroundLoop
+from services.learner.batches import Parts
 
 
 class Away:
@@ -53,7 +53,7 @@ def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.
             rank.background.loop.call_soon_threadsafe(rank.membership.back.set)
         return now_s
 
-    monkeypatch.setattr("services.background.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("services.learner.background_loop.time", SimpleNamespace(monotonic=monotonic))
     part = Parts("run-1", 1, rank).ask(0)
     assert part is not None
     assert part.is_end

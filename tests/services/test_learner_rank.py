@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.errors import Unavailable
 from protos.paceline.v1 import worker_pb2
-from services import learner_rank
-from services.learner_rank import LearnerRank, _serve, set_up_device
+from services.learner import rank as learner_rank
+from services.learner.rank import LearnerRank, _serve, set_up_device
 
 DEADLINE_S = 20.0
 SERVING, NOT_SERVING = (
@@ -92,7 +92,7 @@ def test_a_gpu_that_cannot_be_used_is_said_and_none_that_idles_is_passed_over(
 ) -> None:
     with pytest.raises(Unavailable, match=r"--device is cuda, and torch .* finds no GPU that it can use"):
         set_up_device("cuda", "127.0.0.1")
-    monkeypatch.setattr("paceline.gpus.visible_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("services.common.gpus.visible_gpus", lambda: ("0", "1"))
     assert set_up_device("cpu", "127.0.0.1").type == "cpu"
     assert not caplog.records, "that was asked for"
     assert set_up_device("auto", "127.0.0.1").type == "cpu"

@@ -18,10 +18,10 @@ from learner.collectives import FailedElsewhere
 from paceline.errors import Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
-from services import learner_run
-from services.learner_parts import Part
-from services.learner_run import LearnerRun
-from services.learner_service import ExportOrder, Orders
+from services.learner import run
+from services.learner.batches import Part
+from services.learner.run import LearnerRun
+from services.learner.servicer import ExportOrder, Orders
 
 VOCABULARY = 37
 
@@ -98,7 +98,7 @@ def ordered(session: Session) -> Future[str]:
             r"no memory for a copy of the whole model \(MemoryError: no room\)",
         ),
         (gather, "_gather", no_device_memory, "could not be written: OutOfMemoryError: CUDA out of memory"),
-        (learner_run, "export_policy", out_of_memory, "could not be written: MemoryError: no room"),
+        (run, "export_policy", out_of_memory, "could not be written: MemoryError: no room"),
     ],
 )
 def test_an_export_without_memory_fails_whoever_asked_for_it_alone(
@@ -113,7 +113,7 @@ def test_an_export_without_memory_fails_whoever_asked_for_it_alone(
         context.setattr(module, name, failure)
         with pytest.raises(Unavailable, match=words):
             ordered(session).result(0)
-    monkeypatch.setattr(learner_run, "export_policy", lambda path, *_, **__: path.mkdir(parents=True))
+    monkeypatch.setattr(run, "export_policy", lambda path, *_, **__: path.mkdir(parents=True))
     assert ordered(session).result(0).endswith("exports/now"), "the next one is written"
 
 
@@ -130,7 +130,7 @@ def test_what_leaves_the_ranks_at_different_points_ends_the_session(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session._rank.world_size = 2
-    monkeypatch.setattr(learner_run, "broadcast_bytes", lambda data: data)
+    monkeypatch.setattr(run, "broadcast_bytes", lambda data: data)
     monkeypatch.setattr(gather, "_gather", no_device_memory)
     with pytest.raises(torch.OutOfMemoryError):
         ordered(session)
@@ -141,7 +141,7 @@ def test_a_rank_whose_peer_has_no_memory_goes_on(session: Session, monkeypatch: 
         raise FailedElsewhere("another rank cannot do its part")
 
     session._rank.world_size = 2
-    monkeypatch.setattr(learner_run, "broadcast_bytes", lambda data: data)
+    monkeypatch.setattr(run, "broadcast_bytes", lambda data: data)
     monkeypatch.setattr(gather, "succeed_on_all_ranks", failed_elsewhere)
     with pytest.raises(FailedElsewhere):
         ordered(session).result(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+from services.common.grpc_server import details_of
 from services.coordinator.limits import (
     MAX_EVENT_BYTES,
     MAX_GAUGES,
@@ -16,7 +17,6 @@ from services.coordinator.limits import (
     one_line,
     seconds,
 )
-from services.grpc_server import details_of
 
 
 def test_a_text_is_cut_to_its_bytes_and_says_so() -> None:

@@ -15,9 +15,9 @@ import zmq.asyncio
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
-from services import member
-from services.grpc_server import GrpcServer
-from services.member import Membership
+from services.common import membership as member
+from services.common.grpc_server import GrpcServer
+from services.common.membership import Membership
 
 DEADLINE_S = 20.0
 

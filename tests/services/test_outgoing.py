@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from protos.paceline.v1 import worker_pb2
-from services.learner_rank import LearnerRank
-from services.outgoing import MAX_REPLACEABLE, Outgoing
+from services.learner.rank import LearnerRank
+from services.learner.report_queue import MAX_REPLACEABLE, Outgoing
 
 DEADLINE_S = 20.0
 

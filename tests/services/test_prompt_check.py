@@ -13,7 +13,6 @@ import pytest
 from exchange_drivers import make_spec
 
 from paceline.data.tokens import encode_prompt
-from paceline.demo.model import make_tokenizer
 from paceline.groups import Completion, Group, IntArray, VersionSpan
 from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
@@ -22,6 +21,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.intake import Arrived, look_at
 from services.coordinator.ledger import Ledger
 from services.coordinator.prompt_check import PromptCheck
+from services.demo.model import make_tokenizer
 
 PROMPTS = {7: "12+34=", 8: "99+01=", 9: [{"role": "user", "content": "1+1="}]}
 

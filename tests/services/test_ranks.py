@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rank_group import interface_of
+from services.learner.rank_group import interface_of
 
 DEADLINE_S = 60.0
 Launch = Callable[..., subprocess.Popen[str]]
@@ -29,7 +29,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         (tmp_path / "toy_rank.py").write_text(READY + code)
         path = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.ranks", "2", str(grace_s), "toy_rank"],
+            [sys.executable, "-m", "services.learner.launcher", "2", str(grace_s), "toy_rank"],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -65,7 +65,7 @@ def await_gone(pid: int) -> None:
 def test_ranks_meet_in_a_file_that_no_folder_has_and_listen_on_loopback(launch: Launch) -> None:
     process = launch(
         "import psutil, torch, torch.distributed as dist\n"
-        "from services.rank_group import form_rank_group\n"
+        "from services.learner.rank_group import form_rank_group\n"
         "form_rank_group('127.0.0.1', cuda=False)\n"
         "ours = torch.tensor([1 + int(rank)])\n"
         "dist.all_reduce(ours)\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from exchange_drivers import Learner, Reward, Rollout, World, fill
 
-from paceline.cli.replay import overridden
 from paceline.errors import SpecError
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml
-from services.replay import plan_replay
+from services.cli.replay import overridden
+from services.replay.plan import plan_replay
 
 
 @pytest.fixture

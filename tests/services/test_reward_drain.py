@@ -16,8 +16,8 @@ from paceline.spec.reading import spec_to_yaml
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.growing_pause import GrowingPause
-from services.reward import RewardWorker
+from services.common.exponential_backoff import GrowingPause
+from services.reward.worker import RewardWorker
 
 SLOW_REWARD = """
 import pathlib

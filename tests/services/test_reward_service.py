@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from protos.paceline.v1 import reward_pb2
-from services.reward_service import MAX_CALLS, RewardServicer
+from services.reward.servicer import MAX_CALLS, RewardServicer
 
 
 class Aborted(Exception):

@@ -13,22 +13,22 @@ import pytest
 import pytest_asyncio
 from exchange_drivers import make_spec
 
-from paceline.demo.model import make_tokenizer
 from paceline.errors import EngineDied
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import rollout_pb2
 from rollout.engine import GenerationRequest, empty_completion
-from services.growing_pause import GrowingPause
-from services.rollout import RolloutWorker
-from services.rollout_run import (
+from services.common.exponential_backoff import GrowingPause
+from services.demo.model import make_tokenizer
+from services.rollout.run import (
     HAND_BACK_BYTES_PER_S,
     HAND_BACK_S,
     MAX_UNEXPECTED,
     RolloutRun,
     hand_back_seconds,
 )
+from services.rollout.worker import RolloutWorker
 
 PATIENCE_S = 30.0
 GEMMA = (

@@ -17,7 +17,7 @@ from paceline.groups import Version
 from paceline.weights.manifest import WeightOffer
 from paceline.weights.packing import plan
 from protos.paceline.v1 import worker_pb2
-from services.rollout_weights import RolloutWeights
+from services.rollout.weights import RolloutWeights
 
 DEADLINE_S = 20.0
 MAX_WAIT_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from protos.paceline.v1 import worker_pb2
-from services.rollout import RolloutWorker
+from services.rollout.worker import RolloutWorker
 
 PATIENCE_S = 10.0
 

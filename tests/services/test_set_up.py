@@ -18,12 +18,12 @@ from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from reward.runner import RewardRunner
-from services.growing_pause import GrowingPause
-from services.grpc_server import GrpcServer
-from services.reward import RewardWorker
-from services.rollout import RolloutWorker
-from services.rollout_run import RolloutRun
-from services.set_up import fault_of, spec_of
+from services.common.exponential_backoff import GrowingPause
+from services.common.grpc_server import GrpcServer
+from services.common.run_setup import fault_of, spec_of
+from services.reward.worker import RewardWorker
+from services.rollout.run import RolloutRun
+from services.rollout.worker import RolloutWorker
 
 PATIENCE_S = 60.0
 

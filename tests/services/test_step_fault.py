@@ -13,10 +13,10 @@ from paceline.errors import DataError, NonFiniteLoss, PacelineError, Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.learner_parts import Part
-from services.learner_run import LearnerRun
-from services.learner_service import Orders
-from services.step_fault import describe
+from services.learner.batches import Part
+from services.learner.run import LearnerRun
+from services.learner.servicer import Orders
+from services.learner.step_failure import describe
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from paceline.demo.model import make_model
 from paceline.errors import Unavailable
 from paceline.groups import Completion
 from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, SamplingParams, create_engine, empty_completion
-from services.stuck import PROMPT_IDS, answers, until_stuck
+from services.demo.model import make_model
+from services.rollout.hang_probe import PROMPT_IDS, answers, until_stuck
 
 DEADLINE_S = 30.0
 

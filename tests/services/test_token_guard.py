@@ -18,13 +18,13 @@ from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.spec import ClusterSection
 from paceline.token import make_token, metadata, open_channel, read_token
-from paceline.up import LocalCluster
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.grpc_server import GrpcServer
-from services.member import Membership
-from services.reward_service import RewardServicer
-from services.token_guard import TokenGuard, worker_guard
+from services.common.grpc_server import GrpcServer
+from services.common.membership import Membership
+from services.common.token_guard import TokenGuard, worker_guard
+from services.local.cluster import LocalCluster
+from services.reward.servicer import RewardServicer
 
 DEADLINE_S = 60.0
 

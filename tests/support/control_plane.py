@@ -15,12 +15,12 @@ from exchange_drivers import make_spec
 from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.common.grpc_server import GrpcServer
+from services.common.processes.file_limit import Capacity
 from services.coordinator.control import RunServicer, WorkerServicer
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Members
-from services.file_limit import Capacity
-from services.grpc_server import GrpcServer
 
 DEADLINE_S = 20.0
 

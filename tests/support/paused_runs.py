@@ -8,8 +8,8 @@ import json
 from control_plane import DEADLINE_S, Plane
 
 from protos.paceline.v1 import run_pb2
+from services.common.exponential_backoff import GrowingPause
 from services.coordinator.faults import Faults
-from services.growing_pause import GrowingPause
 
 
 def quick() -> GrowingPause:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from services.coordinator.ledger import Ledger
 
-PACELINE = [sys.executable, "-c", "from paceline.cli import main; main()"]
+PACELINE = [sys.executable, "-c", "from services.cli.main import main; main()"]
 
 
 COMMANDS = {
     "coordinator": ["services.coordinator.main"],
-    "rollout": ["services.rollout"],
-    "reward": ["services.reward"],
-    "learner": ["services.learner", "--ranks", "2"],
+    "rollout": ["services.rollout.main"],
+    "reward": ["services.reward.main"],
+    "learner": ["services.learner.main", "--ranks", "2"],
 }
 
 

@@ -18,9 +18,9 @@ from learner.collectives import FailedElsewhere, succeed_on_all_ranks
 from learner.examples import ExampleSource
 from learner.row_check import check_rows
 from learner.trainer import Trainer
-from paceline.demo.model import make_tokenizer
 from paceline.errors import InvalidInput, NonFiniteLoss, Unreadable
 from paceline.process import end_process
+from services.demo.model import make_tokenizer
 
 
 def main(model: Path, out: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.client import Client
-from paceline.up import LocalCluster
 from services.coordinator.ledger import Ledger
 from services.coordinator.verify import verify
+from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0
 

@@ -23,17 +23,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from learner.checkpoint import load
 from learner.checkpoint_manifest import read_manifest
 from paceline.client import Client
-from paceline.demo.model import make_model
-from paceline.demo.task import answer, problem
 from paceline.files.storage import Folder
 from paceline.groups import Version
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
 from paceline.token import open_channel
-from paceline.up import LocalCluster
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from protos.paceline.v1.common_pb2 import Role
 from services.coordinator.ledger import Ledger
+from services.demo.model import make_model
+from services.demo.task import answer, problem
+from services.local.cluster import LocalCluster
 
 HERE = Path(__file__).parent
 DEADLINE_S = 600.0
@@ -71,7 +71,7 @@ class Worker:
             "PACELINE_STARTER": str(os.getpid()),
             "PACELINE_FAULT": str(self._orders),
         }
-        program = [str(HERE / "faulty_rollout.py")] if faulty else ["-m", "services.rollout"]
+        program = [str(HERE / "faulty_rollout.py")] if faulty else ["-m", "services.rollout.main"]
         self.started_s = time.time()
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -238,7 +238,7 @@ class ElasticRun:
             return []
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(service).children(recursive=True)
-            return [c.pid for c in children if "services.learner_rank" in " ".join(c.cmdline())]
+            return [c.pid for c in children if "services.learner.rank" in " ".join(c.cmdline())]
         return []
 
     # The right weights
@@ -314,7 +314,7 @@ class ElasticRun:
         arguments = ["replay", str(self.cluster.directory / self.run_id), "--output", str(output), "--json"]
         arguments += ["--from", str(start), "--to", str(step), "--device", "cpu"]
         done = subprocess.run(
-            [sys.executable, "-c", "from paceline.cli import main; main()", *arguments],
+            [sys.executable, "-c", "from services.cli.main import main; main()", *arguments],
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,

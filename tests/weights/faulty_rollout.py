@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import paceline.weights.link
-import services.rollout
-import services.rollout_weights
+import services.rollout.main
+import services.rollout.weights
 from paceline.errors import Unavailable
 from paceline.groups import Version
 from rollout.receiver import WeightReceiver
@@ -88,10 +88,10 @@ def main() -> None:
         return form(*arguments)
 
     paceline.weights.link._gloo = form_and_strike
-    services.rollout_weights.WeightReceiver = FaultyReceiver  # type: ignore[misc]
+    services.rollout.weights.WeightReceiver = FaultyReceiver  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, arm)
     signal.signal(signal.SIGUSR2, lambda *_: go_on.set())
-    services.rollout.main()
+    services.rollout.main.main()
 
 
 if __name__ == "__main__":

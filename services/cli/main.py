@@ -1,0 +1,69 @@
+"""The command line: `paceline --help` says what there is, each command's module is imported when it runs.
+
+Promise: help is instant and imports neither torch nor gRPC, and a user's mistake is one line on stderr with exit
+status 1, never a traceback.
+"""
+
+from __future__ import annotations
+
+import click
+
+from paceline import __version__
+from services.cli.lazy import LazyGroup
+
+COMMANDS = {
+    "demo": (
+        "services.demo.run:main",
+        "Train a small model on this machine with all services, in a few minutes.",
+    ),
+    "up": ("services.cli.up:up", "Start all services on this host, submit a spec and watch it."),
+    **{
+        name: (f"services.cli.train:{name}", f"Train SPEC, here or at a coordinator: {what}.")
+        for name, what in {
+            "grpo": "from rollouts and rewards",
+            "sft": "imitate a data set's completions",
+            "dpo": "prefer chosen completions to rejected ones",
+            "kto": "from good and bad completions",
+            "orpo": "imitate and prefer at once, without a reference",
+            "rm": "a reward model from pairs",
+            "distillation": "from rollouts and a teacher",
+        }.items()
+    },
+    "submit": ("services.cli.runs:submit", "Queue a run from a spec."),
+    "runs": ("services.cli.runs:runs", "List the runs."),
+    "watch": ("services.cli.runs:watch", "Follow a run until it ends."),
+    "cancel": ("services.cli.runs:cancel", "End a run."),
+    "pause": ("services.cli.runs:pause", "Hold a run."),
+    "resume": ("services.cli.runs:resume", "Go on with a run that is paused."),
+    "drop": ("services.cli.runs:drop", "Take groups out of the batch that a paused run is to train next."),
+    "members": ("services.cli.workers:members", "List the workers."),
+    "generate": ("services.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
+    "samples": (
+        "services.cli.records:samples",
+        "Show what was trained in a step: completions, rewards, versions.",
+    ),
+    "ledger": ("services.cli.records:ledger", "Verify or back up the record of every group."),
+    "export": (
+        "services.cli.records:export",
+        "Write a Hugging Face model folder from a run's newest checkpoint.",
+    ),
+    "replay": (
+        "services.cli.replay:replay",
+        "Train recorded steps of a run again, alone, and compare the weights.",
+    ),
+    "serve": ("services.cli.serve:serve", "Run one service: coordinator, rollout, reward or learner."),
+    "doctor": ("services.cli.doctor:doctor", "Say what this machine has, what is missing and how to get it."),
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    entries=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="paceline")
+def main() -> None:
+    """Asynchronous, off-policy GRPO as plain services: kill any of them, add any, at any time.
+
+    Start with `paceline doctor` and `paceline demo`; your own run is `paceline up spec.yaml`.
+    """

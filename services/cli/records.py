@@ -1,0 +1,202 @@
+"""Commands that read what a run left behind: samples, samples export, ledger verify, ledger backup, export. None needs a coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.errors import NotFound
+from services.cli import render
+from services.common.options import LEDGER_NAME, directory_option, find_run, json_option, print_json
+
+if TYPE_CHECKING:
+    from services.coordinator.ledger import Ledger
+
+
+class _ShowByDefault(click.Group):
+    """`samples RUN` is `samples show RUN`; no run is called like a command, since every run's id ends with a number."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_ShowByDefault)
+def samples() -> None:
+    """Show what a step trained on (samples RUN --step STEP), or write all of it to a file."""
+
+
+@samples.command("export")
+@click.argument("run")
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@directory_option
+@json_option
+def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> None:
+    """Write every completion that RUN (its id, or its folder) trained on to the Parquet file DESTINATION.
+
+    A row has prompt, completion, tokens, log-probabilities and versions by token, rewards by function, final_reward.
+    """
+    from paceline.spec.reading import spec_of_run
+    from services.cli.samples import export_samples
+
+    path, run_id = find_run(run, directory)
+    with opened_ledger(path) as opened:
+        spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
+        weights = [reward.weight for reward in spec.rewards]
+        rows = export_samples(opened, run_id, weights, destination)
+    if as_json:
+        print_json({"path": str(destination), "rows": rows})
+    else:
+        click.echo(f"{destination}: {rows:,} completions of {run_id}")
+
+
+@samples.command()
+@click.argument("run")
+@click.option("--step", type=int, required=True, help="Which step's batch.")
+@directory_option
+@json_option
+def show(run: str, step: int, directory: Path, as_json: bool) -> None:
+    """Show what step STEP of RUN (its id, or its folder) trained on; as JSON lines, one for each group, with --json."""
+    from services.cli.samples import samples_of_step
+
+    path, run_id = find_run(run, directory)
+    with opened_ledger(path) as opened:
+        opened.run(run_id)  # says which runs there are when this is none
+        groups = samples_of_step(opened, run_id, step)
+    for group in groups:
+        if as_json:
+            print_json(group)
+        else:
+            click.echo(render.sample_text(group))
+
+
+@click.group()
+def ledger() -> None:
+    """Verify or back up the record of every group."""
+
+
+@ledger.command()
+@click.argument("run", required=False)
+@click.option("--deep", is_flag=True, help="Read the contents of every checkpoint, not of the newest alone.")
+@click.option(
+    "--repair", "repairs", is_flag=True, help="Do what can be done about damage first; stop the coordinator."
+)
+@directory_option
+@json_option
+def verify(run: str | None, deep: bool, repairs: bool, directory: Path, as_json: bool) -> None:
+    """Compare everything that was recorded of RUN (its id, or its folder; default all runs); exit status 1 if anything
+    disagrees."""
+    from services.coordinator.repair import repair
+    from services.coordinator.verify import verify as verify_records
+
+    path, run_id = find_run(run, directory) if run else (directory / LEDGER_NAME, "")
+    done: list[str] = []
+    if repairs:
+        repair(path, done.append if as_json else click.echo)
+    with opened_ledger(path) as opened:
+        run_ids = [run_id] if run_id else [row["run_id"] for row in opened.runs()]
+        reports = {run_id: verify_records(opened, run_id, deep=deep) for run_id in run_ids}
+    found = {run_id: {"problems": each.problems, "facts": each.facts} for run_id, each in reports.items()}
+    if as_json:
+        print_json((found[run_id] if run_id else {"runs": found}) | ({"repaired": done} if repairs else {}))
+    else:
+        for each, report in reports.items():
+            click.echo(render.verify_text(each, report.problems, report.facts))
+    if any(report.problems for report in reports.values()):
+        raise click.exceptions.Exit(1)
+
+
+@ledger.command()
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@directory_option
+@json_option
+def backup(destination: Path, directory: Path, as_json: bool) -> None:
+    """Write a consistent copy of the ledger to the file DESTINATION, also while the coordinator runs."""
+    from services.coordinator.backup import back_up
+
+    with opened_ledger(directory / LEDGER_NAME) as opened:
+        size_bytes = back_up(opened, destination)
+    if as_json:
+        print_json({"path": str(destination), "size_bytes": size_bytes})
+    else:
+        click.echo(f"{destination}: {size_bytes:,} bytes")
+
+
+@click.command()
+@click.argument("run")
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Type of the weights; default float32."
+)
+@click.option("--adapter", is_flag=True, help="The LoRA adapter alone.")
+@directory_option
+@json_option
+def export(
+    run: str, destination: Path, dtype: str | None, adapter: bool, directory: Path, as_json: bool
+) -> None:
+    """Write the Hugging Face model folder DESTINATION from the newest complete checkpoint of RUN (id or folder).
+
+    A LoRA adapter is merged into its base; with --adapter the folder holds it alone, as peft reads it.
+    """
+    from paceline.spec.reading import spec_of_run
+
+    if adapter and dtype:
+        raise click.UsageError("--dtype goes with whole models; an adapter is always float32")
+    path, run_id = find_run(run, directory)
+    with opened_ledger(path) as opened:
+        spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
+        checkpoint = opened.newest_checkpoint(run_id)
+    if checkpoint is None:
+        raise NotFound(
+            f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
+        )
+    import torch
+
+    from learner.export import export_checkpoint
+
+    export_checkpoint(
+        checkpoint.path,
+        destination,
+        expected_sha256=checkpoint.sha256,
+        policy=spec.policy,
+        dtype=getattr(torch, dtype) if dtype else None,
+        scoring=spec.algorithm == "rm",
+        adapter_only=adapter,
+    )
+    facts = {
+        "run_id": run_id,
+        "step": checkpoint.step,
+        "session": checkpoint.session,
+        "path": str(destination),
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(f"{destination}: the weights of {run_id} after {checkpoint.step} steps")
+
+
+@contextlib.contextmanager
+def opened_ledger(path: Path) -> Iterator[Ledger]:
+    """The ledger at `path`, read-only; what cannot be read in it because the file is damaged is said so. Raises NotFound,
+    LedgerFault."""
+    from services.coordinator.file_damage import explained
+
+    with contextlib.closing(open_ledger(path)) as opened, explained(opened):
+        yield opened
+
+
+def open_ledger(path: Path) -> Ledger:
+    """The ledger at `path`, read-only. Raises NotFound."""
+    from services.coordinator.ledger import Ledger
+
+    try:
+        return Ledger(path, read_only=True)
+    except NotFound:
+        raise NotFound(
+            f"no ledger at {path}; name the coordinator's --directory, or the run's folder"
+        ) from None

@@ -1,0 +1,173 @@
+"""`paceline replay RUN --from STEP`: trains recorded steps once more, alone, and compares with what the run reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+
+from paceline.errors import Conflict, PacelineError
+from paceline.spec import RunSpec
+from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
+from services.cli.records import opened_ledger
+from services.common.options import directory_option, find_run, json_option, print_json
+
+if TYPE_CHECKING:
+    from services.replay.plan import ReplayPlan
+
+
+@click.command()
+@click.argument("run")
+@click.argument("overrides", nargs=-1)
+@click.option("--from", "start", type=int, required=True, help="First step: 0, or one that has a checkpoint.")
+@click.option("--to", "end", type=int, help="Step to stop before; default after the last that was trained.")
+@click.option("--output", type=click.Path(path_type=Path), help="New folder for what comes out.")
+@click.option("--ranks", type=int, help="Ranks of the learner; default as recorded.")
+@click.option("--threads", type=int, help="Compute threads of each rank; default as recorded.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto.")
+@directory_option
+@json_option
+def replay(
+    run: str,
+    overrides: tuple[str, ...],
+    start: int,
+    end: int | None,
+    output: Path | None,
+    ranks: int | None,
+    threads: int | None,
+    device: str,
+    directory: Path,
+    as_json: bool,
+) -> None:
+    """Train steps of RUN (its id, or its folder) again from its ledger and checkpoints, without any other service.
+
+    The same batches, and on CPUs the same weights bit for bit; exit status 1 if they differ though nothing else does.
+    OVERRIDES such as loss_fn.ratio_clip_max=0.28 change the objective. The run itself is only read.
+    """
+    from services.replay.plan import plan_replay, recorded_losses
+
+    path, run_id = find_run(run, directory)
+    with opened_ledger(path) as opened:
+        plan = plan_replay(opened, run_id, start, end)
+        recorded = recorded_losses(opened, run_id)
+    for warning in plan.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    spec = overridden(plan.spec, overrides)
+    output = output or path.resolve().parent / run_id / f"replay-{plan.start}-{plan.end}"
+    if output.exists():
+        raise Conflict(f"{output} exists; name another folder with --output")
+    output.mkdir(parents=True)
+    (output / "spec.yaml").write_text(spec_to_yaml(spec))
+    ranks, threads = ranks or plan.ranks, threads or plan.threads
+    options = [
+        *("--ledger", str(path.resolve()), "--run-id", run_id, "--spec", str(output / "spec.yaml")),
+        *("--from", str(plan.start), "--to", str(plan.end), "--output", str(output), "--device", device),
+    ]
+    saved: dict[str, Any] = {}
+    equal_losses = 0
+    with (output / "metrics.jsonl").open("w") as metrics:
+        for line in _lines(_command(ranks), options, threads):
+            if "checkpoint" in line:
+                saved = line
+                continue
+            metrics.write(json.dumps(line) + "\n")
+            before = recorded.get(line["step"])
+            equal_losses += line["loss"] == before
+            if not as_json:
+                was = "" if before is None else f"  recorded {before:.6g}"
+                norm = line["grad_norm"]
+                click.echo(f"step {line['step']:>4}  loss {line['loss']:.6g}{was}  gradient norm {norm:.4g}")
+    facts = {
+        "run_id": run_id,
+        "from": plan.start,
+        "to": plan.end,
+        "ranks": ranks,
+        "threads": threads,
+        "overrides": list(overrides),
+        "equal_losses": equal_losses,
+        "checkpoint": saved["checkpoint"],
+        **_compared(plan, saved),
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(_sentence(facts, plan))
+    if facts["identical"] is False and not overrides and ranks == plan.ranks and plan.steady:
+        raise click.exceptions.Exit(1)
+
+
+def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
+    """`spec`, which was accepted once, with dotted overrides. Raises SpecError; Conflict for one that would make other batches
+    of the record."""
+    tree = yaml.safe_load(spec_to_yaml(spec))
+    for override in overrides:
+        if override.startswith(("data.", "rewards", "algorithm", "grpo.num_")):
+            raise Conflict(
+                f"{override!r} would change the batches, which are on record; only training can change"
+            )
+        apply_override(tree, override)
+    return parse_spec(tree, stored=True)
+
+
+def _command(ranks: int) -> list[str]:
+    if ranks == 1:
+        return [sys.executable, "-m", "services.replay.rank"]
+    return [sys.executable, "-m", "services.learner.launcher", str(ranks), "10", "services.replay.rank"]
+
+
+def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dict[str, Any]]:
+    """The objects that rank 0 prints; anything else goes to stderr. Raises PacelineError when the ranks fail."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
+    with subprocess.Popen(
+        [*command, *options], env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+                else:
+                    click.echo(line, err=True, nl=False)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+    if process.returncode:
+        raise PacelineError(f"the replay ended with exit status {process.returncode}; the reason is above")
+
+
+def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
+    """The weights reached against those of the run's own checkpoint after the same steps, if it has one."""
+    if plan.expected is None:
+        return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
+    from learner.export import checkpoint_weights, compare_weights
+
+    policy, scoring = plan.spec.policy, plan.spec.algorithm == "rm"
+    reached = checkpoint_weights(saved["checkpoint"], saved["sha256"], policy, scoring=scoring)
+    expected = checkpoint_weights(plan.expected.path, plan.expected.sha256, policy, scoring=scoring)
+    names, largest = compare_weights(reached, expected)
+    return {
+        "compared_with": plan.expected.path,
+        "identical": not names,
+        "different_tensors": names,
+        "largest_difference": largest,
+    }
+
+
+def _sentence(facts: dict[str, Any], plan: ReplayPlan) -> str:
+    steps = f"steps {facts['from']} to {facts['to'] - 1} of {facts['run_id']} replayed; {facts['checkpoint']}"
+    if facts["identical"] is None:
+        return f"{steps}\nthe run has no checkpoint after {facts['to']} steps to compare with"
+    if facts["identical"]:
+        return f"{steps}\nthe weights are bit-identical to {facts['compared_with']}"
+    why = "" if plan.steady else " (the run changed its number of ranks in between)"
+    return (
+        f"{steps}\nthe weights differ from {facts['compared_with']} in {len(facts['different_tensors'])} tensors, "
+        f"by at most {facts['largest_difference']:.3g}{why}"
+    )

@@ -1,0 +1,109 @@
+"""Commands about runs: submit, runs, watch, cancel, pause, resume, drop."""
+
+from __future__ import annotations
+
+import click
+
+from paceline.client import Client
+from services.cli import render
+from services.cli.watching import follow
+from services.common.options import coordinator_option, json_option, print_json
+
+
+@click.command()
+@click.argument("spec", type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--watch", "and_watch", is_flag=True, help="Follow the run until it ends.")
+@coordinator_option
+@json_option
+def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: str, as_json: bool) -> None:
+    """Queue a run from a YAML spec, with overrides such as grpo.max_num_steps=50."""
+    with Client(coordinator) as client:
+        facts = render.run_facts(client.submit(spec, overrides))
+        if as_json:
+            print_json(facts)
+        else:
+            click.echo(f"run {facts['run_id']} is {facts['state']}: {facts['directory']}")
+            if not and_watch:  # else they are among the run's events
+                for warning in facts["warnings"]:
+                    click.echo(f"warning: {warning}", err=True)
+        if and_watch:
+            follow(client, facts["run_id"], as_json=as_json)
+
+
+@click.command()
+@coordinator_option
+@json_option
+def runs(coordinator: str, as_json: bool) -> None:
+    """List the runs of the coordinator, oldest first; as JSON lines with --json."""
+    with Client(coordinator) as client:
+        facts = [render.run_facts(run) for run in client.runs()]
+    if as_json:
+        for one in facts:
+            print_json(one)
+    else:
+        render.print_table(render.RUN_COLUMNS, [render.run_row(one) for one in facts], empty="no runs yet")
+
+
+@click.command()
+@click.argument("run")
+@click.option("--after", default=0, help="Only events after this sequence number.")
+@coordinator_option
+@json_option
+def watch(run: str, after: int, coordinator: str, as_json: bool) -> None:
+    """Follow a run until it ends; exit status 1 if it does not succeed. JSON lines with --json."""
+    with Client(coordinator) as client:
+        follow(client, run, after=after, as_json=as_json)
+
+
+@click.command()
+@click.argument("run")
+@coordinator_option
+@json_option
+def cancel(run: str, coordinator: str, as_json: bool) -> None:
+    """End a run; its checkpoints stay."""
+    with Client(coordinator) as client:
+        _say(render.run_facts(client.cancel(run)), as_json)
+
+
+@click.command()
+@click.argument("run")
+@coordinator_option
+@json_option
+def pause(run: str, coordinator: str, as_json: bool) -> None:
+    """Hold a run: no further prompt is generated and no further step begins until `resume`."""
+    with Client(coordinator) as client:
+        _say(render.run_facts(client.pause(run)), as_json)
+
+
+@click.command()
+@click.argument("run")
+@coordinator_option
+@json_option
+def resume(run: str, coordinator: str, as_json: bool) -> None:
+    """Go on with a run that is paused; queue one that has failed again."""
+    with Client(coordinator) as client:
+        _say(render.run_facts(client.resume(run)), as_json)
+
+
+@click.command()
+@click.argument("run")
+@click.argument("groups", nargs=-1, required=True, type=click.IntRange(min=0), metavar="GROUP...")
+@coordinator_option
+@json_option
+def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> None:
+    """Take groups out of the batch that a paused run is to train next; the batch is fixed anew without them."""
+    with Client(coordinator) as client:
+        facts = render.run_facts(client.drop_groups(run, groups))
+    if as_json:
+        print_json(facts)
+        return
+    named = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
+    click.echo(f"dropped {named} of run {run}, which is {facts['state']}; `paceline resume {run}` goes on")
+
+
+def _say(facts: render.Facts, as_json: bool) -> None:
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(f"run {facts['run_id']} is {facts['state']}")

@@ -1,0 +1,22 @@
+"""`paceline serve ROLE`: hands over to the service's own command, options and help included."""
+
+from __future__ import annotations
+
+import click
+
+from services.cli.lazy import LazyGroup
+
+SERVICES = {
+    "coordinator": (
+        "services.coordinator.main:main",
+        "Runs, members, the exchange and the ledger; start this first.",
+    ),
+    "rollout": ("services.rollout.main:main", "A rollout worker: generates completions."),
+    "reward": ("services.reward.main:main", "A reward worker: scores completions."),
+    "learner": ("services.learner.main:main", "The learner: trains and publishes weights."),
+}
+
+
+@click.group(cls=LazyGroup, entries=SERVICES)
+def serve() -> None:
+    """Run one service in the foreground. Workers find each other through the coordinator."""

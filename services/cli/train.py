@@ -1,0 +1,72 @@
+"""`paceline grpo|sft|dpo|kto|orpo|rm|distillation SPEC`: train a spec of that algorithm, with services of its own or at a coordinator.
+
+They are one command under seven names: what differs between the algorithms is the batch's source and the loss, and both
+are the spec's. The name says what the user means, so a spec that says otherwise is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from paceline.client import Client
+from paceline.errors import SpecError
+from paceline.spec import RunSpec
+from paceline.spec.run import Algorithm
+from services.cli.up import run_here
+from services.cli.watching import follow
+from services.common.options import directory_option, json_option
+
+
+def load_for(algorithm: str, spec: str, overrides: tuple[str, ...]) -> RunSpec:
+    """The spec, its algorithm filled in if it names none. Raises SpecError: it names another one, or as load_spec."""
+    from paceline.spec.reading import load_spec, read_tree
+
+    named = read_tree(spec).get("algorithm", algorithm)
+    loaded = load_spec(spec, (f"algorithm={named}", *overrides))
+    if loaded.algorithm != algorithm:
+        raise SpecError(
+            f"{spec} has algorithm {loaded.algorithm!r}, the command is `paceline {algorithm}`; use "
+            f"`paceline {loaded.algorithm}`, or change the spec"
+        )
+    return loaded
+
+
+def _command(algorithm: str) -> click.Command:
+    @click.command(
+        algorithm,
+        help=f"Train SPEC with algorithm {algorithm} and watch the run. Without --coordinator all services that it needs "
+        "are started on this host, as `paceline up` does.",
+    )
+    @click.argument("spec", type=click.Path())
+    @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+    @click.option(
+        "--coordinator", metavar="HOST:PORT", help="Queue the run there instead of starting services here."
+    )
+    @directory_option
+    @json_option
+    def train(**options: Any) -> None:
+        _train(algorithm, **options)
+
+    return train
+
+
+def _train(
+    algorithm: str,
+    spec: str,
+    overrides: tuple[str, ...],
+    coordinator: str | None,
+    directory: Path,
+    as_json: bool,
+) -> None:
+    wanted = load_for(algorithm, spec, overrides)
+    if coordinator is None:
+        run_here(wanted, directory, host="127.0.0.1", port=None, keep=False, as_json=as_json)
+        return
+    with Client(coordinator) as client:
+        follow(client, client.submit(wanted).run_id, as_json=as_json)
+
+
+grpo, sft, dpo, kto, orpo, rm, distillation = (_command(algorithm) for algorithm in get_args(Algorithm))

@@ -1,0 +1,234 @@
+"""`paceline up`: every service of this host under one supervisor, then the run on the screen."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from paceline.client import Client
+from paceline.errors import PacelineError
+from paceline.spec import ClusterSection, RunSpec
+from services.cli.left_runs import left_runs
+from services.cli.watching import follow
+from services.common.gpus import divide, visible_gpus
+from services.common.options import (
+    LEDGER_NAME,
+    directory_option,
+    functions_from_option,
+    json_option,
+    token_file_option,
+)
+from services.local.cluster import GRACE_S, LocalCluster
+
+USUAL_PORT = 7070
+MIN_FREE_MB = 512
+
+
+@click.command()
+@click.argument("spec", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@directory_option
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address that the coordinator listens on."
+)
+@click.option(
+    "--port", type=int, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
+)
+@click.option(
+    "--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C."
+)
+@click.option(
+    "--resume",
+    "resumed",
+    multiple=True,
+    metavar="RUN",
+    help="Go on with a run that has failed or is paused, as `paceline resume` does; may be given several times.",
+)
+@click.option(
+    "--min-free-mb",
+    default=MIN_FREE_MB,
+    show_default=True,
+    help="No new groups while the directory's disk has less than this free.",
+)
+@click.option(
+    "--grace",
+    "grace_s",
+    default=GRACE_S,
+    show_default=True,
+    help="Seconds for the services to hand back leases and write a checkpoint at Ctrl-C or SIGTERM.",
+)
+@functions_from_option
+@token_file_option
+@json_option
+def up(
+    spec: str | None,
+    overrides: tuple[str, ...],
+    directory: Path,
+    host: str,
+    port: int | None,
+    keep: bool,
+    resumed: tuple[str, ...],
+    min_free_mb: int,
+    functions_from: tuple[Path, ...],
+    grace_s: float,
+    as_json: bool,
+) -> None:
+    """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
+
+    Without SPEC it goes on with the runs that were left open in the directory, and names those that have failed. Services
+    that die are started again; their output is in the directory's logs/.
+    """
+    from paceline.spec.reading import load_spec
+
+    wanted = load_spec(spec, overrides) if spec else None
+    run_here(
+        wanted,
+        directory,
+        host=host,
+        port=port,
+        keep=keep,
+        resumed=resumed,
+        min_free_mb=min_free_mb,
+        functions_from=functions_from,
+        grace_s=grace_s,
+        as_json=as_json,
+    )
+
+
+def run_here(
+    spec: RunSpec | None,
+    directory: Path,
+    *,
+    host: str,
+    port: int | None,
+    keep: bool,
+    as_json: bool,
+    resumed: tuple[str, ...] = (),
+    min_free_mb: int = MIN_FREE_MB,
+    functions_from: tuple[Path, ...] = (),
+    grace_s: float = GRACE_S,
+) -> None:
+    """Starts services in `directory`, submits `spec` if there is one, and follows what is open to its end, however long its
+    own coordinator is away meanwhile. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all that it
+    follows succeed.
+
+    Runs that train on a data set's examples get no rollout and reward workers. Raises PacelineError.
+    """
+    say = functools.partial(click.echo, err=True)
+    left = left_runs(directory / LEDGER_NAME)
+    for line in left.advice(resumed) if spec is None else left.unreadable.values():
+        say(line)
+    going_on = left.open | {run_id: left.chosen(run_id) for run_id in resumed}
+    if spec is None and not going_on:
+        raise click.UsageError(
+            f"no run is open in {directory}{' that this version can read' if left.unreadable else ''}; name a SPEC to start "
+            f"one{', or a failed run with --resume' if left.failed else ''}"
+        )
+    specs = [*([spec] if spec else []), *going_on.values()]
+    sizes = next((one.cluster for one in specs if one.examples is None), specs[0].cluster)
+    if all(one.examples is not None for one in specs):
+        sizes = sizes.model_copy(
+            update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
+        )
+    gpus = visible_gpus()
+    named = sizes
+    sizes, division = divide(sizes, len(gpus), rollout=sizes.rollout_workers > 0)
+    if division:
+        say(division)
+    if spec is not None and sizes is not named:
+        spec = _with_division(spec, sizes)
+    allowed = _function_folders(functions_from, specs)
+    options = {"coordinator": ["--min-free-mb", str(min_free_mb), *allowed], "reward": allowed}
+    cluster = LocalCluster(
+        directory,
+        sizes,
+        host=host,
+        port=_port(host, port),
+        grace_s=grace_s,
+        options=options,
+        say=say,
+        gpus=gpus,
+    )
+    with _ends_with_signals(), contextlib.ExitStack() as stack:
+        stack.callback(cluster.stop)
+        say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
+        client = stack.enter_context(Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf))
+        cluster.on_failure = client.close
+        for run_id in resumed:
+            client.resume(run_id)
+        run_ids = [client.submit(spec).run_id] if spec else list(going_on)
+        if spec and going_on:
+            say(f"{next(iter(going_on))} is still open and goes first; `paceline cancel` ends it")
+        cluster.start_workers()
+        try:
+            succeeded = [_follow(client, run_id, as_json) for run_id in run_ids]
+            if keep:
+                say("the services go on until Ctrl-C")
+                while not cluster.wait(3600.0):
+                    pass
+        except KeyboardInterrupt:
+            say(f"stopping; `paceline up --directory {directory}` goes on with what is open")
+            raise click.exceptions.Exit(130) from None
+        except PacelineError:
+            cluster.check()  # a service that was given up is the cause of whatever failed here
+            raise
+        cluster.check()
+        if not all(succeeded):
+            raise click.exceptions.Exit(1)
+
+
+def _follow(client: Client, run_id: str, as_json: bool) -> bool:
+    """Shows a run until it has ended; whether it succeeded. One that did not keeps no other from being followed."""
+    try:
+        follow(client, run_id, as_json=as_json)
+    except click.exceptions.Exit:
+        return False
+    return True
+
+
+def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
+    """The spec with what each role was given, so that a run goes on with the same division later."""
+    roles = ("learner",) if spec.examples is not None else ("learner", "rollout")
+    given = {key: value for key, value in sizes if key.startswith(roles)}
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=given)})
+
+
+def _function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) -> list[str]:
+    """The options `--functions-from` of the services: what the user allows besides the specs' own folders."""
+    if not functions_from:
+        return []
+    folders = [*map(str, functions_from), *(spec.folder for spec in specs if spec.folder)]
+    return [word for folder in dict.fromkeys(folders) for word in ("--functions-from", folder)]
+
+
+def _port(host: str, port: int | None) -> int:
+    """The port that was asked for, else the usual one, else 0 for any."""
+    if port is not None:
+        return port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, USUAL_PORT))
+        except OSError:
+            return 0
+    return USUAL_PORT
+
+
+@contextlib.contextmanager
+def _ends_with_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as Ctrl-C does, so that the services stop in good order."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

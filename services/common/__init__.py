@@ -1,0 +1,1 @@
+"""What every service needs: its server, its membership, its options, its log."""

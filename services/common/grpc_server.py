@@ -1,0 +1,213 @@
+"""What all gRPC servers of Paceline share: reflection, health, limits, errors as statuses, a graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import click
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
+from paceline.rate_limited_log import SeldomFilter, unforeseen
+from services.common.token_guard import TokenGuard
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest gRPC message either way: weights manifests are the largest that travel here."""
+
+MAX_DETAILS_BYTES = 4096
+"""Of a status's text on the wire, where a byte beyond printable ASCII is three: gRPC refuses longer trailers altogether."""
+
+STOP_GRACE_S = 1.0
+"""Seconds that calls under way have when the service ends."""
+
+LIMITS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+CHANNEL_OPTIONS = [
+    *LIMITS,
+    # A coordinator from which nothing came for 15 s is given up. gRPC goes by the ping's time-out, whatever the keepalive's.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # for how long a connection is attempted
+]
+SERVER_OPTIONS = [
+    *LIMITS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    # Later than the heartbeats' time-out: a stream that breaks is a crash, a silent worker is none.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+]
+
+STATUS = (
+    (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
+    (WireError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotFound, grpc.StatusCode.NOT_FOUND),
+    (Conflict, grpc.StatusCode.FAILED_PRECONDITION),
+    (Busy, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (PacelineError, grpc.StatusCode.INTERNAL),
+)
+"""First match wins."""
+
+GRPC_LOG = "grpc._cython.cygrpc"
+"""Where gRPC writes a traceback for each request that cannot be decoded."""
+
+log = logging.getLogger(__name__)
+seldom = SeldomFilter()
+CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
+StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
+
+
+def with_status(call: CallT) -> CallT:
+    """A unary method of a servicer whose PacelineErrors become statuses with their message. Whatever else it raises is
+    answered as INTERNAL, logged and counted."""
+
+    @functools.wraps(call)
+    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await call(self, request, context)
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await context.abort(*_status(call.__name__, error))
+
+    return wrapped  # type: ignore[return-value]
+
+
+def with_stream_status(call: StreamT) -> StreamT:
+    """As `with_status`, for a method that answers with a stream."""
+
+    @functools.wraps(call)
+    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async with contextlib.aclosing(call(self, request, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await context.abort(*_status(call.__name__, error))
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str]:
+    for kind, code in STATUS:
+        if isinstance(error, kind):
+            return code, details_of(str(error))
+    return grpc.StatusCode.INTERNAL, details_of(unforeseen.note(method, error))
+
+
+def details_of(text: str) -> str:
+    """A status's text, cut where it would be too long for a trailer."""
+    size = 0
+    kept: list[str] = []
+    for character in text:
+        data = character.encode("utf-8", "replace")
+        size += (
+            len(data)
+            if character.isascii() and character.isprintable() and character != "%"
+            else 3 * len(data)
+        )
+        if size > MAX_DETAILS_BYTES - 16:
+            return "".join(kept) + " [...]"
+        kept.append(character)
+    return text
+
+
+class GrpcServer:
+    """One listening gRPC server with the given services."""
+
+    def __init__(self, host: str, port: int, guard: TokenGuard | None = None, max_connections: int = 0):
+        """`guard` looks at every call first; beyond `max_connections` (0: any number) a new connection is closed at once.
+        Raises Conflict when the port is taken.
+        """
+        logging.getLogger(GRPC_LOG).addFilter(seldom)
+        limits = [("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []
+        self._server = grpc.aio.server(
+            interceptors=[guard] if guard else [], options=[*SERVER_OPTIONS, *limits]
+        )
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+        self.host = host
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            raise Conflict(
+                f"cannot listen on {host}:{port}; is another process there? Choose another port"
+            ) from None
+
+    def add(self, servicer: Any, register: Callable[[Any, grpc.aio.Server], None], name: str) -> None:
+        """Adds a service by its generated registration function and its full name."""
+        register(servicer, self._server)
+        self._names.append(name)
+
+    async def start(self) -> None:
+        """Listens; health says SERVING."""
+        reflection.enable_server_reflection(self._names, self._server)
+        for name in ("", *self._names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+
+    async def set_serving(self, name: str, serving: bool) -> None:
+        """What health says of one service: whether it can do its work. The process as a whole goes on serving."""
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+    async def __aenter__(self) -> GrpcServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(STOP_GRACE_S)
+
+    async def stop(self, grace_s: float) -> None:
+        """Health says NOT_SERVING; calls under way have `grace_s` seconds to end."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Runs `main` with an event that SIGTERM and SIGINT set; `main` then ends in good order.
+
+    A PacelineError ends the process with its message and status 1, everything else with its traceback.
+    """
+    try:
+        asyncio.run(_until_signal(main))
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+    except ExceptionGroup as group:
+        fault = _first(group)
+        if fault is None:
+            raise
+        raise click.ClickException(str(fault)) from None
+
+
+def _first(group: ExceptionGroup) -> PacelineError | None:
+    for error in group.exceptions:
+        found = _first(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(found, PacelineError):
+            return found
+    return None
+
+
+async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await main(stop)

@@ -1,0 +1,1 @@
+"""Processes that start, watch and outlive no other process."""

@@ -1,0 +1,204 @@
+"""Keeps one child process alive: starts it, notices its death, says why, starts it again.
+
+Promises: a service that dies is started again, at first after half a second and ever more slowly while it keeps dying
+(`restart_policy.py`); it is given up, with the reason, only where `max_deaths` says so; nothing that it started in its process
+group outlives it, and it does not outlive this process.
+
+One thread (the keeper) owns each child: it alone starts, waits for and reaps it. Callers only send signals, under the
+lock that also covers reaping, so a signal never meets a process id that the system has given to someone else. Nothing
+waits for a keeper except `stop`, which has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from paceline.errors import PacelineError
+from services.common.processes.restart_policy import MAX_BACKOFF_S, Backoff, Death
+from services.common.processes.tether import tethered
+
+KILL_WAIT_S = 10.0
+LOG_TAIL_BYTES = 8192
+CANNOT_START = 127
+"""Status of a life that never began, as shells have it."""
+
+KEPT_DEATHS = 1000
+
+
+class Service:
+    """One supervised child. `command` and `max_deaths` may be changed while it runs; they count from its next death."""
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        log_path: Path,
+        say: Callable[[str], None],
+        gave_up: Callable[[PacelineError], None],
+        max_deaths: int | None = None,
+        max_backoff_s: float = MAX_BACKOFF_S,
+    ):
+        self.name = name
+        self.command = command
+        self.log_path = log_path
+        self.max_deaths = max_deaths
+        """Deaths in a row after which it is given up; None is never. Those that `kill` caused do not count."""
+        self.deaths: deque[str] = deque(maxlen=KEPT_DEATHS)
+        """How each of the last lives ended, oldest first."""
+        self._environment = environment
+        self._say = say
+        self._gave_up = gave_up
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._meant_to_die = False
+        self._backoff = Backoff(max_backoff_s)
+        self._keeper = threading.Thread(target=self._keep, name=f"keeper of {name}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the child and its keeper."""
+        self._keeper.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, which also is its process group; None while there is none."""
+        with self._lock:
+            return self._process.pid if self._process else None
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> bool:
+        """Sends a signal to the child's whole group and lets the keeper bring it back; False if there is no child."""
+        with self._lock:
+            self._meant_to_die = self._process is not None and number in (signal.SIGKILL, signal.SIGTERM)
+            return self._signal(number)
+
+    def terminate(self) -> None:
+        """Asks the child to end for good; `wait_ended` sees it through."""
+        with self._lock:
+            self._stopping.set()
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, signal.SIGTERM)
+
+    def wait_ended(self, grace_s: float) -> None:
+        """Waits for the child to end after `terminate`, and kills its group after `grace_s` seconds."""
+        self._keeper.join(grace_s)
+        if self._keeper.is_alive():
+            self._say(f"{self.name} did not stop within {grace_s:.0f} s and is killed")
+            with self._lock:
+                self._signal(signal.SIGKILL)
+            self._keeper.join(KILL_WAIT_S)
+
+    def _signal(self, number: signal.Signals) -> bool:
+        if self._process is None:
+            return False
+        elsewhere = _outside_group(self._process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+        for process in elsewhere:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return True
+
+    # The keeper
+
+    def _keep(self) -> None:
+        while True:
+            log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+            started_s = time.monotonic()
+            try:
+                status = self._live_once()
+            except OSError as error:
+                how, death = f"cannot be started: {error}", Death(CANNOT_START, 0.0, str(error))
+                lines = []
+            else:
+                if status is None or self._stopping.is_set():
+                    return
+                how, lines = ending(status), last_lines(self.log_path, log_start)
+                last_line = lines[-1] if lines else ""
+                death = Death(status, time.monotonic() - started_s, last_line, self._meant_to_die)
+            self._meant_to_die = False
+            if not self._goes_on(how, death, lines) or self._stopping.wait(self._backoff.pause_s):
+                return
+
+    def _live_once(self) -> int | None:
+        """One life of the child, from start to reaping; its return code. None when it must not start any more."""
+        with self._lock:
+            if self._stopping.is_set():
+                return None
+            with self.log_path.open("ab") as log:
+                process = subprocess.Popen(
+                    tethered(self.command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+            self._process = process
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            # Not reaped yet, so the group's number is still ours: ends what the child left behind in it.
+            self._signal(signal.SIGKILL)
+            self._process = None
+            return process.wait()
+
+    def _goes_on(self, how: str, death: Death, lines: list[str]) -> bool:
+        """Says what happened, or gives up; whether there is a next life."""
+        self.deaths.append(f"{self.name} {how}")
+        backoff = self._backoff
+        backoff.count(death)
+        what = backoff.in_words(self.name, how)
+        if self.max_deaths is not None and backoff.in_a_row >= self.max_deaths:
+            tail = "".join(f"\n  {line}" for line in lines) or " nothing"
+            self._gave_up(PacelineError(f"{what}. Its log {self.log_path} ends with:{tail}"))
+            return False
+        if backoff.is_said:
+            said = f"; its log ends with: {lines[-1]}" if lines else ""
+            self._say(f"{what}, starts again in {backoff.pause_s:g} s{said}")
+        return True
+
+
+def _outside_group(pid: int) -> list[psutil.Process]:
+    """What a child has started in groups of their own, as a launcher may."""
+    try:
+        started = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    outside = []
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) != pid:
+                outside.append(process)
+    return outside
+
+
+def ending(status: int) -> str:
+    """How a process with this return code ended, in words."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def last_lines(log_path: Path, start: int = 0, count: int = 5) -> list[str]:
+    """The last `count` lines that were written after byte `start`, without empty ones; none without a log."""
+    if not log_path.exists():
+        return []
+    with log_path.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(start, end - LOG_TAIL_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+    return [line.rstrip() for line in lines if line.strip()][-count:]

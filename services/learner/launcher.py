@@ -1,0 +1,160 @@
+"""Starts the ranks of one host and ends all of them when one dies: `services/learner/main.py` and `paceline replay` use it.
+
+    python -m services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
+
+Promises: no rank outlives the launcher, however that ends; the launcher ends once all ranks have ended, with the status of
+the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. Nothing listens for the ranks to meet: they
+do so in a file without a name (`rank_group.py`), whose descriptor they inherit, so nobody else can reach it and nothing of
+it is left behind.
+
+One thread for each rank waits for its end; the main thread alone decides, from a queue that these and the signal handler
+fill.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+from services.common.processes.parent_death import STARTER_VARIABLE, die_with_parent
+from services.common.processes.restart_policy import FROM_OUTSIDE
+from services.common.processes.supervisor import ending
+from services.common.processes.tether import tethered
+
+MEETING_VARIABLE = "PACELINE_RANKS_FILE"
+"""Tells a rank the file in which the ranks meet."""
+
+KILL_AFTER_S = 10.0
+"""Seconds after their grace until ranks that were told to stop are killed."""
+
+OTHERS_END_S = 10.0
+"""Seconds that the others have, when a rank has failed, to notice it in a collective and end by themselves."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank has ended."""
+
+    rank: int
+    status: int
+
+
+@dataclass
+class Ranks:
+    """The processes of one group of ranks, and what has become of them."""
+
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    events: queue.SimpleQueue[Ended | None] = field(default_factory=queue.SimpleQueue)
+    """Ends of ranks; None for a signal that asks to stop."""
+    told_to_stop: bool = False
+    status: int = 0
+    """Return code of the first rank that failed, as `subprocess` has it."""
+
+    def start(self, module: str, options: list[str], ranks: int) -> None:
+        """Starts the processes `python -m module options`, with torchrun's variables for ranks of one host."""
+        meeting = os.memfd_create("paceline-ranks")
+        environment = {name: value for name, value in os.environ.items() if name != STARTER_VARIABLE}
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        environment[MEETING_VARIABLE] = f"/proc/self/fd/{meeting}"
+        command = tethered([sys.executable, "-m", module, *options])
+        for rank in range(ranks):
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(command, env=own, pass_fds=(meeting,))
+            self.processes.append(process)
+            threading.Thread(target=self._wait_for, args=(rank, process), daemon=True).start()
+        os.close(meeting)
+
+    def see_through(self, grace_s: float) -> None:
+        """Returns when all ranks have ended; those that take too long are killed."""
+        alive, deadline_s = set(range(len(self.processes))), float("inf")
+        while alive:
+            left_s = min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
+            try:
+                event = self.events.get(timeout=max(0.0, left_s))
+            except queue.Empty:
+                log.error("killing what did not end in time: %s", _named(alive))
+                self._send(alive, signal.SIGKILL)
+                self.status = self.status or 1
+                deadline_s = float("inf")
+                continue
+            wait_s = grace_s + KILL_AFTER_S
+            if event is None:
+                self.told_to_stop = True
+                self._send(alive, signal.SIGTERM)
+            else:
+                alive.discard(event.rank)
+                if self._failed(event):
+                    wait_s = OTHERS_END_S
+                    log.error(
+                        "rank %d %s%s",
+                        event.rank,
+                        ending(event.status),
+                        f"; {_named(alive)} cannot go on without it" if alive else "",
+                    )
+                    self.status = self.status or event.status
+            deadline_s = min(deadline_s, time.monotonic() + wait_s)
+
+    def kill(self) -> None:
+        """Ends what is left, whatever it does."""
+        for process in self.processes:
+            process.kill()
+
+    def _failed(self, event: Ended) -> bool:
+        """Whether an end is a fault. A rank that is told to stop while it still imports dies of the signal itself."""
+        return event.status != 0 and not (self.told_to_stop and event.status == -signal.SIGTERM)
+
+    def _send(self, ranks: set[int], number: signal.Signals) -> None:
+        for rank in ranks:
+            self.processes[rank].send_signal(number)
+
+    def _wait_for(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.events.put(Ended(rank, process.wait()))
+
+
+def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> int:
+    """Starts the ranks and waits for their end; the return code of the first that failed, or 0. Main thread only."""
+    started = Ranks()
+    before = {number: signal.signal(number, lambda *_: started.events.put(None)) for number in SIGNALS}
+    try:
+        started.start(module, options, ranks)
+        started.see_through(grace_s)
+    finally:
+        started.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return started.status
+
+
+def end_as(status: int) -> None:
+    """Ends this process as a rank ended: a supervisor judges a signal from outside otherwise than a fault."""
+    if -status in FROM_OUTSIDE:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+def _named(ranks: set[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+
+
+def main(arguments: list[str]) -> None:
+    """Ranks of any module, as given on the command line."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ranks, grace_s, module, *options = arguments
+    end_as(run_ranks(module, options, int(ranks), float(grace_s)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,323 @@
+"""One rank of the learner: waits for a run, works on it, waits for the next.
+
+Rank 0 is the member that runs are assigned to; it hands an assignment on to the other ranks as plain bytes. Every
+rank has its own connection to the exchange, for its parts of batches and its receipts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+
+from learner.collectives import broadcast_bytes
+from paceline.address import checked_address
+from paceline.errors import Busy, PacelineError, Unavailable
+from paceline.onednn import bound_caches
+from paceline.process import end_process
+from paceline.tracing import set_up_tracing, shut_down_tracing
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
+from services.common.advertise import advertised_host
+from services.common.gpus import unused_gpus
+from services.common.grpc_server import GrpcServer
+from services.common.membership import LEAVE_WAIT_S, Membership
+from services.common.processes.file_limit import raise_file_limit
+from services.common.processes.parent_death import die_with_parent
+from services.common.processes.ready_file import announce
+from services.common.run_setup import failed_set_up
+from services.common.token_guard import worker_guard
+from services.learner.background_loop import BackgroundLoop
+from services.learner.rank_group import form_rank_group
+from services.learner.report_queue import Outgoing
+from services.learner.run import LearnerRun
+from services.learner.servicer import LearnerServicer, Orders
+
+ASSIGNMENT_POLL_S = 2.0
+
+OUTBOX_SIZE = 8
+"""Reports that are past being replaced by newer ones."""
+
+log = logging.getLogger(__name__)
+
+
+class LearnerRank:
+    """Connection, process group and the loop over runs."""
+
+    def __init__(
+        self, coordinator: str, name: str, device: torch.device, host: str, reachable: str, grace_s: float
+    ):
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.device = device
+        self.host = host
+        self.reachable = reachable
+        """This machine's address for the others; `host` is what it listens on."""
+        self.grace_s = grace_s
+        """Seconds from SIGTERM in which the coordinator may still answer."""
+        self._told_s = 0.0
+        """When it was told to stop, by the monotonic clock."""
+        self.address = ""
+        self.orders = Orders()
+        self.background = BackgroundLoop()
+        self._member_id = f"{name}-{uuid.uuid4().hex[:8]}-rank{self.rank}"
+        self._assignments: queue.Queue[bytes] = queue.Queue()
+        self._assigned: worker_pb2.RunAssignment | None = None
+        self._run: LearnerRun | None = None
+        self.stopping = threading.Event()
+        self.membership = Membership(
+            coordinator,
+            self._hello,
+            self._on_directive,
+            self._gauges,
+            outbox_size=OUTBOX_SIZE,
+            on_refused=self.orders.ask_checkpoint,
+        )
+        self._outgoing = Outgoing(self.background.loop, self.membership.report)
+
+    def join(self) -> None:
+        """Becomes a member; once its address is known, since that is what it says first."""
+        self.background.start(self.membership.run())
+        self.background.start(self._outgoing.run())
+
+    def serve_forever(self) -> None:
+        """Works on one assignment after the other, until told to stop."""
+        while not self.stopping.is_set():
+            data = broadcast_bytes(self._next_assignment() if self.rank == 0 else b"")
+            if not data:
+                self.background.check()
+                continue
+            assignment = worker_pb2.RunAssignment.FromString(data)
+            self._set_ready(True)
+            self._work_on(assignment)
+            if self._assigned is not None and self._assigned.session == assignment.session:
+                self._assigned = (
+                    None  # a session that is over is not to be gone on with after a broken stream
+                )
+
+    def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
+        """One session. Raises PacelineError when the ranks cannot be brought to one point again."""
+        try:
+            run = LearnerRun(assignment, self)
+        except Unavailable as error:  # on all ranks, which are of one version
+            self.report(failed_set_up(assignment.run_id, error, assignment.session))
+            self._set_ready(False)
+            return
+        self._run = run
+        try:
+            run.train()
+        finally:
+            self._run = None
+            run.close()
+        self._set_ready(run.ready)
+        if run.out_of_step:
+            raise PacelineError("the ranks may be at different points of the run now, so all of them end")
+
+    def _set_ready(self, ready: bool) -> None:
+        """What the health of this learner says: whether it could set up the last run that it was given."""
+        if self.server is not None:
+            self.background.post(self.server.set_serving("paceline.v1.LearnerService", ready))
+
+    def stop(self) -> None:
+        """Ends after the current step, with a checkpoint. Called by signal handlers: takes no lock."""
+        if not self.stopping.is_set():
+            self._told_s = time.monotonic()
+        self.stopping.set()
+        self.membership.draining = True
+
+    def close(self) -> None:
+        """Leaves in good order: with the coordinator's word that it has the last checkpoint, if there is time."""
+        left_s = max(LEAVE_WAIT_S, self._told_s + self.grace_s - time.monotonic())
+        if not self.background.wait(self._leave(left_s), left_s + 5.0):
+            log.warning("no coordinator took this rank's last reports within %.0f s", left_s)
+        self.background.close()
+
+    def leave(self, reason: str) -> None:
+        """Leaves because of a fault, once the coordinator has read what was reported of it, if it is there."""
+        with contextlib.suppress(TimeoutError):
+            self.background.wait(self.membership.leave(reason=reason), LEAVE_WAIT_S + 1.0)
+
+    def report(self, report: worker_pb2.ConnectRequest) -> None:
+        """Sends a report from any thread, when there is somebody to take it; what a newer one replaces is not sent."""
+        self._outgoing.put(report)
+
+    async def _leave(self, wait_s: float) -> bool:
+        """Says everything that is left to say, and leaves; whether the coordinator has taken it."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._outgoing.emptied()
+                return await self.membership.leave(wait_s)
+        except TimeoutError:
+            return False
+
+    def _next_assignment(self) -> bytes:
+        """The newest assignment, if one comes soon; empty otherwise, so that no rank sits in a collective for long."""
+        newest = b""
+        try:
+            newest = self._assignments.get(timeout=ASSIGNMENT_POLL_S)
+            while True:
+                newest = self._assignments.get_nowait()
+        except queue.Empty:
+            return newest
+
+    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        run = self._run
+        match directive.WhichOneof("directive"):
+            case "welcome":
+                if run is not None:
+                    run.report_again()
+            case "run":
+                self._assigned = directive.run
+                self._assignments.put(directive.run.SerializeToString())
+                if run is not None:
+                    run.supersede()
+            case "idle":
+                self._assigned = None
+                if run is not None:
+                    run.supersede()
+            case "epoch":
+                if run is not None:
+                    run.set_members(directive.epoch)
+                else:
+                    self.early_epoch = directive.epoch
+            case "weight_ack":
+                if run is not None:
+                    run.acknowledge(directive.weight_ack)
+            case "weight_progress":
+                if run is not None:
+                    run.progress(directive.weight_progress)
+            case "weight_acks":
+                if run is not None:
+                    for ack in directive.weight_acks.acks:
+                        run.acknowledge(ack)
+            case "keep_checkpoints":
+                if run is not None:
+                    run.keep_checkpoints(directive.keep_checkpoints)
+            case "checkpoint":
+                with contextlib.suppress(Busy):  # enough of them wait
+                    self.orders.ask_checkpoint()
+            case "drain":
+                self.stop()
+
+    early_epoch: worker_pb2.Epoch | None = None
+    """Named before the run was set up here."""
+
+    server: GrpcServer | None = None
+    """Rank 0's, kept for as long as the rank lives."""
+
+    @property
+    def current_run(self) -> LearnerRun | None:
+        """The run that this rank works on."""
+        return self._run
+
+    def _hello(self) -> worker_pb2.Hello:
+        hello = worker_pb2.Hello(
+            role=common_pb2.ROLE_LEARNER,
+            member_id=self._member_id,
+            address=self.address,
+            protocol=PROTOCOL,
+            run_id=self._assigned.run_id if self._assigned is not None else "",
+            session=self._assigned.session if self._assigned is not None else 0,
+            world_size=self.world_size,
+            num_threads=torch.get_num_threads(),
+            rank=self.rank,
+        )
+        run = self._run
+        if run is not None and run.session == hello.session and run.receipted:
+            # A coordinator whose ledger has not these receipts is another one's backup; this session cannot go on with it.
+            hello.version.session, hello.version.step = run.session, run.receipted
+        return hello
+
+    def _gauges(self) -> dict[str, float]:
+        return {}
+
+
+@click.command()
+@click.option("--coordinator", required=True)
+@click.option("--host", required=True)
+@click.option("--advertise-host", default="")
+@click.option("--port", type=int, required=True)
+@click.option("--name", required=True)
+@click.option("--device", required=True)
+@click.option("--grace", "grace_s", type=float, required=True)
+@click.option("--ready-file", default="")
+def main(
+    coordinator: str,
+    host: str,
+    advertise_host: str,
+    port: int,
+    name: str,
+    device: str,
+    grace_s: float,
+    ready_file: str,
+) -> None:
+    """One rank; its options come from `paceline serve learner`."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("learner")
+    raise_file_limit()
+    bound_caches()
+    try:
+        reachable = advertised_host(host, advertise_host, checked_address(coordinator))
+        used = set_up_device(device, host)
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+    rank = LearnerRank(coordinator, name, used, host, reachable, grace_s)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: rank.stop())
+    if rank.rank == 0:
+        rank.server = rank.background.wait(_serve(rank, host, port), 30.0)
+        announce(Path(ready_file) if ready_file else None, rank.address)
+    rank.join()
+    status = 0
+    try:
+        rank.serve_forever()
+        rank.close()
+    except PacelineError as error:
+        log.error("%s", error)
+        status = 1
+    except Exception:
+        log.exception("this rank cannot go on")
+        status = 1
+    shut_down_tracing()
+    end_process(status)
+
+
+async def _serve(rank: LearnerRank, host: str, port: int) -> GrpcServer:
+    server = GrpcServer(host, port, worker_guard())
+    servicer = LearnerServicer(rank)
+    server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
+    await server.start()
+    rank.address = f"{rank.reachable}:{server.port}"
+    return server
+
+
+def set_up_device(device: str, host: str) -> torch.device:
+    """The device of this rank; makes the process group when there are several. `host` is what the service listens on. Raises
+    Unavailable for a GPU that cannot be used."""
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unavailable(
+            f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
+        )
+    if device == "auto" and not cuda and (idle := unused_gpus("learner")):
+        log.warning("%s", idle)
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    form_rank_group(host, cuda=cuda)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+if __name__ == "__main__":
+    main()

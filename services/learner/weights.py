@@ -1,0 +1,216 @@
+"""The weight channel of a run, wired to the control plane: what is offered goes out as messages, results as reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from learner.catch_up import CatchUp
+from learner.channel import WeightChannel
+from learner.collective_channel import CollectiveChannel
+from learner.collectives import any_over_ranks
+from learner.delta_channel import DeltaChannel
+from learner.publish_result import PublishResult
+from learner.publisher import Publisher
+from learner.rank_board import make_board
+from learner.store_chain import Stored
+from learner.store_offers import StoreOffers
+from learner.store_writer import StoreWriter
+from paceline.groups import Version
+from paceline.spec import RunSpec
+from paceline.weights.link import is_loopback
+from paceline.weights.manifest import Algorithm, WeightOffer
+from paceline.weights.object_store import WeightStore
+from paceline.weights.store_format import StoredObject, StoreOffer, run_store
+from protos.paceline.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from services.learner.rank import LearnerRank
+
+FAILURES = {
+    "": worker_pb2.PUBLISH_FAILURE_UNSPECIFIED,
+    "link": worker_pb2.PUBLISH_FAILURE_LINK,
+    "silent": worker_pb2.PUBLISH_FAILURE_SILENT,
+    "refused": worker_pb2.PUBLISH_FAILURE_REFUSED,
+    "interrupted": worker_pb2.PUBLISH_FAILURE_INTERRUPTED,
+}
+
+
+def make_channel(
+    assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: LearnerRank, warn: Callable[[str], None]
+) -> WeightChannel:
+    """The channel that `weights.channel` names; `warn` puts a sentence into the run's events. A collective call. Raises
+    InvalidInput for a store that cannot be used."""
+    wiring = _Wiring(assignment, spec, rank, warn)
+    match spec.weights.channel:
+        case "collective":
+            return wiring.collective()
+        case "delta":
+            return wiring.delta()
+        case _:
+            raise ValueError(f"unknown weights.channel {spec.weights.channel!r}")
+
+
+class _Wiring:
+    def __init__(
+        self,
+        assignment: worker_pb2.RunAssignment,
+        spec: RunSpec,
+        rank: LearnerRank,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._run_id = assignment.run_id
+        self._weights = spec.weights
+        self._cluster = spec.cluster
+        self._rank = rank
+        self._warn = warn
+        precision = spec.policy.generation_precision
+        if precision == "auto":
+            precision = "bfloat16" if rank.device.type == "cuda" else "float32"
+        if spec.policy.lora_cfg.enabled:
+            precision = "float32"  # an adapter is small, and its merge is rounded once, where it happens
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        # What belongs to another run must not be pruned here.
+        self._store = WeightStore(run_store(self._weights.store, self._run_id, assignment.directory))
+        trusted = is_loopback(rank.reachable) and self._store.is_local
+        self._algorithm: Algorithm = "xxh3_64" if trusted else "sha256"
+
+    def collective(self) -> CollectiveChannel:
+        """Links on rank 0, and the store as the way in for joiners."""
+        if self._rank.rank != 0:
+            return CollectiveChannel(None, None, self._dtype, self._announce)
+        backend = self._backend()
+        publisher = Publisher(
+            run_id=self._run_id,
+            send_offer=self._send_link_offer,
+            on_result=lambda result: self._on_link_result(result, catch_up),
+            bucket_bytes=self._weights.bucket_mb << 20,
+            max_wait_s=self._weights.max_wait_s,
+            bind_host=self._rank.host,
+            advertise_host=self._rank.reachable,
+            backend=backend,
+        )
+        catch_up = CatchUp(
+            publisher=publisher,
+            store=self._store,
+            run_id=self._run_id,
+            algorithm=self._algorithm,
+            anchor_interval=self._weights.anchor_interval,
+            max_wait_s=self._weights.max_wait_s,
+            send=self._send_store_offer,
+            on_result=self._report_result,
+            warn=self._warn,
+        )
+        return CollectiveChannel(publisher, catch_up, self._dtype, self._announce)
+
+    def delta(self) -> DeltaChannel:
+        """Every rank writes; rank 0 tells the members."""
+        offers = None
+        if self._rank.rank == 0:
+            offers = StoreOffers(
+                run_id=self._run_id,
+                url=self._store.url,
+                algorithm=self._algorithm,
+                max_wait_s=self._weights.max_wait_s,
+                send=self._send_store_offer,
+                on_result=self._report_result,
+            )
+        writer = StoreWriter(
+            store=self._store,
+            board=make_board(self._rank.host, self._rank.reachable),
+            run_id=self._run_id,
+            rank=self._rank.rank,
+            world_size=self._rank.world_size,
+            algorithm=self._algorithm,
+            anchor_interval=self._weights.anchor_interval,
+            any_rank=lambda fact: any_over_ranks([fact], self._rank.device)[0],
+            on_stored=offers.tell if offers is not None else _nobody,
+            oldest_held=offers.oldest_held if offers is not None else lambda: None,
+        )
+        return DeltaChannel(writer, offers, self._dtype, self._announce)
+
+    def _backend(self) -> str:
+        backend = self._weights.backend
+        if backend == "nccl":
+            backend = "auto"
+            self._warn(
+                "weights.backend is 'nccl', which this version no longer has; weights go as with 'auto'. Remove it from "
+                "the spec of later runs"
+            )
+        if backend != "auto":
+            return backend
+        # Only workers of this host reach a learner on loopback, and `cluster` describes the processes of one host.
+        one_host = is_loopback(self._rank.reachable) or bool(self._cluster.rollout_gpus)
+        return "shared" if one_host and self._rank.device.type == "cuda" else "gloo"
+
+    # To the control plane
+
+    def _announce(self, version: Version, gather_s: float) -> None:
+        if self._rank.rank != 0:
+            return
+        staged = worker_pb2.StagedReport(run_id=self._run_id, gather_s=gather_s, wait_s=gather_s)
+        staged.version.session, staged.version.step = version
+        self._rank.report(worker_pb2.ConnectRequest(staged=staged))
+
+    def _send_link_offer(self, offer: WeightOffer) -> None:
+        message = self._offer_message(offer.epoch, offer.member_id, offer.version)
+        message.attempt = offer.attempt
+        message.backend = offer.backend
+        message.store_host = offer.store_host
+        message.store_port = offer.store_port
+        message.prefix = offer.prefix
+        message.manifest = offer.manifest
+        self._rank.report(worker_pb2.ConnectRequest(weight_offer=message))
+
+    def _send_store_offer(self, offer: StoreOffer) -> None:
+        message = self._offer_message(offer.epoch, offer.member_id, offer.version)
+        stored = message.stored
+        stored.url, stored.algorithm = offer.url, offer.algorithm
+        stored.manifest.CopyFrom(_stored_object(offer.manifest))
+        stored.anchor_version.session, stored.anchor_version.step = offer.anchor_version
+        stored.anchor.CopyFrom(_stored_object(offer.anchor))
+        stored.anchor_bytes = offer.anchor_bytes
+        self._rank.report(worker_pb2.ConnectRequest(weight_offer=message))
+
+    def _offer_message(self, epoch: int, member_id: str, version: Version) -> worker_pb2.WeightOffer:
+        message = worker_pb2.WeightOffer(
+            run_id=self._run_id, epoch=epoch, member_id=member_id, max_wait_s=self._weights.max_wait_s
+        )
+        message.version.session, message.version.step = version
+        return message
+
+    def _on_link_result(self, result: PublishResult, catch_up: CatchUp) -> None:
+        if result.fallback:
+            self._warn(
+                f"weights did not reach {result.member_id} through the host's memory: {result.error}. They go to it by TCP "
+                f"({result.fallback}) from now on"
+            )
+        catch_up.link_ended(result)
+        self._report_result(result)
+
+    def _report_result(self, result: PublishResult) -> None:
+        report = worker_pb2.PublishReport(
+            run_id=self._run_id,
+            member_id=result.member_id,
+            epoch=result.epoch,
+            ok=result.ok,
+            error=result.error,
+            size_bytes=result.size_bytes,
+            publish_s=result.form_s + result.transfer_s + result.ack_s,
+            transfer_s=result.transfer_s,
+            form_s=result.form_s,
+            ack_s=result.ack_s,
+            failure=FAILURES[result.failure],
+        )
+        report.version.session, report.version.step = result.version
+        self._rank.report(worker_pb2.ConnectRequest(publish=report))
+
+
+def _nobody(stored: Stored) -> None:
+    """Only rank 0 has somebody to tell."""
+
+
+def _stored_object(stored: StoredObject) -> worker_pb2.StoredObject:
+    return worker_pb2.StoredObject(name=stored.name, size_bytes=stored.size_bytes, digest=stored.digest)

@@ -1,0 +1,1 @@
+"""Replay: recorded steps trained once more, alone."""

@@ -1,0 +1,113 @@
+"""One rank of a replay: trains the recorded batches of some steps once more, alone. `paceline replay` starts it.
+
+No coordinator, no members: batches come from the ledger, weights from a checkpoint or the model, and what comes out goes
+to a folder. It takes the same steps through the same trainer as `services/learner/run.py`, so on CPUs, at the recorded
+world size and thread count, it reaches the run's weights bit for bit.
+
+Rank 0 prints one JSON object on a line for each step, and one for the checkpoint of the last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+
+from learner import checkpoint as checkpoints
+from learner.batch import TrainSequence, sequences_from_groups
+from learner.examples import ExampleSource
+from learner.trainer import Trainer
+from paceline.data.tokens import load_tokenizer
+from paceline.errors import PacelineError
+from paceline.onednn import bound_caches
+from paceline.process import end_process
+from paceline.spec import RunSpec
+from paceline.spec.reading import spec_from_yaml
+from services.common.processes.parent_death import die_with_parent
+from services.coordinator.ledger import Ledger
+from services.learner.rank import set_up_device
+from services.replay.plan import plan_replay, read_part
+
+log = logging.getLogger(__name__)
+
+
+def replay(
+    ledger: Ledger, run_id: str, spec: RunSpec, start: int, end: int, output: Path, device: torch.device
+) -> None:
+    """Trains steps [start, end) of the run with the settings of `spec`, and writes `output/checkpoints/0-<end>`.
+
+    A collective call of all ranks. Raises NotFound, Conflict and what the trainer raises.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    plan = plan_replay(ledger, run_id, start, end)
+    torch.manual_seed(spec.seed)
+    trainer = Trainer(spec, device)
+    if plan.checkpoint is not None:
+        checkpoints.load(
+            plan.checkpoint.path,
+            expected_sha256=plan.checkpoint.sha256,
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            critic=trainer.critic,
+        )
+    examples = ExampleSource(spec, load_tokenizer(spec.policy)) if spec.examples is not None else None
+    if examples is not None:
+        trainer.reference.prepare(examples, rank)
+
+    def part(step: int) -> list[TrainSequence]:
+        if examples is not None:
+            return examples.part(step, rank, world_size)
+        return sequences_from_groups(read_part(ledger, run_id, step, rank, world_size), spec)
+
+    for step in range(start, end):
+        metrics = trainer.train_step(part(step), step)
+        if rank == 0:
+            print(json.dumps({"step": step, **metrics}), flush=True)
+    saved = checkpoints.save(
+        output / "checkpoints",
+        session=0,
+        step=end,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        critic=trainer.critic,
+    )
+    if saved is not None:
+        print(json.dumps({"checkpoint": str(saved.path), "sha256": saved.manifest_sha256}), flush=True)
+
+
+@click.command()
+@click.option("--ledger", "ledger_path", type=click.Path(path_type=Path), required=True)
+@click.option("--run-id", required=True)
+@click.option("--spec", "spec_path", type=click.Path(path_type=Path), required=True)
+@click.option("--from", "start", type=int, required=True)
+@click.option("--to", "end", type=int, required=True)
+@click.option("--output", type=click.Path(path_type=Path), required=True)
+@click.option("--device", required=True)
+def main(
+    ledger_path: Path, run_id: str, spec_path: Path, start: int, end: int, output: Path, device: str
+) -> None:
+    """One rank; its options come from `paceline replay`."""
+    die_with_parent()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    bound_caches()
+    status = 0
+    try:
+        ledger = Ledger(ledger_path, read_only=True)
+        spec = spec_from_yaml(spec_path.read_text())  # of a run that was accepted once
+        replay(ledger, run_id, spec, start, end, output, set_up_device(device, "127.0.0.1"))
+    except PacelineError as error:
+        log.error("%s", error)
+        status = 1
+    except Exception:
+        log.exception("the replay cannot go on")
+        status = 1
+    end_process(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The reward service: score tasks in, rewards out."""

@@ -1,0 +1,93 @@
+"""`paceline serve reward` (also `paceline-reward`): parse, wire, run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from functools import partial
+from pathlib import Path
+
+import click
+
+from paceline.tracing import set_up_tracing
+from protos.paceline.v1 import reward_pb2_grpc
+from services.common.advertise import advertised_host
+from services.common.grpc_server import GrpcServer, run_service
+from services.common.options import functions_from_option, token_file_option
+from services.common.processes.file_limit import raise_file_limit
+from services.common.processes.parent_death import die_with_parent
+from services.common.processes.ready_file import announce
+from services.common.token_guard import worker_guard
+from services.reward.servicer import RewardServicer
+from services.reward.worker import RewardWorker
+
+log = logging.getLogger(__name__)
+
+
+@click.command()
+@click.option(
+    "--coordinator", default="127.0.0.1:7070", show_default=True, help="Address of the coordinator."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, help="gRPC port; 0 takes a free one.")
+@click.option("--advertise-host", default="", help="This machine's address for the others; default --host.")
+@click.option("--name", default="reward", help="A word for people; the member id is made from it.")
+@click.option("--processes", default=1, show_default=True, help="Groups scored at one time.")
+@click.option(
+    "--grace", "grace_s", default=25.0, show_default=True, help="Seconds to finish tasks at SIGTERM."
+)
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
+)
+@functions_from_option
+@token_file_option
+def main(
+    coordinator: str,
+    host: str,
+    port: int,
+    advertise_host: str,
+    name: str,
+    processes: int,
+    grace_s: float,
+    functions_from: tuple[Path, ...],
+    ready_file: Path | None,
+) -> None:
+    """A reward worker: scores completions for the coordinator's run."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("reward")
+    raise_file_limit()
+
+    async def serve(stop: asyncio.Event) -> None:
+        reachable = advertised_host(host, advertise_host, coordinator)
+        worker = RewardWorker(
+            coordinator,
+            f"{name}-{uuid.uuid4().hex[:8]}",
+            processes,
+            functions_from=functions_from,
+        )
+        server = GrpcServer(host, port, worker_guard())
+        servicer = RewardServicer(worker)
+        server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
+        worker.address = f"{reachable}:{server.port}"
+        worker.on_readiness = partial(server.set_serving, "paceline.v1.RewardService")
+        async with server, asyncio.TaskGroup() as tasks:
+            announce(ready_file, worker.address)
+            belonging = tasks.create_task(worker.membership.run())
+            working = tasks.create_task(worker.work())
+            await stop.wait()
+            worker.membership.draining = True
+            worker.stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(working), grace_s)
+            await worker.membership.leave()
+            working.cancel()
+            belonging.cancel()
+
+    run_service(serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`RewardService`: scores for whoever asks a reward worker, with or without a run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
+from paceline.spec import RewardFunctionSection
+from protos.paceline.v1 import reward_pb2, reward_pb2_grpc
+from reward.builtin import BUILTIN_FUNCTIONS
+from reward.runner import RewardRunner
+from services.common.grpc_server import with_status
+
+if TYPE_CHECKING:
+    from services.reward.worker import RewardWorker
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+MAX_CALLS = 4
+MAX_FUNCTIONS = 64
+MAX_COMPLETIONS = 4096
+MAX_BYTES = 16 << 20
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """Answers on behalf of a worker; each call has processes of its own, so tasks of the run do not wait for it."""
+
+    def __init__(self, worker: RewardWorker):
+        self._worker = worker
+        self._calls = 0
+        """Under way; each has a process."""
+
+    @with_status
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
+        _check_bounds(request)
+        functions = self._functions(list(request.functions))
+        count = len(request.completions)
+        if request.prompts and len(request.prompts) != count:
+            raise InvalidInput(f"prompts has {len(request.prompts)} values for {count} completions")
+        prompts = list(request.prompts) or [""] * count
+        try:
+            columns = json.loads(request.columns_json or "{}")
+        except ValueError as error:
+            raise InvalidInput(f"columns_json is not valid JSON: {error}") from None
+        if not isinstance(columns, dict):
+            raise InvalidInput(f"columns_json is {type(columns).__name__}, it has to be an object of lists")
+        if self._calls >= MAX_CALLS:
+            raise Busy(
+                f"{self._calls} calls are being scored here, at most {MAX_CALLS} are; try again later, or ask another worker"
+            )
+        self._calls += 1
+        try:
+            async with RewardRunner(functions) as runner:
+                result = await runner.score(
+                    prompts, list(request.completions), [[] for _ in range(count)], columns
+                )
+        finally:
+            self._calls -= 1
+        if result.failure is not None:
+            passing = result.failure.kind in ("unavailable", "killed")
+            raise (Unavailable if passing else InvalidInput)(result.failure.message)
+        assert result.rewards_CF is not None
+        response = reward_pb2.ScoreResponse()
+        for function, values in zip(functions, result.rewards_CF.T.tolist(), strict=True):
+            scores = response.scores.add(function=function.label)
+            for value in values:
+                scores.scores.add(**({} if value != value else {"value": value}))
+        return response
+
+    @with_status
+    async def ListFunctions(
+        self, request: reward_pb2.ListFunctionsRequest, context: Context
+    ) -> reward_pb2.ListFunctionsResponse:
+        response = reward_pb2.ListFunctionsResponse()
+        used = self._worker.functions
+        for name, factory in BUILTIN_FUNCTIONS.items():
+            response.functions.add(name=name, summary=(factory.__doc__ or "").strip().partition("\n")[0])
+        for function in used:
+            response.functions.add(name=function.label, summary=function.function, weight=function.weight)
+        return response
+
+    def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
+        """The functions asked for: the current run's by name, else built-ins; a file is never named from outside."""
+        used = {function.label: function for function in self._worker.functions}
+        if not names and not used:
+            raise Conflict("no run is set up here; name the functions to score with")
+        for name in names:
+            if name not in used and name not in BUILTIN_FUNCTIONS:
+                raise InvalidInput(
+                    f"no reward function {name!r}; there are {sorted({*used, *BUILTIN_FUNCTIONS})}"
+                )
+        return [used.get(name, RewardFunctionSection(function=name)) for name in names or used]
+
+
+def _check_bounds(request: reward_pb2.ScoreRequest) -> None:
+    """Raises InvalidInput for a request that is larger than a group could be."""
+    bounds = (
+        ("functions", len(request.functions), MAX_FUNCTIONS),
+        ("completions", len(request.completions), MAX_COMPLETIONS),
+        ("prompts", len(request.prompts), MAX_COMPLETIONS),
+        ("bytes", request.ByteSize(), MAX_BYTES),
+    )
+    for name, number, most in bounds:
+        if number > most:
+            raise InvalidInput(f"the request has {number} {name}, at most {most} are scored in one call")

@@ -1,0 +1,304 @@
+"""The reward service: score tasks in, rewards out.
+
+`RewardWorker` belongs to the pool; `services.reward.servicer` answers whoever else asks. User functions run in processes of
+their own (reward/), so nothing that they do stops the service; a run's reference, if the pool serves it, on a thread of the
+service. Started by `paceline serve reward` (also `paceline-reward`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidInput, Unreadable
+from paceline.files import function_files
+from paceline.groups import Completion, IntArray
+from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.tracing import span
+from paceline.wire import PROTOCOL, decode_result, encode_reference
+from protos.paceline.v1 import common_pb2, worker_pb2
+from protos.paceline.v1 import exchange_pb2 as pb
+from reward.reference import ReferenceScorer
+from reward.results import RewardResult
+from reward.runner import RewardRunner
+from services.common.exponential_backoff import GrowingPause
+from services.common.membership import Membership
+from services.common.run_setup import failed_set_up, spec_of
+
+TASK_WAIT_S = 10.0
+PREFETCH = 8
+"""Tasks that are held for each process, so that none waits for a round trip to the exchange."""
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+
+log = logging.getLogger(__name__)
+
+
+class RewardWorker:
+    """One member of the reward pool: at most one run at a time.
+
+    A set-up that fails is tried again after a growing pause for as long as the run is assigned; `pause` says how long.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        member_id: str,
+        num_processes: int,
+        pause: GrowingPause | None = None,
+        functions_from: Sequence[Path] = (),
+    ):
+        self.member_id = member_id
+        self._functions_from = functions_from
+        self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
+        """Told whether this worker can work on its run, whenever that changes."""
+        self._set_up_pause = pause or GrowingPause()
+        self.refused_pause = GrowingPause()
+        """Before the exchange is asked again after it has refused a request for tasks."""
+        self._failure: worker_pb2.ConnectRequest | None = None
+        """What the last set-up ended with, while it is to be tried again."""
+        self.address = ""
+        self._num_processes = num_processes
+        self._turns = asyncio.Semaphore(num_processes)
+        """Free processes. What has none yet goes back to the exchange when the worker is told to stop."""
+        self._assignment: worker_pb2.RunAssignment | None = None
+        self._spec: RunSpec | None = None
+        self._runner: RewardRunner | None = None
+        self._reference: ReferenceScorer | None = None
+        self._changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._scored = 0
+        self._unavailable = 0
+        """Tasks in a row that went back for what is no fault of theirs."""
+        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+
+    async def work(self) -> None:
+        """Scores for whatever run is assigned, until `stop` and the last task's end."""
+        while not self._stopping.is_set():
+            self._changed.clear()
+            assignment = self._assignment
+            if assignment is None:
+                await self._changed.wait()
+                continue
+            async with contextlib.AsyncExitStack() as opened:
+                try:
+                    spec = spec_of(assignment)
+                    self._check_function_files(spec)
+                    runner = await opened.enter_async_context(RewardRunner(spec.rewards, self._num_processes))
+                    reference = await opened.enter_async_context(ReferenceScorer(spec))
+                except Exception as error:  # whatever cannot be loaded now may be there later
+                    await self._put_off(assignment, error)
+                    continue
+                self._spec, self._runner, self._reference = spec, runner, reference
+                opened.callback(self._forget_run)
+                self._turns = asyncio.Semaphore(self._num_processes)
+                self._failure = None
+                self._set_up_pause.reset()
+                await self.on_readiness(True)
+                await self._report_ready()
+                await self._score_forever(assignment.run_id, spec, runner)
+
+    def _check_function_files(self, spec: RunSpec) -> None:
+        """Raises Unreadable: another worker may allow the folder."""
+        if why := function_files.refusal(spec, self._functions_from):
+            raise Unreadable(f"this worker does not run the functions: {why}")
+
+    async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
+        """Says why the run cannot be set up, and waits until it is to be tried again or another one is assigned."""
+        self._failure = failed_set_up(assignment.run_id, error)
+        await self.membership.report(self._failure)
+        await self.on_readiness(False)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), self._set_up_pause.next_s())
+
+    def _forget_run(self) -> None:
+        self._spec = self._runner = self._reference = None
+
+    @property
+    def functions(self) -> tuple[RewardFunctionSection, ...]:
+        """Those of the current run; none without a run."""
+        return self._spec.rewards if self._spec is not None else ()
+
+    def stop(self) -> None:
+        """Takes no further task."""
+        self._stopping.set()
+        self._changed.set()
+
+    async def _score_forever(self, run_id: str, spec: RunSpec, runner: RewardRunner) -> None:
+        """Tasks as there are free processes, until the run changes; then the running ones end."""
+        running: dict[asyncio.Task[None], int] = {}
+        changed = asyncio.create_task(self._changed.wait())
+        async with asyncio.TaskGroup() as tasks:
+            while not self._changed.is_set():
+                room = PREFETCH * self._num_processes - len(running)
+                if room == 0:
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                request = pb.ExchangeRequest(
+                    run_id=run_id,
+                    task=pb.TaskRequest(
+                        room=room, wait_s=TASK_WAIT_S, held=pb.Held(group_ids=running.values())
+                    ),
+                )
+                asked = asyncio.create_task(self.membership.request(request))
+                await asyncio.wait((asked, changed), return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done():
+                    asked.cancel()
+                    break
+                reply, payloads = asked.result()
+                if reply.status == pb.REPLY_STATUS_STALE:
+                    await self._changed.wait()  # the run is over; the next assignment is on its way
+                if reply.status == pb.REPLY_STATUS_INVALID:
+                    await self._ask_later(reply.message)
+                    continue
+                self.refused_pause.reset()
+                for task, *frames in zip(reply.task.tasks, payloads[::2], payloads[1::2], strict=True):
+                    scoring = tasks.create_task(self._score(run_id, spec, runner, task, *frames))
+                    running[scoring] = task.group_id
+                    scoring.add_done_callback(running.pop)
+        changed.cancel()
+
+    async def _ask_later(self, refusal: str) -> None:
+        """The exchange refuses a request for tasks; those in hand go on."""
+        pause_s = self.refused_pause.next_s()
+        log.error("asking for tasks again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), pause_s)
+
+    async def _score(
+        self,
+        run_id: str,
+        spec: RunSpec,
+        runner: RewardRunner,
+        task: pb.ScoreTask,
+        arrays: bytes,
+        texts: bytes,
+    ) -> None:
+        """One task, from text to the exchange's word."""
+        prompt_ids, completions = decode_result(arrays, texts)
+        score = pb.ScoreResult(group_id=task.group_id, attempt=task.attempt, digest=task.digest)
+        frames: list[bytes] = []
+        if not await self._turn_comes():
+            score.handed_back = True
+            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score))
+            return
+        started_s = time.monotonic()
+        with span("score", task.traceparent, group_id=task.group_id, attempt=task.attempt):
+            try:
+                result = await self._run_functions(runner, task, completions)
+                if result.failure is None and task.wants_reference:
+                    frames = [await self._ask_reference(prompt_ids, completions)]
+            except InvalidInput as error:
+                score.error = str(error)
+            else:
+                if result.failure is not None:
+                    score.error = result.failure.message
+                    if result.failure.kind in ("unavailable", "killed"):
+                        score.handed_back, score.crashed = True, result.failure.kind == "killed"
+                        await self._pause(self._unavailable)
+                    self._unavailable = self._unavailable + 1 if score.handed_back else 0
+                elif result.rewards_CF is not None:
+                    score.rewards.extend(result.rewards_CF.ravel().tolist())
+                    score.functions.extend(reward.label for reward in spec.rewards)
+        score.score_s = time.monotonic() - started_s
+        reply, _ = await self.membership.request(
+            pb.ExchangeRequest(run_id=run_id, score=score), [] if score.error else frames
+        )
+        if reply.status == pb.REPLY_STATUS_INVALID:
+            log.error("the score of group %d was refused: %s", task.group_id, reply.message)
+            refused = pb.ScoreResult(
+                group_id=task.group_id, attempt=task.attempt, digest=task.digest, error=reply.message
+            )
+            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
+        self._scored += 1
+
+    async def _turn_comes(self) -> bool:
+        """Waits for a free process; False when the worker has to stop before there is one. True has to be given back."""
+        turn, stopping = (
+            asyncio.create_task(self._turns.acquire()),
+            asyncio.create_task(self._stopping.wait()),
+        )
+        try:
+            await asyncio.wait((turn, stopping), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            turn.cancel()
+        if turn.done() and not self._stopping.is_set():
+            return True
+        if turn.done():
+            self._turns.release()
+        return False
+
+    async def _pause(self, failures: int) -> None:
+        """Before such a task goes back: whatever does not answer is not asked for the next one at once."""
+        pause_s = min(FIRST_PAUSE_S * 2.0**failures, MAX_PAUSE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def _run_functions(
+        self, runner: RewardRunner, task: pb.ScoreTask, completions: Sequence[Completion]
+    ) -> RewardResult:
+        """The functions' word on a task whose turn has come; the turn ends with it."""
+        try:
+            count = len(completions)
+            prompt, columns = json.loads(task.prompt_json), json.loads(task.columns_json)
+            texts: list[Any] = [completion.text for completion in completions]
+            if not isinstance(prompt, str):
+                texts = [[{"role": "assistant", "content": text}] for text in texts]
+            ids = [completion.token_ids.tolist() for completion in completions]
+            return await runner.score(
+                [prompt] * count, texts, ids, {name: [value] * count for name, value in columns.items()}
+            )
+        finally:
+            self._turns.release()
+
+    async def _ask_reference(self, prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
+        """The payload frame of the score of a task that wants it."""
+        assert self._reference is not None, "tasks are asked for by a worker that has set up the run"
+        ids = [completion.token_ids for completion in completions]
+        return encode_reference(await self._reference.ask(prompt_ids, ids))
+
+    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        match directive.WhichOneof("directive"):
+            case "welcome":
+                await self._report_ready()
+            case "run":
+                known = self._assignment is not None and self._assignment.run_id == directive.run.run_id
+                if not known or self._failure is not None:  # one that is assigned again is tried at once
+                    if not known:
+                        self._set_up_pause.reset()
+                    self._failure = None
+                    self._assignment = directive.run
+                    self._changed.set()
+            case "idle":
+                self._assignment = self._failure = None
+                self._changed.set()
+                await self.on_readiness(True)
+            case "drain":
+                self.stop()
+
+    async def _report_ready(self) -> None:
+        if self._runner is not None and self._assignment is not None:
+            report = worker_pb2.RunReport(run_id=self._assignment.run_id)
+            await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
+        elif self._failure is not None:
+            await self.membership.report(self._failure)
+
+    def _hello(self) -> worker_pb2.Hello:
+        return worker_pb2.Hello(
+            role=common_pb2.ROLE_REWARD, member_id=self.member_id, address=self.address, protocol=PROTOCOL
+        )
+
+    def _gauges(self) -> dict[str, float]:
+        scored, self._scored = self._scored, 0
+        return {"groups_since_report": float(scored)}
+
+
+async def _nobody_asks(ready: bool) -> None:
+    pass

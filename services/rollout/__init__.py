@@ -1,0 +1,1 @@
+"""The rollout service: leases in, groups out, weights received while it samples."""

@@ -1,0 +1,113 @@
+"""`paceline serve rollout` (also `paceline-rollout`): parse, wire, run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from functools import partial
+from pathlib import Path
+
+import click
+
+from paceline.onednn import bound_caches
+from paceline.tracing import set_up_tracing, shut_down_tracing
+from protos.paceline.v1 import rollout_pb2_grpc
+from services.common.advertise import advertised_host
+from services.common.gpus import unused_gpus
+from services.common.grpc_server import GrpcServer, run_service
+from services.common.options import token_file_option
+from services.common.processes.file_limit import raise_file_limit
+from services.common.processes.parent_death import die_with_parent
+from services.common.processes.ready_file import announce
+from services.common.token_guard import worker_guard
+from services.rollout.worker import RolloutWorker
+
+log = logging.getLogger(__name__)
+
+
+@click.command()
+@click.option(
+    "--coordinator", default="127.0.0.1:7070", show_default=True, help="Address of the coordinator."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, help="gRPC port; 0 takes a free one.")
+@click.option(
+    "--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none."
+)
+@click.option("--advertise-host", default="", help="This machine's address for the others; default --host.")
+@click.option("--name", default="rollout", help="A word for people; the member id is made from it.")
+@click.option("--device", default="auto", help="cpu, cuda, or auto.")
+@click.option(
+    "--grace", "grace_s", default=25.0, show_default=True, help="Seconds to finish leases at SIGTERM."
+)
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
+)
+@token_file_option
+def main(
+    coordinator: str,
+    host: str,
+    port: int,
+    http_port: int | None,
+    advertise_host: str,
+    name: str,
+    device: str,
+    grace_s: float,
+    ready_file: Path | None,
+) -> None:
+    """A rollout worker: generates completions for the coordinator's run."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("rollout")
+    raise_file_limit()
+    bound_caches()
+
+    async def serve(stop: asyncio.Event) -> None:
+        reachable = advertised_host(host, advertise_host, coordinator)
+        member_id = f"{name}-{uuid.uuid4().hex[:8]}"
+        worker = RolloutWorker(coordinator, member_id, _device(device), grace_s, reachable)
+        server = GrpcServer(host, port, worker_guard())
+        server.add(
+            worker, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
+        )
+        worker.address = f"{reachable}:{server.port}"
+        worker.on_readiness = partial(server.set_serving, "paceline.v1.RolloutService")
+        if http_port is not None:
+            worker.http_address = f"{reachable}:{await worker.endpoint.start(host, http_port)}"
+            log.info("OpenAI-compatible endpoint at http://%s/v1", worker.http_address)
+        async with server, asyncio.TaskGroup() as tasks:
+            announce(ready_file, worker.address)
+            loops = [tasks.create_task(worker.membership.run()), tasks.create_task(worker.work())]
+            stopped, drained = asyncio.create_task(stop.wait()), asyncio.create_task(worker.drained.wait())
+            await asyncio.wait((stopped, drained), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            drained.cancel()
+            worker.membership.draining = True
+            await worker.drain(grace_s)
+            await worker.endpoint.close()
+            await worker.membership.leave()
+            for loop in loops:
+                loop.cancel()
+
+    run_service(serve)
+    shut_down_tracing()
+    from paceline.process import end_process
+
+    end_process()  # its weight links have used gloo, which does not survive the interpreter's finalisation
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
+    if idle := unused_gpus("rollout worker"):
+        log.warning("%s", idle)
+    return "cpu"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""What a client may ask for, as the OpenAI API names it, checked before anything is generated.
+
+What this endpoint cannot do is refused with the field's name, never ignored: a client that asked for a penalty and got
+none would not notice. Fields that change nothing about the completion (`user`, `metadata` …) are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.errors import InvalidInput
+from rollout.engine import SamplingParams
+from services.rollout.openai.messages import Message, Unsupported
+
+MAX_STOPS = 16
+MAX_CHOICES = 128
+GREEDY = 1e-4
+"""The temperature that stands for 0."""
+
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "prediction", "verbosity",
+}  # fmt: skip
+"""Fields that change nothing about the tokens."""
+
+NEUTRAL: dict[str, Sequence[Any]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "top_logprobs": (0,),
+    "include_stop_str_in_output": (False,),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True,),
+}
+"""Fields that are known and not supported, with the values that ask for nothing."""
+
+MAX_IDS = 1 << 20
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 10_000
+
+Stops = tuple[str, ...]
+# One fault says enough: a list of millions would else have a fault for each of its values.
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_IDS, fail_fast=True)]
+Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+IdPrompts = Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Ask(BaseModel):
+    """What both kinds of request have. None everywhere means: as the run samples."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    """`<run>` or `<run>@<version>`."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Completions of each prompt."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """-1 and 0 keep all."""
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Ids | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Whether the answer holds the token ids of prompt and completion."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Ask:
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
+                continue
+            known = "is not supported here" if name in NEUTRAL else "is unknown"
+            raise Unsupported(f"{name} {known}; remove it (it is {value!r:.60})", name)
+        if len(self.stops) > MAX_STOPS or "" in self.stops:
+            raise Unsupported(f"stop must be 1 to {MAX_STOPS} strings that are not empty", "stop")
+        if self.stream_options is not None and not self.stream:
+            raise Unsupported("stream_options goes with stream=true only", "stream_options")
+        return self
+
+    @property
+    def stops(self) -> Stops:
+        """Stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer holds log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def prompts(self) -> list[Any]:
+        """Each a text, messages or token ids."""
+        raise NotImplementedError
+
+    def params(self, default: SamplingParams, limit: int) -> SamplingParams:
+        """How to sample: what is left out as in `default`. Raises InvalidInput beyond `limit` tokens in all."""
+        most = self.max_tokens or default.max_new_tokens
+        if most > limit:
+            raise Unsupported(
+                f"max_tokens {most} exceeds {limit}, the tokens of prompt and completion together",
+                "max_tokens",
+            )
+        temperature = default.temperature if self.temperature is None else max(self.temperature, GREEDY)
+        return SamplingParams(
+            max_new_tokens=most,
+            min_new_tokens=min(default.min_new_tokens, most) if self.min_tokens is None else self.min_tokens,
+            temperature=temperature,
+            top_p=default.top_p if self.top_p is None else self.top_p,
+            top_k=default.top_k if self.top_k is None else max(self.top_k, 0),
+            stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *(self.stop_token_ids or ())))),
+        )
+
+
+class CompletionAsk(Ask):
+    """`POST /v1/completions`."""
+
+    prompt: str | Ids | Prompts | IdPrompts
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionAsk:
+        if self.logprobs:
+            raise Unsupported(
+                f"logprobs {self.logprobs} asks for other likely tokens, which the engine does not report; "
+                "logprobs=0 gives those of the sampled tokens",
+                "logprobs",
+            )
+        if self.best_of not in (None, self.n or 1):
+            raise Unsupported(f"best_of {self.best_of} must equal n {self.n or 1}; remove it", "best_of")
+        if not self.prompt or (not isinstance(self.prompt, str) and [] in self.prompt):
+            raise Unsupported("prompt is empty; give at least one token", "prompt")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See `Ask`."""
+        return self.logprobs is not None
+
+    def prompts(self) -> list[Any]:
+        """See `Ask`."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class ChatAsk(Ask):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    logprobs: bool | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatAsk:
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise Unsupported(
+                    f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} differ; "
+                    "give one",
+                    "max_completion_tokens",
+                )
+            self.max_tokens = self.max_completion_tokens
+        for message in self.messages:
+            message.check()
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See `Ask`."""
+        return bool(self.logprobs)
+
+    def prompts(self) -> list[Any]:
+        """See `Ask`."""
+        return [[message.rendered() for message in self.messages]]
+
+
+def read_ask(kind: type[Ask], body: Any) -> Ask:
+    """The request in `body`, what a JSON document holds. Raises InvalidInput that names the field."""
+    if not isinstance(body, dict):
+        raise InvalidInput("the body must be a JSON object")
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else ""
+        raise Unsupported(f"{field}: {first['msg']} (it is {first['input']!r:.60})", field) from None
+    except RecursionError:
+        raise InvalidInput("the body is nested too deeply") from None

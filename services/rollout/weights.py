@@ -1,0 +1,197 @@
+"""How weights come to a rollout worker's engine: offers over links or from a store, the swap, the learner's answer.
+
+Offers come on the event loop, weights on the receivers' threads: those wait for one another and for the engine, which swaps
+between two decode steps. The engine's version only ever grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+
+import torch
+
+from paceline.errors import Conflict, PacelineError, WireError
+from paceline.groups import Version
+from paceline.weights.link import first_line
+from paceline.weights.manifest import WeightOffer, algorithm_named
+from paceline.weights.store_format import StoredObject, StoreOffer, checked_object
+from protos.paceline.v1 import worker_pb2
+from rollout.engine import Engine
+from rollout.receiver import WeightReceiver
+from rollout.store_receiver import StoreReceiver
+from services.common.membership import Membership
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 1.0
+"""Seconds between two reports of what is being received or loaded; a quarter of the learner's patience at most."""
+
+PHASES = {
+    "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
+    "received": worker_pb2.WEIGHT_PHASE_RECEIVED,
+    "loading": worker_pb2.WEIGHT_PHASE_LOADING,
+}
+
+
+class RolloutWeights:
+    """Those of one run, for one engine. To be made on the event loop; `host` is this machine's address for the learner."""
+
+    def __init__(
+        self,
+        run_id: str,
+        member_id: str,
+        membership: Membership,
+        engine: Engine,
+        max_wait_s: float,
+        host: str,
+        store_url: str,
+    ):
+        """`store_url` is where the run's stored weights are."""
+        self._store_url = store_url
+        self._run_id, self._member_id = run_id, member_id
+        self._membership, self._engine = membership, engine
+        self._loop = asyncio.get_running_loop()
+        self._swapping = threading.Lock()
+        self._pause_s = self._swap_s = 0.0
+        self._report_s = min(REPORT_S, max_wait_s / 4)
+        self._last_yes: worker_pb2.WeightAck | None = None
+        self._receiver = WeightReceiver(
+            run_id=run_id,
+            max_wait_s=max_wait_s,
+            on_weights=self._on_weights,
+            on_ack=self._on_ack,
+            host=host,
+        )
+        self._store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
+
+    def offer(self, offer: worker_pb2.WeightOffer) -> None:
+        """The learner offers a version, over a link or from a store. An offer that cannot be right is answered with a
+        sentence, as one that fails later."""
+        try:
+            self._take_up(offer)
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                log.exception("a weight offer could not be taken up")
+            version = Version(offer.version.session, offer.version.step)
+            self._on_ack(version, False, first_line(error))
+
+    def _take_up(self, offer: worker_pb2.WeightOffer) -> None:
+        if offer.HasField("stored"):
+            stored = _store_offer(offer)
+            if stored.url != self._store_url:
+                raise WireError(
+                    f"weights in {stored.url[:200]!r} are offered; the run's are in {self._store_url!r}"
+                )
+            self._store_receiver.offer(stored)
+            return
+        self._receiver.offer(
+            WeightOffer(
+                run_id=offer.run_id,
+                epoch=offer.epoch,
+                member_id=offer.member_id,
+                attempt=offer.attempt,
+                backend=offer.backend,
+                store_host=offer.store_host,
+                store_port=offer.store_port,
+                prefix=offer.prefix,
+                session=offer.version.session,
+                step=offer.version.step,
+                manifest=offer.manifest,
+            )
+        )
+
+    async def report_progress(self) -> None:
+        """Tells the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(self._report_s)
+            at_work = {
+                progress.version: progress
+                for progress in (*self._receiver.at_work, *self._store_receiver.at_work)
+            }
+            for version, progress in at_work.items():
+                if self._membership.waiting_reports:
+                    break  # they would be old when they arrive
+                message = worker_pb2.WeightProgress(
+                    run_id=self._run_id,
+                    member_id=self._member_id,
+                    phase=PHASES[progress.phase],
+                    received_bytes=progress.received_bytes,
+                )
+                message.version.session, message.version.step = version
+                await self._membership.report(worker_pb2.ConnectRequest(weight_progress=message))
+
+    async def answer_again(self) -> None:
+        """Says again which version this worker took last: the coordinator was away, and the answer may have been lost."""
+        if self._last_yes is not None:
+            await self._membership.report(worker_pb2.ConnectRequest(weight_ack=self._last_yes))
+
+    def expelled(self, expelled: worker_pb2.Expelled) -> None:
+        """This worker missed a deadline: it serves what it holds, and takes part again over a link of the next epoch."""
+        version = None if self._engine.version is None else tuple(self._engine.version)
+        log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
+        self._receiver.leave_epoch()
+
+    def close(self) -> None:
+        """Ends the receivers."""
+        self._receiver.close()
+        self._store_receiver.close()
+
+    # On the receivers' threads
+
+    def _on_weights(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
+        # A link and a store may bring weights at one time.
+        with self._swapping:
+            serving = self._engine.version
+            if serving is not None and version <= serving:
+                if version == serving:
+                    return
+                raise Conflict(
+                    f"{tuple(version)} came after {tuple(serving)}, which this worker serves already"
+                )
+            started_s = time.monotonic()
+            swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, tensors), self._loop)
+            # The engine answers or raises; the learner has a deadline of its own.
+            self._pause_s = swap.result()
+            self._swap_s = time.monotonic() - started_s
+
+    def _on_ack(self, version: Version, ok: bool, message: str, damaged: bool = False) -> None:
+        ack = worker_pb2.WeightAck(
+            run_id=self._run_id,
+            member_id=self._member_id,
+            ok=ok,
+            message=message,
+            pause_s=self._pause_s,
+            swap_s=self._swap_s,
+            damaged=damaged,
+        )
+        ack.version.session, ack.version.step = version
+        if ok:
+            self._last_yes = ack
+        report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
+        asyncio.run_coroutine_threadsafe(report, self._loop)
+
+
+def _store_offer(offer: worker_pb2.WeightOffer) -> StoreOffer:
+    stored = offer.stored
+    return StoreOffer(
+        run_id=offer.run_id,
+        epoch=offer.epoch,
+        member_id=offer.member_id,
+        version=Version(offer.version.session, offer.version.step),
+        url=stored.url,
+        algorithm=algorithm_named(stored.algorithm),
+        manifest=_stored_object(stored.manifest),
+        anchor_version=Version(stored.anchor_version.session, stored.anchor_version.step),
+        anchor=_stored_object(stored.anchor),
+        anchor_bytes=stored.anchor_bytes,
+    )
+
+
+def _stored_object(stored: worker_pb2.StoredObject) -> StoredObject:
+    try:
+        return checked_object(stored.name, stored.size_bytes, stored.digest)
+    except ValueError as error:
+        raise WireError(f"the offer cannot be right: {error}") from None
