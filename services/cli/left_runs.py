@@ -66,7 +66,7 @@ class LeftRuns:
 def left_runs(ledger_path: Path) -> LeftRuns:
     """What the ledger has; nothing without a ledger. Raises LedgerFault."""
     from paceline.spec.reading import spec_of_run
-    from services.coordinator.ledger import Ledger
+    from services.coordinator.ledger.ledger import Ledger
 
     left = LeftRuns()
     try:

@@ -14,7 +14,7 @@ from services.cli import render
 from services.common.options import LEDGER_NAME, directory_option, find_run, json_option, print_json
 
 if TYPE_CHECKING:
-    from services.coordinator.ledger import Ledger
+    from services.coordinator.ledger.ledger import Ledger
 
 
 class _ShowByDefault(click.Group):
@@ -42,7 +42,7 @@ def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> N
     A row has prompt, completion, tokens, log-probabilities and versions by token, rewards by function, final_reward.
     """
     from paceline.spec.reading import spec_of_run
-    from services.cli.samples import export_samples
+    from services.coordinator.audit.samples import export_samples
 
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
@@ -62,7 +62,7 @@ def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> N
 @json_option
 def show(run: str, step: int, directory: Path, as_json: bool) -> None:
     """Show what step STEP of RUN (its id, or its folder) trained on; as JSON lines, one for each group, with --json."""
-    from services.cli.samples import samples_of_step
+    from services.coordinator.audit.samples import samples_of_step
 
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
@@ -91,8 +91,8 @@ def ledger() -> None:
 def verify(run: str | None, deep: bool, repairs: bool, directory: Path, as_json: bool) -> None:
     """Compare everything that was recorded of RUN (its id, or its folder; default all runs); exit status 1 if anything
     disagrees."""
-    from services.coordinator.repair import repair
-    from services.coordinator.verify import verify as verify_records
+    from services.coordinator.audit.repair import repair
+    from services.coordinator.audit.verify import verify as verify_records
 
     path, run_id = find_run(run, directory) if run else (directory / LEDGER_NAME, "")
     done: list[str] = []
@@ -117,7 +117,7 @@ def verify(run: str | None, deep: bool, repairs: bool, directory: Path, as_json:
 @json_option
 def backup(destination: Path, directory: Path, as_json: bool) -> None:
     """Write a consistent copy of the ledger to the file DESTINATION, also while the coordinator runs."""
-    from services.coordinator.backup import back_up
+    from services.coordinator.ledger.backup import back_up
 
     with opened_ledger(directory / LEDGER_NAME) as opened:
         size_bytes = back_up(opened, destination)
@@ -184,15 +184,15 @@ def export(
 def opened_ledger(path: Path) -> Iterator[Ledger]:
     """The ledger at `path`, read-only; what cannot be read in it because the file is damaged is said so. Raises NotFound,
     LedgerFault."""
-    from services.coordinator.file_damage import explained
+    from services.coordinator.ledger.integrity.file_damage import explained
 
-    with contextlib.closing(open_ledger(path)) as opened, explained(opened):
+    with contextlib.closing(open_ledger(path)) as opened, explained(opened.db, opened.path):
         yield opened
 
 
 def open_ledger(path: Path) -> Ledger:
     """The ledger at `path`, read-only. Raises NotFound."""
-    from services.coordinator.ledger import Ledger
+    from services.coordinator.ledger.ledger import Ledger
 
     try:
         return Ledger(path, read_only=True)

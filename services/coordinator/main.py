@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 
-from paceline.freed_memory import keep_freed_memory
 from paceline.token import TOKEN_NAME, make_token, token_path
 from paceline.tracing import set_up_metrics, set_up_tracing
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -23,12 +22,13 @@ from services.common.processes.file_limit import Capacity, raise_file_limit
 from services.common.processes.ready_file import announce
 from services.common.token_guard import TokenGuard
 from services.common.zmq_keepalive import in_brackets
-from services.coordinator.control import RunServicer, WorkerServicer
-from services.coordinator.coordinator import Coordinator
-from services.coordinator.file_damage import damage_in, sentence
-from services.coordinator.ledger import Ledger
-from services.coordinator.log_keeper import LogKeeper
-from services.coordinator.members import Members
+from services.coordinator.ledger.integrity.file_damage import damage_in, sentence
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.wal_checkpointer import LogKeeper
+from services.coordinator.lifecycle.coordinator import Coordinator
+from services.coordinator.members.registry import Members
+from services.coordinator.memory import keep_freed_memory
+from services.coordinator.servicers import RunServicer, WorkerServicer
 
 LEDGER_NAME = "ledger.sqlite"
 NEEDED_BYTES = 4 << 20

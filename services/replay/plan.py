@@ -17,9 +17,9 @@ from paceline.groups import Group
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
 from paceline.wire import decode_group
-from services.coordinator.batch_split import split_batch
-from services.coordinator.ledger import KnownCheckpoint, Ledger
-from services.coordinator.payloads import read_frame
+from services.coordinator.ledger.batch_split import split_batch
+from services.coordinator.ledger.ledger import KnownCheckpoint, Ledger
+from services.coordinator.ledger.segments import read_frame
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from paceline.process import end_process
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
 from services.common.processes.parent_death import die_with_parent
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 from services.learner.rank import set_up_device
 from services.replay.plan import plan_replay, read_part
 

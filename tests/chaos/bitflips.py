@@ -28,8 +28,8 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 
 from paceline.errors import PacelineError
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 
 STEPS = 30
 Content = dict[str, list[tuple[Any, ...]]]

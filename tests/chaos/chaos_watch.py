@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 from paceline.token import open_channel
 from protos.paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc, worker_pb2
 from protos.paceline.v1.common_pb2 import Role
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 POLL_S = 0.02

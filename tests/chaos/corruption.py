@@ -24,11 +24,11 @@ from chaos_watch import coordinator_address, progress
 from paceline.client import Client
 from paceline.errors import Conflict, LedgerFault, PacelineError
 from paceline.files.run_folders import EXPORT_MANIFEST
-from services.coordinator.artifacts import MANIFEST_NAME
-from services.coordinator.ledger import Ledger
-from services.coordinator.ledger_file import lock_ledger
-from services.coordinator.repair import repair
-from services.coordinator.verify import verify
+from services.coordinator.audit.artifacts import MANIFEST_NAME
+from services.coordinator.audit.repair import repair
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.connection import lock_ledger
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 STOP_S = 60.0

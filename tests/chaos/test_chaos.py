@@ -13,7 +13,7 @@ from faults import FILES, KINDS, LINKS, ON_REQUEST, ROLES, schedule
 from lies import LIES
 from verdict import Verdict, judge
 
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture(scope="module")

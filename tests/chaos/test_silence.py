@@ -17,7 +17,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.common import zmq_keepalive
 from services.common.grpc_server import GrpcServer
 from services.common.membership import Membership
-from services.coordinator.exchange_socket import ExchangeSocket, Waiting, parse
+from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Waiting, parse
 
 DEADLINE_S = 60.0
 Reports = asyncio.Queue[worker_pb2.ConnectRequest]

@@ -17,9 +17,9 @@ from watched_runs import RUN_TIMEOUT_S, wait_for_step
 
 from paceline.client import Client
 from paceline.spec import RunSpec
-from services.coordinator.backup import back_up
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.backup import back_up
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]

@@ -18,7 +18,7 @@ from service_processes import PACELINE, Services, environment, opened, wait_for
 from paceline.client import Client
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
 
 DEADLINE_S = 180.0
 MakeSpec = Callable[..., RunSpec]

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.client import Client
 from paceline.spec import RunSpec
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 TEMPLATE = (

@@ -20,8 +20,8 @@ from paceline.spec import RunSpec
 from paceline.token import open_channel
 from protos.paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc
 from services.cli.main import main
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 # PeftModel, the oracle here, asks transformers by an old name.

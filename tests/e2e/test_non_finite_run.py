@@ -14,8 +14,8 @@ import pytest
 
 from paceline.client import Client, Event, state_name
 from paceline.spec import RunSpec
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 DEADLINE_S = 180.0

@@ -11,8 +11,8 @@ import pytest
 
 from paceline.client import ENDED_STATES, Client, state_name
 from paceline.spec import RunSpec
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 DEADLINE_S = 150.0

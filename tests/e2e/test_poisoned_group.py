@@ -10,8 +10,8 @@ import pytest
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 REWARD = """

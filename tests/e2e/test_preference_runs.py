@@ -20,8 +20,8 @@ from paceline.client import Client
 from paceline.spec import RunSpec
 from reward.builtin.reward_model import reward_model
 from services.cli.main import main
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 from services.demo.task import answer, problem, teach
 from services.local.cluster import LocalCluster
 

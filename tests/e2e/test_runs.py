@@ -13,7 +13,7 @@ from watched_runs import finish, metrics, wait_for_step
 
 from paceline.client import Client
 from paceline.spec import RunSpec
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]

@@ -15,8 +15,8 @@ from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
 from paceline.weights.store_format import StoredVersion
 from protos.paceline.v1 import run_pb2
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0

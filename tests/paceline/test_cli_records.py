@@ -20,11 +20,11 @@ from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import common_pb2, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.cli.main import main
-from services.coordinator.exchange import ActiveRun, Exchange, Outcome
-from services.coordinator.handlers import handle
-from services.coordinator.intake import Arrived, look_at, store
-from services.coordinator.ledger import Ledger
-from services.coordinator.members import Member
+from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from services.coordinator.exchange.transport.dispatch import handle
+from services.coordinator.exchange.uploads.intake import Arrived, look_at, store
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import Member
 
 RUN_ID = "sums-1"
 PROMPT_IDS = np.array([4, 5], np.int32)

@@ -13,7 +13,7 @@ from paceline.client import Client, state_name
 from paceline.errors import Conflict, InvalidInput, NotFound, SpecError, Unavailable
 from paceline.spec import ClusterSection
 from paceline.spec.reading import load_spec
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 DEADLINE_S = 20.0

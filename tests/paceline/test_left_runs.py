@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from paceline.spec.reading import parse_spec, spec_to_yaml
 from services.cli.left_runs import MAX_SHOWN, left_runs
 from services.cli.main import main
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 
 SPEC = parse_spec(
     {

@@ -20,7 +20,7 @@ from paceline.errors import Conflict, NotFound, PacelineError
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec
 from services.common.processes.supervisor import Service
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 DEADLINE_S = 20.0

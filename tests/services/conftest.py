@@ -11,8 +11,8 @@ import pytest_asyncio
 from control_plane import Plane
 from exchange_drivers import MakeWorld, World, make_spec
 
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture

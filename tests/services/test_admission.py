@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from exchange_drivers import MakeWorld, Rollout
 
-from services.coordinator import leases
-from services.coordinator.admission import admissible, lease_step, may_lease, must_wait
-from services.coordinator.balance import balance
+from services.coordinator.exchange import leases
+from services.coordinator.exchange.admission import admissible, lease_step, may_lease, must_wait
+from services.coordinator.ledger.balance import balance
 
 
 @pytest.mark.parametrize(

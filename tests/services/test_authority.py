@@ -199,7 +199,7 @@ async def test_an_unforeseen_exception_ends_its_senders_stream_and_nothing_else(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("services.coordinator.reports.finite_gauges", fail)
+        patch.setattr("services.coordinator.pool.reports.finite_gauges", fail)
         worker.say(heartbeat=worker_pb2.Heartbeat())
 
         async def read_on() -> None:
@@ -228,7 +228,7 @@ async def test_a_member_whose_bookkeeping_fails_is_looked_at_again(
         raise KeyError(7)
 
     with monkeypatch.context() as patch:
-        patch.setattr("services.coordinator.pool.leases.release_member", fail)
+        patch.setattr("services.coordinator.pool.pool.leases.release_member", fail)
         await coordinator.pool.look_after()
         assert len(coordinator.members) == 2
     await coordinator.pool.look_after()

@@ -9,9 +9,10 @@ import pytest
 from ended_groups import NUM_ENDED, add_ended_groups
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World, fill, prune
 
-from services.coordinator import batch_split, fixing, payloads, pruning
-from services.coordinator.exchange import BATCH_DUE
-from services.coordinator.fixing import fix_if_due
+from services.coordinator.exchange.batches import selection
+from services.coordinator.exchange.batches.selection import fix_if_due
+from services.coordinator.exchange.state import BATCH_DUE
+from services.coordinator.ledger import batch_split, pruning, segments
 
 RANKS = 512
 
@@ -55,7 +56,7 @@ def test_a_batch_that_waits_is_looked_at_once_in_a_transaction(
     large: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
-    monkeypatch.setattr(fixing, "fix", lambda *_: looks.append(1) and False)
+    monkeypatch.setattr(selection, "fix", lambda *_: looks.append(1) and False)
     large.exchange.first_asked_s[0] = large.now_s
     with large.ledger.transaction():
         for _ in range(RANKS):
@@ -117,7 +118,7 @@ def test_a_step_is_pruned_some_groups_at_a_time(
 def test_segments_are_looked_at_a_bounded_number_at_a_time(
     tmp_path: Path, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 1)
     world = make_world()
     fill(Rollout(world), Reward(world), 4)
     folder = world.ledger.payloads.folder
@@ -127,7 +128,7 @@ def test_segments_are_looked_at_a_bounded_number_at_a_time(
     monkeypatch.setattr(Path, "glob", lambda *_: pytest.fail("the folder is read"))
     for _ in range(40):
         texts = statements(world, lambda: _removed(world))
-        assert len(texts) <= payloads.MAX_LOOKED_AT + payloads.IN_TURN
+        assert len(texts) <= segments.MAX_LOOKED_AT + segments.IN_TURN
     monkeypatch.undo()
     left = sorted(int(path.stem) for path in folder.glob("*.seg"))
     assert left == [1, 2, 3, 4, 698, 699]

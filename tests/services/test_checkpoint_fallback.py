@@ -9,7 +9,7 @@ import pytest
 from control_plane import Plane, Worker, learner
 
 from protos.paceline.v1 import run_pb2, worker_pb2
-from services.coordinator.retention import forget_surplus, kept_paths
+from services.coordinator.sessions.retention import forget_surplus, kept_paths
 
 STEPS = 3
 

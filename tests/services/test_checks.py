@@ -27,9 +27,14 @@ from paceline.errors import SpecError, WireError
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import damage
-from services.coordinator.checks import MAX_LOGPROB, MIN_LOGPROB, check_logprobs, refuse_large_groups
-from services.coordinator.payloads import DamagedRecord
+from services.coordinator.exchange.batches import damaged_groups
+from services.coordinator.exchange.uploads.group_checks import (
+    MAX_LOGPROB,
+    MIN_LOGPROB,
+    check_logprobs,
+    refuse_large_groups,
+)
+from services.coordinator.ledger.segments import DamagedRecord
 
 GOOD = make_completion(Version(1, 0), 3, 0)
 
@@ -241,7 +246,9 @@ def test_a_beginning_that_was_lost_refuses_no_result(world: World) -> None:
     _, lease = begun_by_another(world)
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
     with world.ledger.transaction():
-        damage.put_back(world.exchange, world.run, DamagedRecord("gone", row["segment"], row["start"]))
+        damaged_groups.put_back(
+            world.exchange, world.run, DamagedRecord("gone", row["segment"], row["start"])
+        )
     assert world.ledger.db.execute("SELECT 1 FROM payloads WHERE kind = 'prefix'").fetchone() is None
     request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
     request.member_id = "second"

@@ -228,7 +228,7 @@ async def test_an_unforeseen_exception_is_answered_and_counted(
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("services.coordinator.control.page", fail)
+    monkeypatch.setattr("services.coordinator.servicers.page", fail)
     monkeypatch.setattr(plane.coordinator.committed, "events", fail)
     before = unforeseen.total
     code, details = await refusal(plane.runs.List(run_pb2.ListRequest()))

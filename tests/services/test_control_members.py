@@ -14,7 +14,7 @@ from control_plane import DEADLINE_S, Plane, Worker, ack, learner, offer, refusa
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
 from services.common.membership import Membership
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 
 # Workers
 

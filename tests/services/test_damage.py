@@ -16,14 +16,14 @@ from exchange_service import FOREVER_S, Service, serving
 from paceline.errors import LedgerFault
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import payloads
-from services.coordinator.batch_chain import batch_digest, extend_chain
-from services.coordinator.payloads import Record
+from services.coordinator.ledger import segments
+from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from services.coordinator.ledger.segments import Record
 
 
 @pytest.fixture(autouse=True)
 def _a_segment_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 1)
 
 
 @pytest.fixture(params=["a bit", "cut", "gone", "unreadable"])
@@ -56,7 +56,7 @@ def spoil_file(path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise OSError(5, "Input/output error")
             return pread(fd, size, start)
 
-        monkeypatch.setattr(payloads.os, "pread", fail)
+        monkeypatch.setattr(segments.os, "pread", fail)
 
 
 def warnings(service: Service) -> list[str]:
@@ -178,7 +178,7 @@ def test_a_disk_that_cannot_be_written_still_ends_the_coordinator(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(payloads.SegmentWriter, "append", full)
+    monkeypatch.setattr(segments.SegmentWriter, "append", full)
     with pytest.raises(LedgerFault, match="groups cannot be written"):
         rollout.finish(lease)
 
@@ -211,7 +211,7 @@ async def test_nothing_is_read_on_the_event_loop(world: World, monkeypatch: pyte
         readers.append(fd)
         return pread(fd, size, start)
 
-    monkeypatch.setattr(payloads.os, "pread", read)
+    monkeypatch.setattr(segments.os, "pread", read)
     async with serving(world) as service:
         reward = client(service, "reward", common_pb2.ROLE_REWARD)
         reply = await reward.ask(pb.ExchangeRequest(task=pb.TaskRequest(room=8, wait_s=FOREVER_S)))

@@ -23,7 +23,7 @@ from exchange_drivers import (
 
 from paceline.wire import decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.batch_chain import batch_digest, extend_chain
+from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 
 
 def score_all(reward: Reward) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from services.coordinator import exchange_connections, exchange_socket
-from services.coordinator.exchange_socket import ExchangeSocket, Message
+from services.coordinator.exchange.transport import connections, router_socket
+from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
 SOCKET_TYPE = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -141,7 +141,7 @@ def is_cut(connection: socket.socket) -> bool:
 
 
 def test_a_message_without_end_is_cut_off(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_connections, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(connections, "MAX_BYTES", 1 << 20)
     with raw(exchange) as connection:
         until(exchange, lambda: len(exchange.connections) == 1)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
@@ -154,7 +154,7 @@ def test_empty_frames_without_end_are_cut_off(
     exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few bytes, but much memory."""
-    monkeypatch.setattr(exchange_connections, "MAX_GROWTH_BYTES", 32 << 20)
+    monkeypatch.setattr(connections, "MAX_GROWTH_BYTES", 32 << 20)
     with raw(exchange) as connection:
         until(exchange, lambda: len(exchange.connections) == 1)
         assert not takes_empty_frames(connection, exchange)
@@ -164,7 +164,7 @@ def test_empty_frames_without_end_are_cut_off(
 def test_a_message_of_many_frames_is_not_read_at_once(
     exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_socket, "DISCARDED_AT_ONCE", 1000)
+    monkeypatch.setattr(router_socket, "DISCARDED_AT_ONCE", 1000)
     came: list[Message] = []
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -173,7 +173,7 @@ def test_a_message_of_many_frames_is_not_read_at_once(
             connection.sendall(EMPTY_FRAME * 50_000 + LAST_FRAME)
             until(exchange, lambda: len(came) == 1, came=came)
             assert not exchange.discard(), "there is more of it than is read in one turn"
-            assert len(came[0].payloads) == exchange_socket.MAX_FRAMES + 1
+            assert len(came[0].payloads) == router_socket.MAX_FRAMES + 1
             until(exchange, lambda: is_cut(connection), came=came)
         dealer.connect(f"tcp://127.0.0.1:{exchange.port}")
         dealer.send(b"honest")
@@ -187,7 +187,7 @@ def test_a_message_of_many_frames_is_not_read_at_once(
 def test_a_large_whole_message_arrives_and_the_next_one_too(
     exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_connections, "MAX_BYTES", 3 << 20)
+    monkeypatch.setattr(connections, "MAX_BYTES", 3 << 20)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     try:
@@ -205,7 +205,7 @@ def test_a_large_whole_message_arrives_and_the_next_one_too(
 
 
 def test_strangers_share_a_budget(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_connections, "MAX_STRANGERS_BYTES", 1 << 20)
+    monkeypatch.setattr(connections, "MAX_STRANGERS_BYTES", 1 << 20)
     with raw(exchange) as first, raw(exchange) as second:
         until(exchange, lambda: len(exchange.connections) == 2)
         for connection in (first, second):
@@ -235,7 +235,7 @@ def test_only_members_may_stay(exchange: ExchangeSocket) -> None:
             dealer.connect(f"tcp://127.0.0.1:{exchange.port}")
             dealer.send(b"I am")
             until(exchange, lambda: len(exchange.connections) == 2 and members(exchange) == 1, member=True)
-            clock.now_s = exchange_connections.STRANGER_S + 1
+            clock.now_s = connections.STRANGER_S + 1
             until(exchange, lambda: is_cut(stranger))
             assert len(exchange.connections) == 1
             dealer.send(b"still")
@@ -259,7 +259,7 @@ def test_a_number_that_stands_for_another_file_is_left_alone(exchange: ExchangeS
 def test_a_peer_that_sends_far_more_than_is_read_is_cut_off(
     exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_connections, "MAX_UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20)
     with raw(exchange) as connection:
         until(exchange, lambda: len(exchange.connections) == 1)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
@@ -272,7 +272,7 @@ def test_a_member_may_wait_long_for_being_read(exchange: ExchangeSocket) -> None
     exchange.connections._max_strangers = 0
     with raw(exchange) as connection:
         until_it_stands(exchange)
-        clock.now_s = exchange_connections.STRANGER_S + 1
+        clock.now_s = connections.STRANGER_S + 1
         connection.sendall(SMALL_MESSAGE)
         exchange.look_at_connections(all_read=False)
         assert len(exchange.connections) == 1, "what it has sent may say that it is a member"
@@ -284,7 +284,7 @@ def test_a_member_may_wait_long_for_being_read(exchange: ExchangeSocket) -> None
 def test_strangers_may_say_so_much_that_is_refused(
     exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_connections, "MAX_REFUSED", 10)
+    monkeypatch.setattr(connections, "MAX_REFUSED", 10)
     with raw(exchange) as connection:
         came: list[Message] = []
         connection.sendall(10 * SMALL_MESSAGE)
@@ -298,7 +298,7 @@ def test_messages_that_are_read_are_not_under_way(
     exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while there are always further ones to read."""
-    monkeypatch.setattr(exchange_connections, "MAX_UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20)
     with raw(exchange) as connection:
         until_it_stands(exchange)
         for _ in range(20):  # 5 MB

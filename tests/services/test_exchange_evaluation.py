@@ -20,8 +20,8 @@ from exchange_drivers import (
 
 from paceline.groups import Version
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import evaluation
-from services.coordinator.evaluation import FIRST_EVALUATION_GROUP
+from services.coordinator.exchange import evaluation
+from services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
 
 EVAL = {"val_at_start": True}
 

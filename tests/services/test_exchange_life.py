@@ -28,7 +28,7 @@ from paceline.errors import WireError
 from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.leases import lend_again
+from services.coordinator.exchange.leases import lend_again
 from services.learner.batches import Part, Parts
 
 

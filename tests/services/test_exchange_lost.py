@@ -11,7 +11,7 @@ from exchange_drivers import COMMITTED, INVALID, PROMPT_IDS, STALE, Learner, Rew
 
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import leases
+from services.coordinator.exchange import leases
 
 
 def ask_holding(rollout: Rollout, *group_ids: int) -> list[pb.Lease]:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from paceline.spec import RunSpec
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import Outcome
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.exchange.state import Outcome
+from services.coordinator.ledger.ledger import Ledger
 
 ACTIONS = (
     "lease",

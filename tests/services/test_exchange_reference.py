@@ -20,8 +20,8 @@ from exchange_drivers import (
 
 from paceline.wire import decode_group, encode_reference
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 
 POOL = {"reference_policy_kl_penalty": 0.1, "reference_policy_pool": "reward"}
 REWARDS = {"rewards": [0.0, 1.0], "functions": ["exact_match"]}

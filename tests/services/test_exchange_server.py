@@ -20,9 +20,11 @@ from paceline.groups import Version
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD
-from services.coordinator import exchange_server, exchange_socket, scores
-from services.coordinator.exchange import Notice
-from services.coordinator.exchange_server import ExchangeServer
+from services.coordinator.exchange import scores
+from services.coordinator.exchange.state import Notice
+from services.coordinator.exchange.transport import router_socket
+from services.coordinator.exchange.transport import server as exchange_server
+from services.coordinator.exchange.transport.server import ExchangeServer
 
 
 @pytest_asyncio.fixture
@@ -234,7 +236,7 @@ async def test_a_waiting_request_is_answered_empty_at_its_end(service: Service) 
 async def test_no_request_waits_for_ever(
     service: Service, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
-    monkeypatch.setattr(exchange_socket, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(router_socket, "MAX_WAIT_S", 0.05)
     assert (await service.rollout("rollout", step=None).ask(lease(wait_s))).status == OK
 
 

@@ -27,11 +27,12 @@ from protos.paceline.v1.worker_pb2 import (
     RunReport,
 )
 from services.common.exponential_backoff import GrowingPause
-from services.coordinator import journal, leases
-from services.coordinator.exchange import Notice
-from services.coordinator.faults import Verdict, explain, judge
-from services.coordinator.members import Fault, Member
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.exchange import leases
+from services.coordinator.exchange.state import Notice
+from services.coordinator.lifecycle.worker_faults import Verdict, explain, judge
+from services.coordinator.members.registry import Fault, Member
+from services.coordinator.reporting import run_log
 
 
 @pytest_asyncio.fixture
@@ -184,7 +185,7 @@ async def test_a_run_whose_folder_cannot_be_written_waits_for_it(
         raise PermissionError(13, "Permission denied", "metrics.jsonl")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "Recorder", refuse)
+        patch.setattr(run_log, "Recorder", refuse)
         again = impatient(Plane(tmp_path))
         await again.start()
     try:
@@ -212,7 +213,7 @@ async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "write_summary", refuse)
+        patch.setattr(run_log, "write_summary", refuse)
         await plane.runs.Cancel(run_pb2.CancelRequest(run_id=first.run_id))
         await worker.hear("idle")
         await plane.coordinator._start_next()

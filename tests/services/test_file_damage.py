@@ -13,8 +13,8 @@ from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
 
 from paceline.errors import Conflict, LedgerFault
 from services.cli.main import main as paceline
-from services.coordinator.backup import back_up
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.backup import back_up
+from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.main import main as coordinator
 
 HELP = "restore a backup, or run `paceline ledger verify --repair`"

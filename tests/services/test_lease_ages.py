@@ -22,9 +22,10 @@ from exchange_drivers import (
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import overdue, pool
-from services.coordinator.lease_ages import LIMIT_S, MIN_RESULTS, NO_MEDIAN_S, LeaseAges, Overdue
-from services.coordinator.members import Fault
+from services.coordinator.exchange import overdue
+from services.coordinator.exchange.lease_ages import LIMIT_S, MIN_RESULTS, NO_MEDIAN_S, LeaseAges, Overdue
+from services.coordinator.members.registry import Fault
+from services.coordinator.pool import pool
 
 Lease = tuple[str, int, int]
 

@@ -12,8 +12,8 @@ import pytest
 from paceline.errors import Conflict, LedgerFault, NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT
 from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.ledger import Ledger
-from services.coordinator.schema import SCHEMA, SCHEMA_VERSION
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION
 
 FORMAT_2 = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;

@@ -6,7 +6,7 @@ import json
 import math
 
 from services.common.grpc_server import details_of
-from services.coordinator.limits import (
+from services.coordinator.text_limits import (
     MAX_EVENT_BYTES,
     MAX_GAUGES,
     bounded_metrics,

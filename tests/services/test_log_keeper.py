@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator import log_keeper
-from services.coordinator.ledger import Ledger
-from services.coordinator.log_keeper import LogKeeper
+from services.coordinator.ledger import wal_checkpointer
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.wal_checkpointer import LogKeeper
 
 
 def write(ledger: Ledger, number: int) -> None:
@@ -39,8 +39,8 @@ async def test_a_writer_moves_nothing_by_itself_and_the_keeper_does(tmp_path: Pa
 async def test_a_long_log_is_written_from_its_start_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_keeper, "MAX_PAGES", 100)
-    monkeypatch.setattr(log_keeper, "PERIOD_S", 0.0)
+    monkeypatch.setattr(wal_checkpointer, "MAX_PAGES", 100)
+    monkeypatch.setattr(wal_checkpointer, "PERIOD_S", 0.0)
     ledger, lock = Ledger(tmp_path / "ledger.sqlite"), asyncio.Lock()
     keeping = asyncio.create_task(LogKeeper(ledger, lock).run())
     write(ledger, 100)

@@ -9,8 +9,8 @@ import pytest
 from control_plane import Plane, learner, rollout
 
 from protos.paceline.v1 import worker_pb2
-from services.coordinator.ledger import Ledger
-from services.coordinator.loop_lag import BEAT_S, LoopLag
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.loop_lag import BEAT_S, LoopLag
 
 
 class Clock:

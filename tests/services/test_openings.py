@@ -14,8 +14,8 @@ from exchange_drivers import make_spec
 from paceline.errors import Busy, DataError
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import run_pb2
-from services.coordinator import coordinator as coordinator_module
-from services.coordinator.openings import MAX_OPENINGS, Openings
+from services.coordinator.lifecycle import coordinator as coordinator_module
+from services.coordinator.lifecycle.dataset_openings import MAX_OPENINGS, Openings
 
 PATIENCE_S = 30.0
 

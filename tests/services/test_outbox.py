@@ -6,7 +6,7 @@ import pytest
 from control_plane import ack
 
 from protos.paceline.v1 import worker_pb2
-from services.coordinator.outbox import ACKS_AT_ONCE, MAX_WAITING, Outbox
+from services.coordinator.members.directive_queue import ACKS_AT_ONCE, MAX_WAITING, Outbox
 
 
 def response(**directive: object) -> worker_pb2.ConnectResponse:

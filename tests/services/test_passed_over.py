@@ -12,8 +12,8 @@ from control_plane import DEADLINE_S, Plane, refusal
 from paused_runs import impatient, next_state, state_of
 
 from protos.paceline.v1 import run_pb2
-from services.coordinator import coordinator
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.lifecycle import coordinator
 
 UNREADABLE = (
     "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}], grpo: {max_num_steps: lots}}"

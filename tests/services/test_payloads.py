@@ -10,10 +10,10 @@ from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill, p
 
 from paceline.errors import LedgerFault
 from paceline.wire import Buffer
-from services.coordinator import payloads
-from services.coordinator.ledger import Ledger
-from services.coordinator.payloads import Payload, PayloadStore, Place, Record, read_frame
-from services.coordinator.segment_writer import BLOCK_BYTES
+from services.coordinator.ledger import segments as payloads
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.segment_writer import BLOCK_BYTES
+from services.coordinator.ledger.segments import Payload, PayloadStore, Place, Record, read_frame
 
 
 def look_up(store: PayloadStore, place: Place, *, last: bool = False) -> tuple[bytes, Buffer]:

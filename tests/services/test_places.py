@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.ledger import Ledger
-from services.coordinator.places import resolved, stored
+from services.coordinator.ledger.folders import resolved, stored
+from services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.mark.parametrize(

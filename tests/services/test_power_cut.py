@@ -15,8 +15,8 @@ import pytest
 from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 from exchange_life import Life
 
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 
 CUTS = 12
 

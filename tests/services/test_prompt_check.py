@@ -18,9 +18,9 @@ from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.intake import Arrived, look_at
-from services.coordinator.ledger import Ledger
-from services.coordinator.prompt_check import PromptCheck
+from services.coordinator.exchange.uploads.intake import Arrived, look_at
+from services.coordinator.exchange.uploads.prompt_check import PromptCheck
+from services.coordinator.ledger.ledger import Ledger
 from services.demo.model import make_tokenizer
 
 PROMPTS = {7: "12+34=", 8: "99+01=", 9: [{"role": "user", "content": "1+1="}]}
@@ -154,7 +154,7 @@ def test_a_template_that_writes_the_date_is_not_compared(
 def test_a_process_that_fails_holds_nothing_up(
     check: PromptCheck, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr("services.coordinator.prompt_check.ANSWER_S", 0.2)
+    monkeypatch.setattr("services.coordinator.exchange.uploads.prompt_check.ANSWER_S", 0.2)
     check.begin("a-1", spec_of(tmp_path, str(model)))
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     assert check.fault("a-1", 7, own[:-1]) != "", "it works"

@@ -14,9 +14,9 @@ import pytest
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import Conflict, LedgerFault, NotFound
-from services.coordinator.ledger import Ledger
-from services.coordinator.repair import repair
-from services.coordinator.verify import verify
+from services.coordinator.audit.repair import repair
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator import restored
-from services.coordinator.backup import back_up
-from services.coordinator.ledger import Ledger
-from services.coordinator.payloads import Record
+from services.coordinator.ledger import restored_backup
+from services.coordinator.ledger.backup import back_up
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.segments import Record
 
 
 def run_ids(ledger: Ledger) -> list[str]:
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_log_and_the_segments_of_another_ledger_are_set_aside(path: Path) -> None:
-    assert restored.is_backup(path)
+    assert restored_backup.is_backup(path)
     ledger = Ledger(path)
     assert run_ids(ledger) == ["first-1"]
     place = path.with_name("ledger.sqlite.set-aside-1")
@@ -63,7 +63,7 @@ def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
     with ledger.transaction():
         ledger.add_run("second-2", "{}", "second-2")
     # As a kill at this moment would leave it: what was committed is in the log alone.
-    assert not restored.is_backup(path)
+    assert not restored_backup.is_backup(path)
     ledger.close()
     again = Ledger(path)
     assert again.set_aside is None
@@ -73,7 +73,7 @@ def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
 
 def test_one_of_an_older_version_has_no_mark_and_its_neighbours_log_is_not_read(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[restored.PLACE : restored.PLACE + 4] = bytes(4)
+    content[restored_backup.PLACE : restored_backup.PLACE + 4] = bytes(4)
     path.write_bytes(content)
     ledger = Ledger(path)
     assert run_ids(ledger) == ["first-1"]
@@ -104,9 +104,9 @@ def test_a_second_backup_put_back_gets_a_place_of_its_own(path: Path) -> None:
 def test_a_backup_alone_and_a_ledger_of_our_own_need_nothing(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     back_up(ledger, tmp_path / "backup.sqlite")
-    assert not restored.is_backup(tmp_path / "ledger.sqlite")
+    assert not restored_backup.is_backup(tmp_path / "ledger.sqlite")
     ledger.close()
     alone = Ledger(tmp_path / "backup.sqlite")
     assert alone.set_aside is None
     alone.close()
-    assert not restored.is_backup(tmp_path / "nothing")
+    assert not restored_backup.is_backup(tmp_path / "nothing")

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.ledger import Ledger
-from services.coordinator.retention import Candidate, choose, forget_surplus, kept_paths
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.sessions.retention import Candidate, choose, forget_surplus, kept_paths
 
 
 def settings(**values: object) -> CheckpointingSection:

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
 
-from services.coordinator import seals
-from services.coordinator.ledger import Ledger
-from services.coordinator.schema import SCHEMA_VERSION
+from services.coordinator.ledger.integrity import row_checksums
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.schema import SCHEMA_VERSION
 
 ROW = ("text", "größer", b"\x00\xff", 0, 1, -7, 1 << 40, 2.5, None, "")
 
 
-def table_of(number: int) -> seals.Table:
-    return seals.Table("t", tuple(f"c{index}" for index in range(number)), ("c0",))
+def table_of(number: int) -> row_checksums.Table:
+    return row_checksums.Table("t", tuple(f"c{index}" for index in range(number)), ("c0",))
 
 
 @pytest.mark.parametrize(
@@ -39,24 +39,30 @@ def table_of(number: int) -> seals.Table:
 )
 def test_the_bit_that_changed_is_found(index: int, changed: object) -> None:
     damaged = (*ROW[:index], changed, *ROW[index + 1 :])
-    assert seals.checksum(*damaged) != seals.checksum(*ROW)
-    assert seals.find_change(table_of(len(ROW)), damaged, seals.checksum(*ROW)) == (f"c{index}", ROW[index])
+    assert row_checksums.checksum(*damaged) != row_checksums.checksum(*ROW)
+    assert row_checksums.find_change(table_of(len(ROW)), damaged, row_checksums.checksum(*ROW)) == (
+        f"c{index}",
+        ROW[index],
+    )
 
 
 def test_a_bit_of_the_seal_is_told_from_one_of_the_row() -> None:
-    seal = seals.checksum(*ROW)
-    assert seals.find_change(table_of(len(ROW)), ROW, seal ^ 64) == ("seal", seal)
+    seal = row_checksums.checksum(*ROW)
+    assert row_checksums.find_change(table_of(len(ROW)), ROW, seal ^ 64) == ("seal", seal)
 
 
 def test_more_than_a_bit_is_not_guessed() -> None:
     damaged = ("other", *ROW[1:])
-    assert seals.find_change(table_of(len(ROW)), damaged, seals.checksum(*ROW)) is None
+    assert row_checksums.find_change(table_of(len(ROW)), damaged, row_checksums.checksum(*ROW)) is None
 
 
 def stored(db: sqlite3.Connection, name: str) -> list[tuple[Any, int]]:
     """Checksum of each row as it is, and its seal."""
-    columns = ", ".join(seals.tables()[name].columns)
-    return [(seals.checksum(*row[:-1]), row[-1]) for row in db.execute(f"SELECT {columns}, seal FROM {name}")]
+    columns = ", ".join(row_checksums.tables()[name].columns)
+    return [
+        (row_checksums.checksum(*row[:-1]), row[-1])
+        for row in db.execute(f"SELECT {columns}, seal FROM {name}")
+    ]
 
 
 def test_the_writer_seals_what_it_writes_and_nobody_else_does(tmp_path: Path) -> None:
@@ -102,7 +108,7 @@ def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
     with contextlib.closing(Ledger(path)) as ledger:
         ledger.add_run("a-1", "{}", "dir")
         ledger.add_event("a-1", "state", {})
-        for name, condition in seals.SEALED.items():
+        for name, condition in row_checksums.SEALED.items():
             if not condition:
                 ledger.db.execute(f"DROP TRIGGER seal_{name}_insert")
                 ledger.db.execute(f"DROP TRIGGER seal_{name}_update")
@@ -116,4 +122,4 @@ def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
 
 
 def test_every_table_is_sealed_but_those_that_others_cover() -> None:
-    assert seals.tables().keys() - seals.SEALED.keys() == {"payloads", "free_slots", "deaths"}
+    assert row_checksums.tables().keys() - row_checksums.SEALED.keys() == {"payloads", "free_slots", "deaths"}

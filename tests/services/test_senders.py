@@ -10,9 +10,10 @@ from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Rewa
 from exchange_service import FOREVER_S, Service, lease, serving
 
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import exchange_server, senders
-from services.coordinator.members import Member
-from services.coordinator.senders import Senders, Standing
+from services.coordinator.exchange.transport import server
+from services.coordinator.members import senders
+from services.coordinator.members.registry import Member
+from services.coordinator.members.senders import Senders, Standing
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ async def test_each_welcome_brings_another_secret(plane: Plane) -> None:
 async def test_a_stranger_is_answered_at_once_and_ends_nobodys_wait(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_server, "TICK_S", 3600.0)
+    monkeypatch.setattr(server, "TICK_S", 3600.0)
     async with serving(world) as service:
         worker, stranger = service.rollout("worker", step=None), service.peer("stranger")
         await worker.send(lease(FOREVER_S), number=1)

@@ -6,7 +6,7 @@ import pytest
 from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World, fill
 
 from protos.paceline.v1 import worker_pb2
-from services.coordinator import session_faults
+from services.coordinator.exchange.batches import session_faults
 
 STEP, MEMORY = worker_pb2.FAULT_STEP, worker_pb2.FAULT_MEMORY
 

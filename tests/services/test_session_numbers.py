@@ -8,10 +8,16 @@ import pytest
 from control_plane import Plane, learner, rollout
 
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.assignments import MAX_OUTNUMBERED
-from services.coordinator.backup import back_up
-from services.coordinator.ledger import Ledger
-from services.coordinator.session_numbers import MOST_LOST, OnDisk, SessionNumbers, look_at_disk, session_of
+from services.coordinator.ledger.backup import back_up
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.pool.assignments import MAX_OUTNUMBERED
+from services.coordinator.sessions.session_numbers import (
+    MOST_LOST,
+    OnDisk,
+    SessionNumbers,
+    look_at_disk,
+    session_of,
+)
 
 
 def test_the_next_number_is_above_all_that_was_heard_of() -> None:

@@ -16,8 +16,9 @@ from exchange_service import DEADLINE_S, FOREVER_S, serving
 
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import exchange_server, payloads
-from services.coordinator.payloads import PayloadStore, Record, UnopenedSegment
+from services.coordinator.exchange.transport import server
+from services.coordinator.ledger import segments as payloads
+from services.coordinator.ledger.segments import PayloadStore, Record, UnopenedSegment
 
 
 class Segments:
@@ -148,7 +149,7 @@ async def test_the_coordinator_goes_on_and_asks_again_by_itself(world: World, se
 async def test_groups_wait_for_a_segment_that_cannot_be_begun_and_leases_go_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_server, "STORE_AGAIN_S", 0.01)
+    monkeypatch.setattr(server, "STORE_AGAIN_S", 0.01)
     segments = Segments(monkeypatch)
     async with serving(world) as service, asyncio.timeout(DEADLINE_S):
         worker, other, driver = service.rollout("worker"), service.rollout("other"), Rollout(world, "worker")
@@ -167,8 +168,8 @@ async def test_groups_wait_for_a_segment_that_cannot_be_begun_and_leases_go_on(
 async def test_a_coordinator_that_stops_does_not_wait_for_a_segment(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_server, "STORE_AGAIN_S", 3600.0)
-    monkeypatch.setattr(exchange_server, "MAX_STORE_AGAIN_S", 3600.0)
+    monkeypatch.setattr(server, "STORE_AGAIN_S", 3600.0)
+    monkeypatch.setattr(server, "MAX_STORE_AGAIN_S", 3600.0)
     segments = Segments(monkeypatch)
     async with asyncio.timeout(DEADLINE_S), serving(world) as service:
         worker, driver = service.rollout("worker"), Rollout(world, "worker")

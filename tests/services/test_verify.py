@@ -14,10 +14,11 @@ from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import NotFound
 from paceline.files.run_folders import EXPORT_MANIFEST
-from services.coordinator import artifacts
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import COMPARISONS, Record, verify
-from services.coordinator.verify_report import VerifyReport
+from services.coordinator.audit import artifacts
+from services.coordinator.audit.record import Record
+from services.coordinator.audit.verify import COMPARISONS, verify
+from services.coordinator.ledger.integrity.report import VerifyReport
+from services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from control_plane import DEADLINE_S, Plane, rollout
 from exchange_drivers import Learner, Reward, Rollout, World, fill
 
 from protos.paceline.v1 import common_pb2, run_pb2
-from services.coordinator import watchdog as watchdog_module
-from services.coordinator.members import Member, Members
-from services.coordinator.stall import Facts, explain
-from services.coordinator.watchdog import Watchdog
+from services.coordinator.members.registry import Member, Members
+from services.coordinator.reporting import watchdog as watchdog_module
+from services.coordinator.reporting.stall import Facts, explain
+from services.coordinator.reporting.watchdog import Watchdog
 
 
 def facts(**changes: Any) -> Facts:

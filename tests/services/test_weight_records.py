@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.weight_records import KEPT_OPEN, WeightRecords
+from services.coordinator.reporting.weight_metrics import KEPT_OPEN, WeightRecords
 
 
 def at(step: int) -> common_pb2.PolicyVersion:

@@ -17,10 +17,10 @@ from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.common.grpc_server import GrpcServer
 from services.common.processes.file_limit import Capacity
-from services.coordinator.control import RunServicer, WorkerServicer
-from services.coordinator.coordinator import Coordinator
-from services.coordinator.ledger import Ledger
-from services.coordinator.members import Members
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.lifecycle.coordinator import Coordinator
+from services.coordinator.members.registry import Members
+from services.coordinator.servicers import RunServicer, WorkerServicer
 
 DEADLINE_S = 20.0
 

@@ -19,14 +19,15 @@ from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL, decode_completions, decode_result, encode_completions, encode_result
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator import evaluation, pruning
-from services.coordinator.checks import Limits
-from services.coordinator.exchange import ActiveRun, Exchange, Notice, Outcome
-from services.coordinator.handlers import handle
-from services.coordinator.intake import Arrived, look_at, store
-from services.coordinator.leases import release_member
-from services.coordinator.ledger import Ledger
-from services.coordinator.members import Member
+from services.coordinator.exchange import evaluation
+from services.coordinator.exchange.leases import release_member
+from services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
+from services.coordinator.exchange.transport.dispatch import handle
+from services.coordinator.exchange.uploads.group_checks import Limits
+from services.coordinator.exchange.uploads.intake import Arrived, look_at, store
+from services.coordinator.ledger import pruning
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import Member
 
 OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
 DUPLICATE, STALE, INVALID = pb.REPLY_STATUS_DUPLICATE, pb.REPLY_STATUS_STALE, pb.REPLY_STATUS_INVALID

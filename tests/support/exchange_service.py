@@ -15,8 +15,8 @@ from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1.common_pb2 import ROLE_ROLLOUT, Role
 from services.common.zmq_keepalive import in_brackets, use_ipv6
-from services.coordinator.exchange import Notice
-from services.coordinator.exchange_server import ExchangeServer
+from services.coordinator.exchange.state import Notice
+from services.coordinator.exchange.transport.server import ExchangeServer
 
 DEADLINE_S = 20.0
 

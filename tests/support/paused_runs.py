@@ -9,7 +9,7 @@ from control_plane import DEADLINE_S, Plane
 
 from protos.paceline.v1 import run_pb2
 from services.common.exponential_backoff import GrowingPause
-from services.coordinator.faults import Faults
+from services.coordinator.lifecycle.worker_faults import Faults
 
 
 def quick() -> GrowingPause:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 
 PACELINE = [sys.executable, "-c", "from services.cli.main import main; main()"]
 

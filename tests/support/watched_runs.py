@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.client import Client
-from services.coordinator.ledger import Ledger
-from services.coordinator.verify import verify
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0

@@ -30,7 +30,7 @@ from paceline.spec.reading import parse_spec
 from paceline.token import open_channel
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from protos.paceline.v1.common_pb2 import Role
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger.ledger import Ledger
 from services.demo.model import make_model
 from services.demo.task import answer, problem
 from services.local.cluster import LocalCluster

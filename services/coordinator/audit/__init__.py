@@ -1,0 +1,1 @@
+"""`paceline ledger verify`, its comparisons and repairs, and `paceline samples`."""

@@ -1,0 +1,99 @@
+"""What a run left beside the ledger: checkpoints and the exported model, held against their manifests. A part of `verify`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from paceline.files.run_folders import EXPORT_MANIFEST
+from paceline.files.storage import Folder
+from services.coordinator.ledger.integrity.report import VerifyReport
+
+if TYPE_CHECKING:
+    from services.coordinator.audit.record import Record
+    from services.coordinator.ledger.ledger import KnownCheckpoint
+
+MANIFEST_NAME = "manifest.json"
+
+
+def checkpoints(record: Record, report: VerifyReport) -> None:
+    """Checkpoints stand where the chain says, are there, and have the manifest that was registered; the newest one (with
+    `deep`: each) has the files of its manifest."""
+    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
+    rows = record.db.execute(
+        "SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session", (record.run_id,)
+    ).fetchall()
+    usable = [row for row in rows if not row["removed"] and not row["damaged"]]
+    on_disk = 0
+    for row in rows:
+        subject = f"checkpoint {row['path']} of step {row['step']}"
+        last = record.run["next_batch" if record.has_batches else "next_step"]
+        if row["step"] > last:
+            report.problem(subject, f"it is ahead of the ledger, which is at step {last}")
+        elif record.has_batches:
+            chain = chains.get(row["step"])
+            report.compare(subject, "its chain is {}, the ledger's {}", row["chain"], chain)
+        if row["removed"] or row["damaged"]:
+            continue
+        with report.reading(subject):
+            known = record.ledger.known_checkpoint(row)
+            on_disk += compare_checkpoint(report, subject, known, record.deep or row is usable[-1])
+    report.facts |= {"checkpoints": len(rows), "manifests_on_disk": on_disk}
+    damaged = {str(row["path"]): str(row["damaged"]) for row in rows if row["damaged"] and not row["removed"]}
+    if damaged:
+        report.facts["checkpoints_marked_damaged"] = damaged
+
+
+def compare_checkpoint(report: VerifyReport, subject: str, known: KnownCheckpoint, contents: bool) -> bool:
+    """Its folder is there with the manifest that was registered and the manifest's files; whether a manifest is there."""
+    folder = Folder(known.path)
+    if not folder.exists():
+        report.problem(
+            subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it"
+        )
+        return False
+    if not folder.exists(MANIFEST_NAME):
+        report.problem(subject, f"it has no {MANIFEST_NAME}")
+        return False
+    digest = folder.sha256(MANIFEST_NAME)
+    report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, known.sha256)
+    if digest == known.sha256:
+        compare_files(report, subject, folder, json.loads(folder.read(MANIFEST_NAME))["files"], contents)
+    return True
+
+
+def compare_files(
+    report: VerifyReport, subject: str, folder: Folder, listed: list[dict[str, Any]], contents: bool
+) -> None:
+    """The files of a manifest are there with their sizes and, with `contents`, their SHA-256."""
+    present = folder.files()
+    for file in listed:
+        name, size_bytes = file["path"], file["size_bytes"]
+        if name not in present:
+            report.problem(subject, f"its file {name} is missing")
+        elif present[name] != size_bytes:
+            report.problem(
+                subject, f"its file {name} has {present[name]} bytes, its manifest says {size_bytes}"
+            )
+        elif contents and (digest := folder.sha256(name)) != file["sha256"]:
+            report.problem(
+                subject, f"its file {name} has the SHA-256 {digest}, its manifest says {file['sha256']}"
+            )
+
+
+def export(record: Record, report: VerifyReport) -> None:
+    """The exported model has the files that were written, where it is still in its place."""
+    path = record.ledger.export_path(record.run_id)
+    if not path:
+        return
+    folder = Folder(path)
+    subject = f"export {folder}"
+    if not folder.exists():
+        report.facts["export"] = f"{folder} is not there any more"
+    elif not folder.exists(EXPORT_MANIFEST):
+        report.facts["export"] = f"{folder} has no manifest"
+    else:
+        with report.reading(subject):
+            listed = json.loads(folder.read(EXPORT_MANIFEST))["files"]
+            compare_files(report, subject, folder, listed, contents=True)
+            report.facts["export"] = f"{folder}: {len(listed)} files"

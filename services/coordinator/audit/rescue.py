@@ -1,0 +1,186 @@
+"""Makes a new SQLite file of what can still be read of a damaged one.
+
+Rows are read along the table's key from both ends; what lies between the places where either ends is asked for one by one,
+since a damaged page hides the pages after it only from who reads in order. Checksums are copied as they are, so that a row
+that is damaged itself is found afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LedgerFault
+from services.coordinator.ledger.integrity import row_checksums
+from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION
+
+HEADER_BYTES = 100
+LOGS = ("-wal", "-shm")
+MAX_CUT_OFF = 1 << 40
+"""Bytes: a file whose header says more has a damaged header."""
+
+MAX_ASKED = 1_000_000
+"""Rows of a table that are asked for one by one."""
+
+
+def rescue(path: Path, say: Callable[[str], None]) -> None:
+    """Replaces the file at `path` by one with its readable rows. Raises LedgerFault when it shows no tables at all."""
+    fresh = path.with_name(path.name + ".rescued")
+    try:
+        _make(fresh)
+        _make_readable(path, fresh, say)
+        _copy(path, fresh, say)
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())
+        for suffix in LOGS:
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        fresh.replace(path)
+    finally:
+        for suffix in ("", *LOGS):
+            fresh.with_name(fresh.name + suffix).unlink(missing_ok=True)
+
+
+def _make(fresh: Path) -> None:
+    fresh.unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new:
+        new.executescript(SCHEMA)
+        new.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        new.execute("PRAGMA journal_mode = WAL")
+
+
+def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
+    """Pages that were cut off read as zeros, which SQLite finds damaged only when it comes to them; a header is written where
+    there is none."""
+    size = path.stat().st_size
+    header = path.read_bytes()[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
+    whole = _page_size(header) * int.from_bytes(header[28:32], "big")
+    if size < whole <= size + MAX_CUT_OFF:
+        with path.open("r+b") as file:
+            file.truncate(whole)
+        say(f"the SQLite file: {whole - size} of its {whole} bytes were cut off")
+    if _has_tables(path):
+        return
+    if _write_schema(path, fresh):
+        say("the SQLite file: its list of tables was put right")
+        return
+    new = bytearray(fresh.read_bytes()[:HEADER_BYTES])
+    new[28:32] = (path.stat().st_size // _page_size(new)).to_bytes(4, "big")
+    new[32:40] = bytes(8)  # the list of free pages, which are lost
+    new[92:96] = new[24:28]
+    _write_header(path, new)
+    if not _has_tables(path):
+        _write_header(path, header)
+        raise LedgerFault(
+            f"the ledger {path} shows no tables any more and cannot be repaired; restore a backup"
+        )
+    say("the SQLite file: its header was written anew")
+
+
+def _write_schema(path: Path, fresh: Path) -> bool:
+    """Names and texts of the tables are the same in every ledger: one entry that is not is put right. Whether that helped."""
+    query = "SELECT rowid, type, name, tbl_name, sql FROM sqlite_master"
+    with contextlib.closing(sqlite3.connect(fresh)) as new:
+        expected = {row[2]: row[1:] for row in new.execute(query)}
+    try:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+            db.text_factory = lambda content: content.decode(errors="surrogateescape")
+            db.execute("PRAGMA writable_schema = ON")
+            found = {row[0]: row[1:] for row in db.execute(query)}
+            missing = expected.keys() - {row[1] for row in found.values()}
+            for rowid, row in found.items():
+                right = expected.get(row[1]) or (expected[missing.pop()] if len(missing) == 1 else row)
+                if row != right:
+                    db.execute(
+                        "UPDATE sqlite_master SET type = ?, name = ?, tbl_name = ?, sql = ? WHERE rowid = ?",
+                        (*right, rowid),
+                    )
+    except sqlite3.Error:
+        return False
+    return _has_tables(path)
+
+
+def _page_size(header: bytes | bytearray) -> int:
+    return int.from_bytes(header[16:18], "big")
+
+
+def _write_header(path: Path, header: bytes | bytearray) -> None:
+    with path.open("r+b") as file:
+        file.write(header)
+
+
+def _copy(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
+    with (
+        contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as old,
+        contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
+    ):
+        old.text_factory = lambda content: content.decode(errors="surrogateescape")
+        new.execute("BEGIN")
+        for name in row_checksums.tables():
+            copied, incomplete = _copy_table(old, new, name)
+            if incomplete:
+                say(f"table {name}: {copied} rows could be read, others are lost")
+        new.execute("COMMIT")
+
+
+def _has_tables(path: Path) -> bool:
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+            return bool(db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'runs'").fetchone()[0])
+    except sqlite3.Error:
+        return False
+
+
+def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> tuple[int, bool]:
+    """How many rows were copied, and whether some could not be read."""
+    key = row_checksums.tables()[name].key
+    try:
+        columns = [column[1] for column in old.execute(f"PRAGMA table_info({name})").fetchall()]
+    except sqlite3.Error:
+        return 0, True
+    known = [column[1] for column in new.execute(f"PRAGMA table_info({name})").fetchall()]
+    columns = [column for column in columns if column in known]
+    if not columns:
+        return 0, True
+    insert = f"INSERT OR IGNORE INTO {name} ({', '.join(columns)}) VALUES ({', '.join('?' for _ in columns)})"
+    copied, incomplete = 0, False
+
+    def take(rows: Iterator[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+        """Copies rows until one cannot be read; the last one's key."""
+        nonlocal copied, incomplete
+        last = None
+        try:
+            for row in rows:
+                with contextlib.suppress(sqlite3.IntegrityError, UnicodeEncodeError):  # a row that cannot be
+                    copied += new.execute(insert, [_storable(cell) for cell in row]).rowcount
+                last = tuple(row[columns.index(column)] for column in key)
+        except sqlite3.Error:
+            incomplete = True
+        return last
+
+    select = f"SELECT {', '.join(columns)} FROM {name} NOT INDEXED"
+    first = take(_rows(old, f"{select} ORDER BY {', '.join(key)}"))
+    if incomplete:
+        take(_rows(old, select))  # a table with an index of its own: in the order of its pages
+        last = take(_rows(old, f"{select} ORDER BY {', '.join(f'{column} DESC' for column in key)}"))
+        if first and last and len(key) == 2 and first[0] == last[0] and isinstance(first[1], int):
+            for number in range(first[1] + 1, min(int(last[1]), first[1] + MAX_ASKED)):
+                take(_rows(old, f"{select} WHERE {key[0]} = ? AND {key[1]} = ?", (first[0], number)))
+    return copied, incomplete
+
+
+def _rows(db: sqlite3.Connection, query: str, values: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield from db.execute(query, values)
+
+
+def _storable(cell: object) -> object:
+    """Text that is no UTF-8 any more is kept as its bytes: its checksum says that it is damaged either way."""
+    if isinstance(cell, str):
+        try:
+            cell.encode()
+        except UnicodeEncodeError:
+            return cell.encode(errors="surrogateescape")
+    return cell

@@ -1,0 +1,82 @@
+"""Records beside a run's groups: prompts, events, evaluations, and what became of workers. A part of `verify`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from services.coordinator.ledger.integrity.report import VerifyReport
+
+if TYPE_CHECKING:
+    from services.coordinator.audit.record import Record
+
+
+def prompts(record: Record, report: VerifyReport) -> None:
+    """Every group has its prompt, and both of its columns can be read."""
+    rows = record.db.execute(
+        "SELECT p.group_id, prompt_json, columns_json, class FROM prompts p"
+        " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?",
+        (record.run_id,),
+    ).fetchall()
+    for row in rows:
+        subject = f"group {row['group_id']}"
+        for column in ("prompt_json", "columns_json"):
+            with report.reading(subject, f"its prompt (table prompts, column {column})"):
+                json.loads(row[column])
+        if row["class"] is None:
+            report.problem(subject, "it has a prompt (table prompts), but is not on record itself")
+    missing = {g["group_id"] for g in record.groups} - {row["group_id"] for row in rows}
+    if missing:
+        report.problem("groups", f"{sorted(missing)[:5]} have no prompt (table prompts)")
+
+
+def events(record: Record, report: VerifyReport) -> None:
+    """Events are numbered without a gap, and each can be read."""
+    rows = record.db.execute(
+        "SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence", (record.run_id,)
+    ).fetchall()
+    for expected, row in enumerate(rows, 1):
+        subject = f"event {row['sequence']}"
+        if row["sequence"] != expected:
+            report.problem(subject, f"it follows event {expected - 1}; those between them are missing")
+            break
+        with report.reading(subject, f"its content (table events, column json, kind {row['kind']!r})"):
+            if not isinstance(json.loads(row["json"]), dict):
+                report.problem(subject, "its content (table events, column json) is no object")
+    report.facts["events"] = len(rows)
+
+
+def evaluations(record: Record, report: VerifyReport) -> None:
+    """Results of evaluations can be read, and each group that is only measured belongs to one that is not done."""
+    rows = record.db.execute(
+        "SELECT * FROM evaluations WHERE run_id = ? ORDER BY step", (record.run_id,)
+    ).fetchall()
+    for row in rows:
+        subject = f"evaluation of step {row['step']}"
+        with report.reading(subject, "its result (table evaluations, column result_json)"):
+            json.loads(row["result_json"])
+        if row["done"] not in (0, 1) or row["step"] > record.run["next_step"]:
+            report.problem(subject, f"the run is at step {record.run['next_step']}, done is {row['done']}")
+    pending = {f"eval:{row['step']}" for row in rows if not row["done"]}
+    classes = record.db.execute(
+        "SELECT DISTINCT class FROM groups WHERE run_id = ? AND class != 'train'", (record.run_id,)
+    ).fetchall()
+    for (kind,) in classes:
+        if kind not in pending:
+            report.problem(f"groups of the class {kind!r}", "there is no such evaluation under way")
+
+
+def deaths_and_faults(record: Record, report: VerifyReport) -> None:
+    """Deaths are of groups that are open, faults of sessions that have begun."""
+    rows = record.db.execute(
+        "SELECT d.group_id, state FROM deaths d LEFT JOIN groups g ON g.run_id = d.run_id AND g.group_id = d.group_id"
+        " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))",
+        (record.run_id,),
+    ).fetchall()
+    for row in rows:
+        report.problem(
+            f"group {row['group_id']}", f"workers died with it (table deaths), but it is {row['state']}"
+        )
+    for row in record.db.execute("SELECT session FROM session_faults WHERE run_id = ?", (record.run_id,)):
+        if not 0 < row["session"] <= record.run["session"]:
+            report.problem(f"session {row['session']}", "it has a fault on record, but has not begun")

@@ -1,0 +1,234 @@
+"""`paceline ledger verify`: compares records that were written independently of each other.
+
+Promise: it does not add up one table. Groups are held against the durable counters and the cursor, batches against
+the receipts that the ranks sent, digests against the stored arrays, rewards and reference, the hash chain against the batches
+and the checkpoints against the chain and their files on disk (evidence.py, artifacts.py, side_records.py). Before all of that
+comes the SQLite file itself (file_check.py). It reads one consistent snapshot and writes nothing, so it may run beside the
+coordinator; whatever damage it meets is a problem in the report, never an exception.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+
+from paceline.spec.reading import spec_from_ledger
+from services.coordinator.audit import artifacts, evidence, side_records
+from services.coordinator.audit.record import Record
+from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from services.coordinator.ledger.integrity.file_check import check_file, tolerant
+from services.coordinator.ledger.integrity.report import REMEDY, VerifyReport
+from services.coordinator.ledger.ledger import OPEN_STATES, Ledger
+
+STATES_WITH_STEP = ("batched", "trained")
+
+
+def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
+    """Compares all records of a run; with `deep`, the contents of every checkpoint and not of the newest alone.
+
+    `ledger` should be opened read-only. Raises NotFound for a run that a sound file does not have.
+    """
+    report = _look(ledger, run_id, deep)
+    if not report.found:
+        return report
+    # A coordinator that goes on may have pruned what the snapshot still refers to: what is wrong is so in the next one too.
+    again = _look(ledger, run_id, deep)
+    subjects = {problem.subject for problem in report.found}
+    again.found = [problem for problem in again.found if problem.subject in subjects]
+    return again
+
+
+def _look(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
+    """Once, in one snapshot."""
+    report = VerifyReport()
+    with tolerant(ledger.db):
+        try:
+            with report.reading("the SQLite file"):
+                ledger.db.execute("BEGIN")
+            check_file(ledger.db, report)
+            record = _read(ledger, run_id, deep, report)
+            if record is not None:
+                report.facts |= {
+                    "run_id": run_id,
+                    "state": record.run["state"],
+                    "steps": record.run["next_step"],
+                }
+                for name, comparison in COMPARISONS.items():  # what one cannot read does not keep the others
+                    with report.reading(name, "a record"):
+                        comparison(record, report)
+        finally:
+            if ledger.db.in_transaction:
+                ledger.db.execute("ROLLBACK")
+    return report
+
+
+def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Record | None:
+    """The run's rows; None where they cannot be read, which is a problem then. Raises NotFound."""
+    if not report.found:
+        ledger.run(run_id)
+    with report.reading(f"run {run_id}", f"its row of the table runs, column spec_yaml, ({REMEDY})"):
+        run, db = ledger.run(run_id), ledger.db
+        spec, _ = spec_from_ledger(run["spec_yaml"])
+        groups = db.execute(
+            "SELECT group_id, state, slot, tokens, sequence_tokens, oldest_step, digest, scores_digest, rewards, functions,"
+            " reward, step, rank_order, reason FROM groups WHERE run_id = ? AND class = 'train' ORDER BY group_id",
+            (run_id,),
+        ).fetchall()
+        batches = db.execute("SELECT * FROM batches WHERE run_id = ? ORDER BY step", (run_id,)).fetchall()
+        of_step: dict[int, list[sqlite3.Row]] = {}
+        for group in sorted(groups, key=lambda g: -1 if g["rank_order"] is None else int(g["rank_order"])):
+            if group["step"] is not None:
+                of_step.setdefault(group["step"], []).append(group)
+        return Record(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step, deep)
+    return None
+
+
+def _groups(record: Record, report: VerifyReport) -> None:
+    """No group lost: ids without gaps, every admitted one on record, as many in each end state as were counted."""
+    groups, counters = record.groups, record.counters
+    admitted = counters.get("groups:ever_admitted", 0)
+    report.compare("groups", "{} are on record, {} were admitted", len(groups), admitted)
+    report.compare("groups", "{} prompts were drawn, {} were admitted", record.run["cursor"], admitted)
+    missing = sorted(set(range(admitted)) - {g["group_id"] for g in groups})
+    if missing:
+        report.problem("groups", f"{missing[:5]} of the {admitted} that were admitted are missing")
+    states = Counter(str(g["state"]) for g in groups)
+    report.compare(
+        "groups", "{} are trained, {} were counted", states["trained"], counters.get("groups:trained", 0)
+    )
+    reasons = Counter(str(g["reason"]) for g in groups if g["state"] == "dropped")
+    counted = _by_reason(counters, "groups")
+    report.compare("groups", "dropped are {}, counted were {}", dict(reasons), counted)
+    live = sum(states[state] for state in OPEN_STATES)
+    report.facts |= {"groups": dict(states), "dropped": dict(reasons), "open": live}
+
+
+def _places(record: Record, report: VerifyReport) -> None:
+    """A step only where the state has one, and a place for one group at a time.
+
+    The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
+    """
+    fixed_last = record.run["next_step"]
+    for group in record.groups:
+        subject = f"group {group['group_id']}"
+        if group["reason"] == "run_ended" and group["state"] == "dropped" and group["step"] == fixed_last:
+            continue
+        if group["state"] not in (*OPEN_STATES, "trained", "dropped"):
+            report.problem(subject, f"its state {group['state']!r} is unknown")
+        elif (group["step"] is not None) != (group["state"] in STATES_WITH_STEP):
+            report.problem(subject, f"it is {group['state']}, but its step is {group['step']}")
+    holders = Counter(g["slot"] for g in record.groups if g["state"] != "dropped")
+    for slot, number in holders.items():
+        if number > 1 or slot >= record.run["next_slot"]:
+            report.problem(f"place {slot}", f"{number} groups hold it, of {record.run['next_slot']} places")
+    free = record.db.execute("SELECT slot FROM free_slots WHERE run_id = ?", (record.run_id,)).fetchall()
+    slots = sorted([*holders, *(row["slot"] for row in free)])
+    if slots != list(range(record.run["next_slot"])):
+        odd = sorted(Counter(slots).keys() ^ set(range(record.run["next_slot"]))) or [
+            slot for slot, number in Counter(slots).items() if number > 1
+        ]
+        report.problem(
+            "places", f"{odd[:5]} are not either held by a group or free, as every place has to be"
+        )
+
+
+def _tokens(record: Record, report: VerifyReport) -> None:
+    """generated = trained + dropped + live, each recomputed from the groups."""
+    counters, groups = record.counters, record.groups
+    trained = sum(g["tokens"] for g in groups if g["state"] == "trained")
+    live = sum(g["tokens"] for g in groups if g["state"] in OPEN_STATES)
+    dropped = dict.fromkeys((str(g["reason"]) for g in groups if g["state"] == "dropped"), 0)
+    for group in groups:
+        if group["state"] == "dropped":
+            dropped[str(group["reason"])] += group["tokens"]
+    generated, booked = counters.get("tokens:generated", 0), _by_reason(counters, "tokens")
+    in_books = counters.get("tokens:trained", 0)
+    report.compare("tokens", "{} are in trained groups, {} in the books", trained, in_books)
+    report.compare("tokens", "dropped are {}, in the books {}", dropped, booked)
+    total = in_books + sum(booked.values()) + live
+    report.compare("tokens", "{} were generated, but trained + dropped + live are {}", generated, total)
+    report.facts["tokens"] = {
+        "generated": generated,
+        "trained": trained,
+        "dropped": sum(dropped.values()),
+        "live": live,
+        "wasted": counters.get("tokens:wasted", 0),
+    }
+
+
+def _batches(record: Record, report: VerifyReport) -> None:
+    """Every step has one batch of B groups; digests and chain follow from the groups, step by step."""
+    if not record.has_batches:
+        report.compare("batches", "{} are on record, {} expected", len(record.batches), 0)
+        return
+    run, chain, trained_chain = record.run, "", ""
+    steps = [int(batch["step"]) for batch in record.batches]
+    report.compare("batches", "steps on record {}, expected {}", steps, list(range(run["next_batch"])))
+    if not 0 <= run["next_batch"] - run["next_step"] <= 1:
+        report.problem(
+            "batches", f"{run['next_batch']} are fixed, but only {run['next_step']} steps are trained"
+        )
+    for step in sorted(record.of_step.keys() - set(steps)):
+        report.problem(f"step {step}", "it has groups, but no batch")
+    for batch in record.batches:
+        step, trained = int(batch["step"]), batch["step"] < run["next_step"]
+        groups, subject = record.of_step.get(step, []), f"step {step}"
+        report.compare(
+            subject, "it has {} groups, B is {}", len(groups), record.spec.grpo.num_prompts_per_step
+        )
+        order = [g["rank_order"] for g in groups]
+        report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
+        digest = batch_digest(groups, with_scores=bool(batch["with_scores"]))
+        report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
+        chain = extend_chain(_replaced(record, report, chain, batch), step, digest)
+        report.compare(
+            subject, "the batches so far give the chain {}, on record is {}", chain, batch["chain"]
+        )
+        report.compare(subject, "trained is {}, its batch says {}", trained, bool(batch["trained"]))
+        wrong = [g["group_id"] for g in groups if (g["state"] == "trained") != trained]
+        if wrong:
+            report.problem(subject, f"its groups {wrong[:5]} are in another state than it is")
+        trained_chain = chain if trained else trained_chain
+    report.compare("chain", "trained batches give {}, the run has {}", trained_chain, run["chain"])
+    report.facts |= {"batches": len(steps), "chain": trained_chain}
+
+
+def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
+    """The chain's link before a batch's own: those of the batches that it has replaced come after the step before it."""
+    rows = record.db.execute(
+        "SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision",
+        (record.run_id, batch["step"]),
+    ).fetchall()
+    subject = f"step {batch['step']}"
+    revisions = [row["revision"] for row in rows]
+    report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))
+    for row in rows:
+        chain = extend_chain(chain, row["step"], row["digest"])
+        text = f"its batch {row['revision']}, which was replaced, gives the chain {{}}, on record is {{}}"
+        report.compare(subject, text, chain, row["chain"])
+    return chain
+
+
+def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
+    """Counters `<what>:dropped:<reason>`, by reason."""
+    prefix = f"{what}:dropped:"
+    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
+
+
+COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
+    "groups": _groups,
+    "places": _places,
+    "tokens": _tokens,
+    "batches": _batches,
+    "receipts": evidence.receipts,
+    "payloads": evidence.payloads,
+    "references": evidence.references,
+    "prompts": side_records.prompts,
+    "events": side_records.events,
+    "evaluations": side_records.evaluations,
+    "workers": side_records.deaths_and_faults,
+    "checkpoints": artifacts.checkpoints,
+    "export": artifacts.export,
+}
+"""By the subject of a problem that a comparison could not go on from."""

@@ -1,0 +1,103 @@
+"""Payloads that cannot be read: what was not trained yet is generated again, and the run goes on.
+
+A group whose bytes are lost before any session trained it goes back to admitted. If it is in a fixed batch, that is fixed anew.
+The beginning of a group that an earlier worker handed back is just forgotten. Only where a session has trained the bytes
+nothing can stand in for them: the run is paused, because another session would have to train them again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange.batches.selection import take_apart
+from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.ledger.segments import DamagedRecord
+
+
+def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
+    """Does what can be done without the record; nothing when the ledger does not refer to it any more."""
+    found = exchange.db.execute(
+        "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
+        (damaged.segment, run.run_id, damaged.start, damaged.start),
+    ).fetchone()
+    row = exchange.group(run, found["group_id"]) if found else None
+    if row is None:
+        return
+    if found["kind"] == "prefix":
+        exchange.db.execute(
+            "DELETE FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'prefix'",
+            (run.run_id, row["group_id"]),
+        )
+        exchange.set_group(run, row["group_id"], oldest_step=None)
+        _count(exchange, run, f"what an earlier worker began of group {row['group_id']} is lost: {damaged}")
+        return
+    if row["state"] == "trained" or (row["state"] == "batched" and _is_receipted(exchange, run, row["step"])):
+        exchange.pause(
+            run,
+            f"group {row['group_id']} of step {row['step']} cannot be read, and a session has trained it already: {damaged}. "
+            "`paceline resume` goes on once the file is as it was",
+        )
+        return
+    if row["state"] == "batched":
+        take_apart(exchange, run, row["step"], [row["group_id"]], f"damaged: {damaged}")
+    if row["state"] in ("generated", "scored", "batched"):
+        _generate_again(exchange, run, row)
+        _count(exchange, run, f"group {row['group_id']} is generated again: {damaged}")
+
+
+def take_back(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
+    """Takes back the leases or tasks of a reply that could not be sent, so that its request is answered with others."""
+    for task in reply.task.tasks:
+        exchange.db.execute(
+            "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'generated'"
+            " AND scorer_id = ? AND score_attempt = ?",
+            (run.run_id, task.group_id, member_id, task.attempt),
+        )
+    for lease in reply.lease.leases:
+        exchange.db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
+            " AND state = 'leased' AND member_id = ? AND attempt = ?",
+            (run.run_id, lease.group_id, member_id, lease.attempt),
+        )
+
+
+def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:
+    """The group is admitted as before its generation; its tokens were generated for nothing."""
+    if row["class"] == "train":
+        exchange.ledger.count(run.run_id, "tokens:generated", -row["tokens"])
+        exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])
+    exchange.ledger.remove_payloads(run.run_id, row["group_id"])
+    exchange.set_group(
+        run,
+        row["group_id"],
+        state="admitted",
+        member_id=None,
+        scorer_id=None,
+        tokens=0,
+        sequence_tokens=0,
+        oldest_step=None,
+        digest=None,
+        rewards=None,
+        functions=None,
+        reward=None,
+        scores_digest="",
+    )
+    exchange.places_changed()
+
+
+def _is_receipted(exchange: Exchange, run: ActiveRun, step: int) -> bool:
+    """Whether any rank of any session has trained its part of the step."""
+    query = "SELECT 1 FROM receipts WHERE run_id = ? AND session = ? AND step = ? LIMIT 1"
+    return any(
+        exchange.db.execute(query, (run.run_id, session, step)).fetchone()
+        for session in exchange.sessions(run)
+    )
+
+
+def _count(exchange: Exchange, run: ActiveRun, message: str) -> None:
+    """Counts a damaged payload; said after 1, 2, 4, 8 … of them, because a lost segment holds thousands."""
+    exchange.ledger.count(run.run_id, "failures:damaged")
+    number = exchange.ledger.counters(run.run_id)["failures:damaged"]
+    if number & (number - 1) == 0:
+        exchange.notice("warning", message=f"{message} ({number} damaged payloads in this run)")

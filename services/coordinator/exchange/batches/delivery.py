@@ -1,0 +1,206 @@
+"""Batches out, receipts in: from scored to trained. selection.py makes the batches."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+import numpy as np
+
+from paceline.tracing import step_traceparent
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange.batches import damaged_groups, session_faults
+from services.coordinator.exchange.batches.selection import fix_if_due
+from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from services.coordinator.ledger.integrity import row_checksums
+from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment
+
+
+def give_part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
+    """One rank's part of a step's batch, as often as asked; fixes the batch when it is due."""
+    asked, row = request.batch, exchange.ledger.run(run.run_id)
+    if request.session != row["session"]:
+        return exchange.stale(
+            request, f"session {request.session} has passed, the newest is {row['session']}"
+        )
+    if asked.world_size == 0 or asked.rank >= asked.world_size:
+        return exchange.refuse(request, f"rank {asked.rank} of {asked.world_size} ranks cannot be")
+    session_faults.note_session(exchange, run, request.session)
+    fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not take away what was given
+    if asked.step > row["next_step"] or (exchange.paused(run) and asked.step >= fixed):
+        return _wait(exchange, request)
+    if exchange.withheld(run):
+        return _wait(exchange, request)
+    if run.prompts is not None and asked.step == row["next_batch"]:
+        exchange.first_asked_s.setdefault(asked.step, now_s)
+        if not fix_if_due(exchange, run, now_s):
+            return _wait(exchange, request)
+    if run.prompts is None:
+        reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+        reply.batch.state, reply.batch.step = pb.BATCH_STATE_READY, asked.step
+        reply.batch.traceparent = step_traceparent(run.run_id, asked.step)
+        session_faults.note_served(exchange, run, request.session, asked.step, asked.world_size)
+        return Outcome(reply)
+    try:
+        part = _part(exchange, run, request)
+    except DamagedRecord as damaged:
+        damaged_groups.put_back(exchange, run, damaged)
+        return _wait(exchange, request)  # the ranks that ask next get what is fixed anew
+    except UnopenedSegment as fault:
+        exchange.note_unopened(fault)
+        return _wait(exchange, request)
+    session_faults.note_served(exchange, run, request.session, asked.step, asked.world_size)
+    return part
+
+
+def may_be_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
+    """Whether ranks that wait for a batch have to be looked at: asked once for all of them. Fixes the batch that is due."""
+    row = exchange.ledger.run(run.run_id)
+    if run.prompts is None or row["next_batch"] > row["next_step"]:
+        return True
+    return not exchange.paused(run) and fix_if_due(exchange, run, now_s)
+
+
+def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
+    """There is no further step: the run is not (or no longer) the current one."""
+    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+    reply.batch.state = pb.BATCH_STATE_END
+    return Outcome(reply)
+
+
+def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+    """What a rank trained. The step is trained when the receipts of all ranks of the session agree with the batch; one that
+    does not agree ends its session, not the run.
+    """
+    receipt, row = request.receipt, exchange.ledger.run(run.run_id)
+    if request.session != row["session"]:
+        return exchange.stale(
+            request, f"session {request.session} has passed, the newest is {row['session']}"
+        )
+    if receipt.rank >= receipt.world_size:
+        return exchange.refuse(request, f"rank {receipt.rank} of {receipt.world_size} ranks cannot be")
+    if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
+        return exchange.refuse(request, f"step {receipt.step} has no batch")
+    parts = exchange.splits.get(exchange.db, run.run_id, receipt.step, receipt.world_size)
+    wrong = _disagreement(receipt, parts[receipt.rank] if parts else None)
+    if wrong:
+        message = (
+            f"the receipt of step {receipt.step} does not agree with the batch: rank {receipt.rank} {wrong}"
+        )
+        session_faults.record(
+            exchange, run, request.session, receipt.step, session_faults.REFUSED, message, rank=receipt.rank
+        )
+        return exchange.refuse(request, message)
+    exchange.db.execute(
+        "INSERT OR REPLACE INTO receipts"
+        " (run_id, session, step, rank, world_size, group_ids, digests, tokens, scores_digests)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            run.run_id,
+            request.session,
+            receipt.step,
+            receipt.rank,
+            receipt.world_size,
+            json.dumps([group.group_id for group in receipt.groups]),
+            json.dumps([group.digest for group in receipt.groups]),
+            receipt.tokens,
+            json.dumps([group.scores_digest for group in receipt.groups]),
+        ),
+    )
+    if receipt.rank == 0:
+        exchange.notice("metrics", step=receipt.step, session=request.session, metrics=dict(receipt.metrics))
+    receipts = exchange.db.execute(
+        "SELECT COUNT(*) AS n FROM receipts WHERE run_id = ? AND session = ? AND step = ? AND world_size = ?",
+        (run.run_id, request.session, receipt.step, receipt.world_size),
+    ).fetchone()["n"]
+    if receipts == receipt.world_size:
+        session_faults.note_trained(exchange, run, request.session, receipt.step)
+        if receipt.step == row["next_step"]:
+            _trained(exchange, run, receipt.step)
+    return exchange.committed(request)
+
+
+def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
+    """What a rank trained otherwise than its part says; empty when both agree. A run without batches has no part to compare."""
+    if part is None:
+        return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
+    expected = [row["group_id"] for row in part]
+    consumed = [group.group_id for group in receipt.groups]
+    if consumed != expected:
+        return f"trained groups {consumed[:5]}, its part has {expected[:5]}"
+    for row, group in zip(part, receipt.groups, strict=True):
+        if group.digest != row["digest"]:
+            return f"trained group {group.group_id} with the digest {group.digest!r}, not {row['digest']!r}"
+        if row["scores_digest"] and group.scores_digest != row["scores_digest"]:
+            return (
+                f"trained group {group.group_id} with scores of the digest {group.scores_digest!r}, "
+                f"not {row['scores_digest']!r}"
+            )
+    tokens = sum(row["tokens"] for row in part)
+    return "" if receipt.tokens == tokens else f"trained {receipt.tokens} tokens, its part has {tokens}"
+
+
+def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+    asked = request.batch
+    batch = exchange.db.execute(
+        "SELECT chain, metrics_json FROM batches WHERE run_id = ? AND step = ?", (run.run_id, asked.step)
+    ).fetchone()
+    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+    reply.batch.state, reply.batch.step, reply.batch.chain = pb.BATCH_STATE_READY, asked.step, batch["chain"]
+    reply.batch.traceparent = step_traceparent(run.run_id, asked.step)
+    reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
+    payloads: list[Frame] = []
+    for group in exchange.splits.get(exchange.db, run.run_id, asked.step, asked.world_size)[asked.rank]:
+        payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
+        if payload is None:
+            return exchange.refuse(
+                request, f"step {asked.step} is before the oldest checkpoint, its samples are gone"
+            )
+        reply.batch.groups.add(
+            group_id=group["group_id"],
+            digest=group["digest"],
+            rewards=np.frombuffer(group["rewards"], "<f4").tolist(),
+            scores_digest=group["scores_digest"],
+        )
+        payloads.append(payload.arrays)
+    if run.spec.pool_serves_reference:
+        for given in reply.batch.groups:
+            reference = exchange.ledger.payload(run.run_id, given.group_id, "reference", last=True)
+            assert reference is not None, "scores.take_result commits it with the rewards"
+            payloads.append(reference.arrays)
+            given.reference_frame = len(payloads)
+    return Outcome(reply, payloads)
+
+
+def _wait(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
+    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+    reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, request.batch.step
+    return Outcome(reply, empty=True)
+
+
+def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
+    """All receipts agree: the groups end as trained, the chain grows, the step is over."""
+    ledger = exchange.ledger
+    batch = exchange.db.execute(
+        "SELECT * FROM batches WHERE run_id = ? AND step = ?", (run.run_id, step)
+    ).fetchone()
+    metrics, ends = {}, {"next_step": step + 1}
+    if batch is not None:
+        totals = exchange.db.execute(
+            "SELECT COUNT(*) AS n, SUM(tokens) AS tokens FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
+            (run.run_id, step),
+        ).fetchone()
+        sealed = row_checksums.assignment("groups", state="'trained'")
+        exchange.db.execute(
+            f"UPDATE groups INDEXED BY step_groups SET state = 'trained', {sealed} WHERE run_id = ? AND step = ?",
+            (run.run_id, step),
+        )
+        ledger.count(run.run_id, "groups:trained", totals["n"])
+        ledger.count(run.run_id, "tokens:trained", totals["tokens"])
+        exchange.db.execute(
+            "UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run.run_id, step)
+        )
+        ends["chain"] = batch["chain"]
+        metrics = json.loads(batch["metrics_json"])
+    ledger.update_run(run.run_id, **ends)
+    exchange.notice("step", step=step, metrics=metrics)

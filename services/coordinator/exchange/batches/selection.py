@@ -1,0 +1,181 @@
+"""Which scored groups make the batch of a step, and when.
+
+A batch that is fixed does not change while a session may train it. Before any session has, it can be taken apart for the
+sake of some of its groups (damaged ones, or those that somebody drops): what is then fixed is its next revision, under a
+further link of the chain, and the replaced one stays on record.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Collection
+
+import numpy as np
+
+from services.coordinator.exchange.admission import must_wait
+from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
+from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from services.coordinator.ledger.batch_split import COLUMNS, read_batch
+
+
+def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
+    """Fixes the first batch that is not fixed, if it was asked for and is complete; False if it has to wait.
+
+    However many ranks ask in a transaction, it is looked at once, until a group is scored.
+    """
+    row = exchange.ledger.run(run.run_id)
+    if row["next_batch"] not in exchange.first_asked_s or row["next_batch"] > row["next_step"]:
+        return False
+    due = exchange.ledger.decided(BATCH_DUE, lambda: fix(exchange, run, now_s))
+    if due:
+        exchange.ledger.forget(BATCH_DUE)
+    return due
+
+
+def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
+    """Fixes the first batch that is not fixed, if it is complete; False if it has to wait."""
+    row = exchange.ledger.run(run.run_id)
+    step = row["next_batch"]
+    in_order = run.spec.async_grpo.order == "in_order"
+    chosen = _in_order(exchange, run, step) if in_order else _ready_first(exchange, run, step, now_s)
+    if chosen is None:
+        return False
+    replaced = exchange.db.execute(
+        "SELECT revision, chain FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision DESC LIMIT 1",
+        (run.run_id, step),
+    ).fetchone()
+    revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
+    with_scores = all(group["scores_digest"] for group in chosen)  # not where an older Paceline scored one
+    digest = batch_digest(chosen, with_scores=with_scores)
+    wait_s = now_s - exchange.first_asked_s.get(step, now_s)
+    exchange.db.execute(
+        "INSERT INTO batches (run_id, step, digest, chain, metrics_json, revision, with_scores)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            run.run_id,
+            step,
+            digest,
+            extend_chain(chain, step, digest),
+            json.dumps(_metrics(run, chosen, step, wait_s)),
+            revision,
+            with_scores,
+        ),
+    )
+    exchange.db.executemany(
+        "UPDATE groups SET state = 'batched', step = ?, rank_order = ? WHERE run_id = ? AND group_id = ?",
+        [(step, place, run.run_id, group["group_id"]) for place, group in enumerate(chosen)],
+    )
+    exchange.places_changed()
+    exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
+    exchange.ledger.forget(BATCH_DUE)
+    exchange.first_asked_s = {s: t for s, t in exchange.first_asked_s.items() if abs(s) > step}
+    return True
+
+
+def take_apart(
+    exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str
+) -> None:
+    """Replaces the batch of `step`, which no session has trained: its groups are scored ones again, and the next batch of the
+    step, without the groups in `taken_out`, is its next revision.
+    """
+    key = (run.run_id, step)
+    batch = exchange.db.execute("SELECT * FROM batches WHERE run_id = ? AND step = ?", key).fetchone()
+    groups = [group["group_id"] for group in read_batch(exchange.db, run.run_id, step)]
+    exchange.db.execute(
+        "INSERT INTO replaced_batches (run_id, step, revision, digest, chain, group_ids, dropped_ids, reason)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *key,
+            batch["revision"],
+            batch["digest"],
+            batch["chain"],
+            json.dumps(groups),
+            json.dumps(sorted(taken_out)),
+            reason,
+        ),
+    )
+    exchange.db.execute("DELETE FROM batches WHERE run_id = ? AND step = ?", key)
+    exchange.db.executemany(
+        "DELETE FROM receipts WHERE run_id = ? AND session = ? AND step = ?",  # of ranks whose session then ended
+        [(run.run_id, session, step) for session in exchange.sessions(run)],
+    )
+    exchange.db.execute(
+        "UPDATE groups INDEXED BY step_groups SET state = 'scored', step = NULL, rank_order = NULL"
+        " WHERE run_id = ? AND step = ?",
+        key,
+    )
+    exchange.ledger.update_run(run.run_id, next_batch=step)
+    exchange.ledger.forget(BATCH_DUE)
+    exchange.places_changed()
+
+
+def _in_order(exchange: Exchange, run: ActiveRun, step: int) -> list[sqlite3.Row] | None:
+    """The groups whose places belong to the step, when all are scored."""
+    scored = exchange.db.execute(
+        f"SELECT {COLUMNS} FROM groups INDEXED BY groups_by_state"
+        " WHERE run_id = ? AND class = 'train' AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot",
+        (run.run_id, step * run.batch, (step + 1) * run.batch),
+    ).fetchall()
+    return scored if len(scored) == run.batch else None
+
+
+def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
+    """The oldest scored groups, when there are enough and no live group has to be waited for."""
+    spec = run.spec.async_grpo
+    number = exchange.db.execute(
+        "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state"
+        " WHERE run_id = ? AND class = 'train' AND state = 'scored'",
+        (run.run_id,),
+    ).fetchone()[0]
+    if number < run.batch:
+        return None
+    scored = exchange.db.execute(
+        f"SELECT {COLUMNS} FROM groups INDEXED BY groups_by_state"
+        " WHERE run_id = ? AND class = 'train' AND state = 'scored' ORDER BY slot, group_id",
+        (run.run_id,),
+    ).fetchall()
+    for group in scored:
+        if step - group["oldest_step"] > spec.hard_max_age_steps:
+            exchange.drop(run, group, "stale")
+    usable = [group for group in scored if step - group["oldest_step"] <= spec.hard_max_age_steps]
+    if len(usable) < run.batch:
+        return None
+    ready_s = exchange.first_asked_s.setdefault(-step - 1, now_s)
+    if now_s - ready_s < spec.late_wait_s and must_wait(_live(exchange, run), step, run.max_age):
+        return None
+    return usable[: run.batch]
+
+
+def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
+    """Oldest version that the tokens of each group can have that somebody works on, or that has no scores yet. What is in
+    the hands of a worker that may be gone is not waited for.
+    """
+    rows = exchange.db.execute(
+        "SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id FROM groups INDEXED BY groups_by_state"
+        " WHERE run_id = ? AND class = 'train' AND state IN ('leased', 'generated')",
+        (run.run_id,),
+    )
+    suspected = exchange.suspected
+    return [row["oldest"] for row in rows if row["state"] != "leased" or row["member_id"] not in suspected]
+
+
+def _metrics(run: ActiveRun, groups: list[sqlite3.Row], step: int, wait_s: float) -> dict[str, float]:
+    """What a batch says of itself: rewards, lengths, ages, and how long the learner waited for it."""
+    completions = run.spec.grpo.num_generations_per_prompt
+    rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
+    known = [g["reward"] for g in groups if g["reward"] is not None]
+    ages = Counter(step - g["oldest_step"] for g in groups)
+    metrics = {
+        "reward": float(np.mean(known)) if known else float("nan"),
+        "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
+        "trained_tokens": float(sum(g["tokens"] for g in groups)),
+        "learner_wait_s": wait_s,
+    }
+    for index, reward in enumerate(run.spec.rewards):
+        values = rewards_GCF[:, :, index]
+        metrics[f"reward/{reward.label}"] = (
+            float(np.nanmean(values)) if (~np.isnan(values)).any() else float("nan")
+        )
+    return metrics | {f"age/{age}": float(number) for age, number in sorted(ages.items())}

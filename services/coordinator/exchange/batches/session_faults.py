@@ -1,0 +1,182 @@
+"""Learner sessions that ended at a step. Several in a row at the same one, without the step being trained, pause the run: the
+batch has something that the learner cannot train, and every further session would end there too.
+
+A session that reported its fault is on record by that. One that ended without a word (a signal; the kernel's memory killer
+leaves none) is found when the next session asks for its first part: the step that a session has in hand is on record too, so
+that a coordinator that dies with the learner does not forget it. Sessions that ended in good order, that ended at other steps,
+or after which the step was trained, count for nothing; `paceline resume` begins the count anew.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from itertools import takewhile
+
+from protos.paceline.v1 import worker_pb2
+from services.coordinator.exchange.state import ActiveRun, Exchange, Training
+from services.coordinator.ledger.batch_split import read_batch
+
+SAME_FAULTS = 3
+"""Sessions in a row that ended at a step in the same way."""
+
+ANY_FAULTS = 5
+"""Sessions in a row that ended there in different ways: which rank's error is heard of first can vary."""
+
+MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
+"""Kinds of faults that are no exception's type."""
+
+IN_HAND = "in hand"
+"""Kind of a row that is no fault (yet): the session was given its part of the step, the message is its number of ranks."""
+
+MAX_SUSPECTS = 8
+WORDS = {
+    MEMORY: "memory ran out",
+    REFUSED: "the receipt was refused",
+    SILENT: "its process ended without a word, as when the kernel ends one for lack of memory",
+}
+
+
+@dataclass(frozen=True)
+class SessionFault:
+    """How a session ended."""
+
+    session: int
+    step: int
+    kind: str
+    message: str
+
+
+def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
+    """A session asks for a part. If it is the first time, the one before it has ended, at the step that it was training."""
+    last = exchange.training or _in_hand(exchange, run)
+    if last is not None and last.session < session:
+        exchange.training = None
+        record(exchange, run, last.session, last.step, SILENT, WORDS[SILENT], world_size=last.world_size)
+
+
+def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, world_size: int) -> None:
+    """A rank of the session gets its part of a step."""
+    served = Training(session, step, world_size)
+    if exchange.training == served:
+        return
+    exchange.training = served
+    exchange.db.execute(
+        "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET step = excluded.step, message = excluded.message WHERE kind = excluded.kind",
+        (run.run_id, session, step, IN_HAND, str(world_size)),
+    )
+
+
+def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
+    """All ranks of a session have trained the step: it was not the step that ended earlier ones."""
+    if exchange.training is not None and (exchange.training.session, exchange.training.step) == (
+        session,
+        step,
+    ):
+        exchange.training = None
+    exchange.db.execute("DELETE FROM session_faults WHERE run_id = ? AND step = ?", (run.run_id, step))
+
+
+def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
+    """The session ended in good order. Inside a transaction."""
+    if exchange.training is not None and exchange.training.session == session:
+        exchange.training = None
+    exchange.db.execute(
+        "DELETE FROM session_faults WHERE run_id = ? AND session = ? AND kind = ?",
+        (run.run_id, session, IN_HAND),
+    )
+
+
+def forget(exchange: Exchange, run_id: str) -> None:
+    """A person resumes the run, or has changed the batch: the count begins anew."""
+    exchange.training = None
+    exchange.db.execute("DELETE FROM session_faults WHERE run_id = ?", (run_id,))
+
+
+def on_report(exchange: Exchange, run: ActiveRun, report: worker_pb2.RunReport, rank: int) -> None:
+    """A rank reports what ended it in its step."""
+    kind = MEMORY if report.fault == worker_pb2.FAULT_MEMORY else report.error.partition(":")[0][:64]
+    record(exchange, run, report.session, report.step, kind, report.error, rank=rank)
+
+
+def record(
+    exchange: Exchange,
+    run: ActiveRun,
+    session: int,
+    step: int,
+    kind: str,
+    message: str,
+    *,
+    rank: int | None = None,
+    world_size: int = 0,
+) -> None:
+    """A session ended at `step`. What it said first counts, because the other ranks then fail for its sake; but lack of memory is
+    told whoever says it. Pauses the run when it is one session too many.
+    """
+    added = exchange.db.execute(
+        "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET step = excluded.step, kind = excluded.kind, message = excluded.message"
+        " WHERE kind = ? OR excluded.kind = ?",
+        (run.run_id, session, step, kind, message, IN_HAND, MEMORY),
+    ).rowcount
+    last = exchange.training
+    if last is not None and last.session == session:
+        world_size, exchange.training = last.world_size, None
+    if not added:
+        return
+    exchange.notice("warning", message=f"session {session} of the learner ended at step {step}: {message}")
+    faults = _in_a_row(exchange, run)
+    if len(faults) >= ANY_FAULTS or (
+        len({fault.kind for fault in faults[:SAME_FAULTS]}) == 1 and len(faults) >= SAME_FAULTS
+    ):
+        exchange.pause(run, _explain(faults, _suspects(exchange, run, faults[0], rank, world_size)))
+
+
+def _in_hand(exchange: Exchange, run: ActiveRun) -> Training | None:
+    """What the newest session has in hand by the record, as another life of the coordinator wrote it down."""
+    row = exchange.db.execute(
+        "SELECT session, step, message FROM session_faults WHERE run_id = ? AND kind = ? ORDER BY session DESC LIMIT 1",
+        (run.run_id, IN_HAND),
+    ).fetchone()
+    return None if row is None else Training(row["session"], row["step"], int(row["message"]))
+
+
+def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
+    """The newest faults, as far as they are at the same step; newest first."""
+    rows = exchange.db.execute(
+        "SELECT session, step, kind, message FROM session_faults WHERE run_id = ? AND kind != ?"
+        " ORDER BY session DESC LIMIT ?",
+        (run.run_id, IN_HAND, ANY_FAULTS),
+    ).fetchall()
+    faults = [SessionFault(*row[:4]) for row in rows]
+    return list(takewhile(lambda fault: fault.step == faults[0].step, faults))
+
+
+def _suspects(
+    exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
+) -> list[int]:
+    """Groups of the part that the rank which reported had, or of the whole batch; for lack of memory the longest first."""
+    groups: list[sqlite3.Row] = []
+    if rank is not None and world_size > rank:
+        parts = exchange.splits.get(exchange.db, run.run_id, fault.step, world_size)
+        groups = parts[rank] if parts else []
+    groups = groups or read_batch(exchange.db, run.run_id, fault.step)
+    if fault.kind in (MEMORY, SILENT):
+        groups = sorted(groups, key=lambda group: -group["sequence_tokens"])
+    return [group["group_id"] for group in groups]
+
+
+def _explain(faults: list[SessionFault], suspects: list[int]) -> str:
+    last = faults[0]
+    text = (
+        f"{len(faults)} sessions of the learner in a row ended at step {last.step}, the last: {last.message}"
+    )
+    if suspects:
+        shown = " ".join(map(str, suspects[:MAX_SUSPECTS]))
+        more = f" and {len(suspects) - MAX_SUSPECTS} more" if len(suspects) > MAX_SUSPECTS else ""
+        order = " (the longest first)" if last.kind in (MEMORY, SILENT) else ""
+        text += f". Suspects are groups {shown}{more}{order}: `paceline drop RUN GROUP...` takes groups out of the batch"
+    if last.kind in (MEMORY, SILENT):
+        text += ". Lower policy.train_mb_tokens or turn policy.activation_checkpointing on if memory is short"
+    return text + ". `paceline resume` tries the step again"

@@ -1,0 +1,144 @@
+"""Evaluation: validation prompts, leased in a class of their own, pinned to one version, outside batches and books.
+
+One worker that holds the version (or a newer one) is pinned: it takes no further weights until the evaluation is
+done, while the others go on. Tokens of another version than the pinned one are refused and generated again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+import numpy as np
+
+from paceline.errors import Unreadable
+from paceline.groups import Group, Version
+from services.coordinator.exchange import new_groups, rewards
+from services.coordinator.exchange.state import ActiveRun, Exchange
+
+FIRST_EVALUATION_GROUP = 1 << 40
+"""Group ids of evaluations start here, far from those that are trained."""
+
+
+def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
+    """Queues an evaluation of version `step` or, once that is gone, of the next one that a worker holds. It is left out, with a
+    warning, when its prompts cannot be read now."""
+    assert run.validation is not None
+    known = exchange.db.execute(
+        "SELECT 1 FROM evaluations WHERE run_id = ? AND step = ?", (run.run_id, step)
+    ).fetchone()
+    if known:
+        return
+    first = FIRST_EVALUATION_GROUP + (step << 20)
+    number = min(len(run.validation), run.spec.grpo.max_val_samples)
+    try:
+        groups = [(first + index, index, *run.validation.draw(index)) for index in range(number)]
+    except Unreadable as error:
+        exchange.notice("warning", message=f"the evaluation of version {step} is left out: {error}")
+        return
+    exchange.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run.run_id, step))
+    new_groups.insert_groups(exchange, run, f"eval:{step}", groups)
+
+
+def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
+    """The evaluation that comes next, if any."""
+    row: sqlite3.Row | None = exchange.db.execute(
+        "SELECT * FROM evaluations WHERE run_id = ? AND done = 0 ORDER BY step LIMIT 1", (run.run_id,)
+    ).fetchone()
+    return row
+
+
+def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
+    """Who must keep its version for now."""
+    row = pending(exchange, run)
+    return row["member_id"] if row else None
+
+
+def to_lease(
+    exchange: Exchange, run: ActiveRun, member_id: str, version: Version, room: int
+) -> list[sqlite3.Row]:
+    """Evaluation groups for this worker, which is pinned to its version with them."""
+    if run.validation is None:
+        return []
+    row = pending(exchange, run)
+    if row is None or version.step < row["step"] or row["member_id"] not in (None, member_id):
+        return []
+    if row["member_id"] is None or (row["pinned_session"], row["pinned_step"]) != version:
+        _pin(exchange, run, row["step"], member_id, version)
+    return exchange.db.execute(
+        "SELECT g.*, p.prompt_json FROM groups g JOIN prompts p USING (run_id, group_id)"
+        " WHERE g.run_id = ? AND class = ? AND state = 'admitted' ORDER BY slot LIMIT ?",
+        (run.run_id, f"eval:{row['step']}", room),
+    ).fetchall()
+
+
+def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
+    """The only version whose tokens count for a group of an evaluation."""
+    evaluation = exchange.db.execute(
+        "SELECT * FROM evaluations WHERE run_id = ? AND step = ?",
+        (run.run_id, int(row["class"].split(":")[1])),
+    ).fetchone()
+    return Version(evaluation["pinned_session"], evaluation["pinned_step"])
+
+
+def is_of(group: Group, version: Version) -> bool:
+    """Whether every token was sampled under this version."""
+    return all(span[:2] == version for c in group.completions for span in c.spans)
+
+
+def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
+    """The pinned worker is gone: another one starts the evaluation anew."""
+    exchange.db.execute(
+        "UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND member_id = ? AND done = 0",
+        (run.run_id, member_id),
+    )
+
+
+def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
+    """Writes the result when every group of the evaluation is scored or dropped."""
+    step = int(kind.split(":")[1])
+    unfinished = exchange.db.execute(
+        "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+        " AND state IN ('admitted', 'leased', 'generated') LIMIT 1",
+        (run.run_id, kind),
+    ).fetchone()
+    if unfinished:
+        return
+    rows = exchange.db.execute(
+        "SELECT group_id, state, rewards, tokens FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
+        (run.run_id, kind),
+    ).fetchall()
+    scored = [row for row in rows if row["state"] == "scored"]
+    rewards_GF = np.array([np.frombuffer(row["rewards"], "<f4") for row in scored], np.float32)
+    totals_G = rewards.totals(rewards_GF.reshape(len(scored), len(run.spec.rewards)), run.weights_F)
+    evaluation = pending(exchange, run)
+    assert evaluation is not None
+    result = {
+        "step": evaluation["pinned_step"],
+        "reward": float(np.nanmean(totals_G)) if (~np.isnan(totals_G)).any() else None,
+        "samples": len(scored),
+        "failed": len(rows) - len(scored),
+        "completion_length": sum(row["tokens"] for row in scored) / max(1, len(scored)),
+    }
+    exchange.db.execute(
+        "UPDATE evaluations SET done = 1, result_json = ? WHERE run_id = ? AND step = ?",
+        (json.dumps(result), run.run_id, step),
+    )
+    exchange.forget_groups(run.run_id, kind)
+    exchange.notice("evaluated", requested_step=step, **result)
+
+
+def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version: Version) -> None:
+    exchange.db.execute(
+        "UPDATE evaluations SET member_id = ?, pinned_session = ?, pinned_step = ? WHERE run_id = ? AND step = ?",
+        (member_id, *version, run.run_id, step),
+    )
+    readmitted = exchange.db.execute(
+        "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted', member_id = NULL, scorer_id = NULL"
+        " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"
+        " RETURNING group_id",
+        (run.run_id, f"eval:{step}", member_id),
+    )
+    for (group_id,) in readmitted.fetchall():
+        exchange.ledger.remove_payloads(run.run_id, group_id)
+    exchange.notice("pinned", member_id=member_id)

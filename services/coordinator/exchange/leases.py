@@ -1,0 +1,328 @@
+"""Leases: from admitted to leased, and back where a worker is gone. What becomes of them is in submissions.py."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sqlite3
+from collections.abc import Sequence
+
+from paceline.errors import Unreadable
+from paceline.groups import Version, held_attempt, with_holder
+from paceline.tracing import group_traceparent, span
+from paceline.wire import parse_message
+from protos.paceline.v1 import common_pb2
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange import evaluation, quarantine
+from services.coordinator.exchange.admission import admissible, lease_step, may_lease
+from services.coordinator.exchange.batches import damaged_groups
+from services.coordinator.exchange.new_groups import insert_groups
+from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
+
+MAX_ROOM = 1 << 16
+"""Completions that one answer is about at most, whatever room a worker says that it has."""
+
+ADMITTED_AT_ONCE = 64
+"""Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
+
+
+def give(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
+    """Leases for the room that each of these workers has, all of them different ones: evaluation first, then training, oldest
+    place first. What they have in common is read once and written once.
+    """
+    _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
+    lending = _Lending(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
+    outcomes = [lending.give(request) for request in requests]
+    lending.write_down()
+    return outcomes
+
+
+class _Lending:
+    """Admitted groups that go to one worker after the other."""
+
+    def __init__(self, exchange: Exchange, run: ActiveRun, rooms: Sequence[int]):
+        self._exchange, self._run = exchange, run
+        self._group_size = run.spec.grpo.num_generations_per_prompt
+        generation = run.spec.policy.generation
+        self._params = common_pb2.SamplingParams(
+            max_new_tokens=generation.max_new_tokens,
+            min_new_tokens=generation.min_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            stop_token_ids=generation.stop_token_ids,
+        )
+        self._free: list[tuple[sqlite3.Row, int]] = []
+        """Groups to train that nobody has, in the order of their places, each with the step that it is for."""
+        self._lent: list[tuple[str, int, str, int, int, str]] = []
+        """What `write_down` has to: run, group, worker, attempt, oldest version that its tokens can have, holders so far."""
+        if run.prompts is not None and not exchange.paused(run):
+            places = sum(max(1, room // self._group_size) for room in rooms)
+            wanted = places + quarantine.num_reserved(exchange)
+            self._free = _admitted(exchange, run, wanted)
+            if len(self._free) < wanted or exchange.has_free_slots(run):
+                admit(exchange, run, max(wanted, ADMITTED_AT_ONCE))
+                self._free = _admitted(exchange, run, wanted)
+
+    def give(self, request: pb.ExchangeRequest) -> Outcome:
+        """One worker's leases; they are written down later."""
+        exchange, run = self._exchange, self._run
+        reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+        reply.lease.SetInParent()
+        version = exchange.versions.get(request.member_id)
+        if version is None or run.prompts is None or request.member_id in exchange.overdue:
+            return Outcome(reply, empty=True)
+        if quarantine.suspects(exchange, run):
+            self.write_down()  # who holds what decides now
+        payloads: list[Frame] = []
+        room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
+        measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
+        for row in quarantine.choose(exchange, run, request.member_id, measured, room):
+            room -= self._lease(request.member_id, row, version, reply, payloads, pinned=version)
+        if quarantine.suspects(exchange, run):
+            self.write_down()
+        places = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
+        leasable = self._leasable(version, places + reserved) if places else []
+        steps = {row["group_id"]: step for row, step in leasable}
+        for row in quarantine.choose(exchange, run, request.member_id, [row for row, _ in leasable], places):
+            step = steps[row["group_id"]]
+            if self._lease(request.member_id, row, version, reply, payloads, step=step):
+                self._free.remove((row, step))
+        return Outcome(reply, payloads, empty=not reply.lease.leases)
+
+    def write_down(self) -> None:
+        """Makes leases of what was given since the last time."""
+        if self._lent:
+            self._exchange.db.execute(
+                # The run is among the values, so that SQLite looks each group up instead of reading all that the run had.
+                "UPDATE groups SET state = 'leased', member_id = json_extract(lent.value, '$[2]'),"
+                " attempt = json_extract(lent.value, '$[3]'), lease_step = json_extract(lent.value, '$[4]'),"
+                " holders = json_extract(lent.value, '$[5]')"
+                " FROM json_each(?) AS lent WHERE run_id = json_extract(lent.value, '$[0]')"
+                " AND group_id = json_extract(lent.value, '$[1]')",
+                (json.dumps(self._lent),),
+            )
+            self._lent.clear()
+
+    def _leasable(self, version: Version, number: int) -> list[tuple[sqlite3.Row, int]]:
+        """The first of the free groups, up to `number`, as far as the worker's version allows."""
+        max_age = self._run.max_age
+        return list(
+            itertools.takewhile(lambda free: may_lease(version.step, free[1], max_age), self._free[:number])
+        )
+
+    def _lease(
+        self,
+        member_id: str,
+        row: sqlite3.Row,
+        version: Version,
+        reply: pb.ExchangeReply,
+        payloads: list[Frame],
+        *,
+        step: int = 0,
+        pinned: Version | None = None,
+    ) -> bool:
+        """Adds a group to the reply; False when what it begins with cannot be read now, so that it has to wait."""
+        run, group_id = self._run, row["group_id"]
+        try:
+            prefix = self._prefix(group_id) if row["attempt"] else None
+        except UnopenedSegment as fault:
+            self._exchange.note_unopened(fault)
+            return False
+        lease = reply.lease.leases.add(
+            group_id=group_id,
+            attempt=row["attempt"] + 1,
+            prompt_json=row["prompt_json"],
+            seed=group_seed(run, group_id),
+            num_generations=1 if pinned else self._group_size,
+            params=self._params,
+            step=step,
+            traceparent=group_traceparent(run.run_id, group_id),
+        )
+        oldest = version.step
+        if pinned:
+            lease.pinned_version.session, lease.pinned_version.step = pinned
+        with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
+            pass  # a moment, not a while: it marks when and to whom the group was given
+        if prefix is not None:
+            payloads.append(prefix.arrays)
+            lease.prefix_frame = len(payloads)
+            returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
+            lease.prefix_finish_reasons.extend(returned.finish_reasons)
+            oldest = min(oldest, row["oldest_step"])
+        holders = with_holder(row["holders"], lease.attempt, member_id)
+        self._lent.append((run.run_id, group_id, member_id, lease.attempt, oldest, holders))
+        return True
+
+    def _prefix(self, group_id: int) -> Payload | None:
+        """What an earlier worker handed back of the group; None also where it is damaged. Raises UnopenedSegment."""
+        try:
+            prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
+            return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
+        except DamagedRecord as damaged:
+            damaged_groups.put_back(self._exchange, self._run, damaged)
+            return None
+
+
+def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
+    """Admits prompts in the seeded order for as long as the admission rule allows, `at_most` so many; the next request goes
+    on from there, also where a prompt cannot be read now.
+    """
+    ledger, run_id = exchange.ledger, run.run_id
+    counters = ledger.counters(run_id)
+    admitted = counters.get("groups:ever_admitted", 0)
+    dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
+    open_groups = admitted - dropped - counters.get("groups:trained", 0)
+    number = admissible(
+        open_groups, admitted, dropped, batch=run.batch, max_age=run.max_age, max_steps=run.spec.max_num_steps
+    )
+    number = min(number, at_most)
+    if number == 0 or exchange.admission_closed:
+        return
+    assert run.prompts is not None
+    row = ledger.run(run_id)
+    cursor, next_slot = row["cursor"], row["next_slot"]
+    freed = exchange.db.execute(
+        "SELECT slot FROM free_slots WHERE run_id = ? ORDER BY slot LIMIT ?", (run_id, number)
+    ).fetchall()
+    free_slots = [row["slot"] for row in reversed(freed)]
+    new = []
+    for group_id in range(admitted, admitted + number):
+        try:
+            prompt, columns = run.prompts.draw(cursor)
+        except Unreadable as error:
+            exchange.unreadable_data = str(error)
+            break
+        exchange.unreadable_data = ""
+        cursor += 1
+        if free_slots:
+            slot = free_slots.pop()
+            exchange.places_changed()
+            exchange.db.execute("DELETE FROM free_slots WHERE run_id = ? AND slot = ?", (run_id, slot))
+        else:
+            slot, next_slot = next_slot, next_slot + 1
+        new.append((group_id, slot, prompt, columns))
+    insert_groups(exchange, run, "train", new)
+    ledger.count(run_id, "groups:ever_admitted", len(new))
+    ledger.update_run(run_id, cursor=cursor, next_slot=next_slot)
+
+
+def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
+    """What the workers say that they hold, against the record."""
+    if not requests:
+        return
+    on_record: dict[str, set[int]] = {request.member_id: set() for request in requests}
+    for member_id, group_id in exchange.db.execute(
+        "SELECT member_id, group_id FROM groups INDEXED BY held_groups WHERE run_id = ? AND state = 'leased'"
+        " AND member_id IN (SELECT value FROM json_each(?))",
+        (run.run_id, json.dumps(list(on_record))),
+    ):
+        on_record[member_id].add(group_id)
+    for request in requests:
+        held = set(request.lease.held.group_ids)
+        if on_record[request.member_id] - held:
+            _release_lost(exchange, run, request)
+        # Who is suspected may have said so before it fell silent; once it is heard of, it says so again.
+        if (
+            held - on_record[request.member_id]
+            and request.member_id not in exchange.suspected | exchange.overdue
+        ):
+            _take_up_again(exchange, run, request)
+
+
+def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
+    """Takes back leases that the worker does not know of: the reply that gave them out was lost on its way."""
+    exchange.db.execute(
+        "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
+        " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",
+        (run.run_id, request.member_id, json.dumps(list(request.lease.held.group_ids))),
+    )
+
+
+def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
+    """Leases that were taken back while the worker was not heard of, and that nobody else got: it still works on them.
+
+    Those keep its name. One that it has handed back meanwhile does not, though a request that was made before says that it is held.
+    """
+    exchange.db.execute(
+        "UPDATE groups SET state = 'leased' WHERE run_id = ? AND state = 'admitted' AND member_id = ?"
+        " AND group_id IN (SELECT value FROM json_each(?))",
+        (run.run_id, request.member_id, json.dumps(list(request.lease.held.group_ids))),
+    )
+
+
+def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
+    """The first `number` groups to train that nobody has, with the step each is for.
+
+    in_order: the place decides the step. ready_first: the number of groups ahead that are in no batch yet.
+    """
+    rows = exchange.db.execute(
+        "SELECT g.*, p.prompt_json FROM (SELECT run_id, group_id, slot, attempt, oldest_step, holders"
+        " FROM groups INDEXED BY groups_by_state WHERE run_id = ?"
+        " AND class = 'train' AND state = 'admitted' ORDER BY slot, group_id LIMIT ?) g"
+        " JOIN prompts p USING (run_id, group_id) ORDER BY slot, group_id",
+        (run.run_id, number),
+    ).fetchall()
+    if run.spec.async_grpo.order == "in_order":
+        return [(row, row["slot"] // run.batch) for row in rows]
+    next_batch = exchange.ledger.run(run.run_id)["next_batch"]
+    admitted, last_slot, ahead = [], -2, 0
+    for row in rows:
+        slot = row["slot"]
+        # The one in the place before is open itself; only a gap has to be counted.
+        ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
+        last_slot = slot
+        admitted.append((row, lease_step(next_batch, ahead, run.batch)))
+    return admitted
+
+
+def held_by(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
+    """Whether the worker was given this attempt at the group, however long ago."""
+    if attempt == row["attempt"] and row["member_id"] == member_id:
+        return True  # as in a ledger of an older format, which had no record of holders
+    return held_attempt(row["holders"], attempt) == member_id
+
+
+def group_seed(run: ActiveRun, group_id: int) -> int:
+    """Seed of a group, of 63 bits: a function of the run's name in the ledger, its seed, and the group."""
+    text = f"{run.spec.seed}/{group_id}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def lend_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
+    """Takes back what silent workers hold, though they may be back: score tasks and, if wished, leases. Whichever attempt's
+    result comes first wins. Returns how many groups.
+    """
+    silent = json.dumps(member_ids)
+    number = exchange.db.execute(
+        "UPDATE groups SET scorer_id = NULL WHERE state = 'generated' AND scorer_id IN (SELECT value FROM json_each(?))",
+        (silent,),
+    ).rowcount
+    if with_leases:
+        number += exchange.db.execute(
+            "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
+            " AND member_id IN (SELECT value FROM json_each(?))",
+            (silent,),
+        ).rowcount
+    return number
+
+
+def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
+    """Takes back every lease and task of a member that is gone; returns how many leases."""
+    if crashed and exchange.active is not None:
+        quarantine.on_crash(exchange, exchange.active, member_id)
+    exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
+    exchange.versions.pop(member_id, None)
+    exchange.offered.pop(member_id, None)
+    exchange.overdue.discard(member_id)
+    exchange.suspected.discard(member_id)
+    released = exchange.db.execute(
+        "UPDATE groups SET state = 'admitted' WHERE member_id = ? AND state = 'leased'",
+        (member_id,),
+    ).rowcount
+    exchange.db.execute(
+        "UPDATE groups SET scorer_id = NULL WHERE scorer_id = ? AND state = 'generated'", (member_id,)
+    )
+    return released

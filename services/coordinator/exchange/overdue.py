@@ -1,0 +1,64 @@
+"""Workers that keep what others could do: their leases and tasks go to others, and they get none before they hand something in.
+
+`lease_ages.py` says who they are; this is what the ledger knows of it and what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from protos.paceline.v1 import common_pb2
+from services.coordinator.exchange import evaluation, leases
+from services.coordinator.exchange.lease_ages import LeaseAges, Overdue
+from services.coordinator.exchange.state import ActiveRun, Exchange
+
+
+def look(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
+    """Who holds leases or tasks for far longer than others need; asked every few seconds."""
+    unable = exchange.overdue | exchange.suspected
+    measured = evaluation.pending(exchange, run)
+    oldest_step = 0 if measured is None else measured["step"]
+    samplers = {m for m, version in exchange.versions.items() if version.step >= oldest_step}
+    held = exchange.db.execute(
+        "SELECT member_id, group_id, attempt FROM groups INDEXED BY held_groups WHERE state = 'leased' AND run_id = ?",
+        (run.run_id,),
+    ).fetchall()
+    found = exchange.ages.look(now_s, [(row[0], row[1], row[2]) for row in held], samplers - unable)
+    tasks = exchange.db.execute(
+        "SELECT scorer_id, group_id, score_attempt FROM groups INDEXED BY held_tasks WHERE state = 'generated'"
+        " AND scorer_id IS NOT NULL AND run_id = ?",
+        (run.run_id,),
+    ).fetchall()
+    rewards = exchange.senders.of_role(common_pb2.ROLE_REWARD)
+    scorers = {member.member_id for member in rewards if member.fault is None}
+    return found + exchange.task_ages.look(
+        now_s, [(row[0], row[1], row[2]) for row in tasks], scorers - unable
+    )
+
+
+def take(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
+    """Gives others what such workers hold, in a transaction. What they still hand in counts, if it is the first."""
+    for member_id, why in found:
+        taken = leases.lend_again(exchange, [member_id], with_leases=True)
+        evaluation.unpin_member(exchange, run, member_id)
+        exchange.overdue.add(member_id)
+        scores = _scores(exchange, member_id)
+        nothing = "no task before it hands in scores" if scores else "no lease before it hands in a group"
+        exchange.notice(
+            "warning", message=f"{member_id} gets {nothing}, and others get the {taken} that it holds: {why}"
+        )
+
+
+def handed_in(exchange: Exchange, ages: LeaseAges, member_id: str, group_id: int, attempt: int) -> None:
+    """A worker does what it holds leases or tasks for."""
+    ages.handed_in(member_id, group_id, attempt)
+    if member_id in exchange.overdue:
+        exchange.overdue.remove(member_id)
+        what = "scores and gets tasks" if _scores(exchange, member_id) else "a group and gets leases"
+        exchange.notice("warning", message=f"{member_id} has handed in {what} again")
+
+
+def _scores(exchange: Exchange, member_id: str) -> bool:
+    """Whether this is a reward worker."""
+    member = exchange.senders.get(member_id)
+    return member is not None and member.role == common_pb2.ROLE_REWARD

@@ -1,0 +1,139 @@
+"""Groups that kill whoever works on them: found by leasing them alone, then dropped, so that one prompt cannot end a pool.
+
+A worker's crash proves nothing about one of the many groups that it held. So every group that it held is counted as
+present; one that was present at SHARED_DEATHS crashes is a suspect and is from then on held alone, by a worker that first
+finishes what it has. Only when ALONE_DEATHS more workers crash with nothing else in hand is it dropped(poison).
+
+The promise: infrastructure does not drop a group. A worker that falls silent on a standing connection (stopped, cut off,
+its host gone) has not crashed, one that leaves in good order neither, and one that comes back takes its count with it.
+Generating and scoring are counted apart.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from services.coordinator.exchange import evaluation
+from services.coordinator.exchange.state import ActiveRun, Exchange
+
+SHARED_DEATHS = 2
+"""Crashes at which a group may be present among others."""
+
+ALONE_DEATHS = 2
+"""Crashes with the group alone in hand after which it is dropped."""
+
+
+def choose(
+    exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
+) -> list[sqlite3.Row]:
+    """Which of the groups in `rows` a worker may get: either one suspect and nothing else, or up to `room` groups that are
+    none. A suspect that waits reserves one worker, which gets nothing more until its hands are free; `rows` should have
+    `num_reserved` more than there is room for, so that the others pass the suspects by.
+    """
+    suspected = suspects(exchange, run)
+    if not suspected or room <= 0:
+        return rows[: max(room, 0)]
+    held = {row["group_id"] for row in _held(exchange, run, member_id)}
+    if suspected & held:
+        return []
+    reserved = exchange.reserved
+    for row in rows:
+        group_id = row["group_id"]
+        if group_id not in suspected or reserved.get(group_id, member_id) != member_id:
+            continue
+        if group_id not in reserved and member_id in reserved.values():
+            continue
+        reserved[group_id] = member_id
+        if held:
+            return []
+        del reserved[group_id]
+        return [row]
+    if member_id in reserved.values():
+        return []
+    return [row for row in rows if row["group_id"] not in suspected][:room]
+
+
+def suspects(exchange: Exchange, run: ActiveRun) -> set[int]:
+    """Groups that are held alone."""
+    return {group_id for group_id, deaths in _deaths(exchange, run).items() if deaths >= SHARED_DEATHS}
+
+
+def num_reserved(exchange: Exchange) -> int:
+    """Suspects that wait for a worker with free hands."""
+    return len(exchange.reserved)
+
+
+def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
+    """Counts the crash of a worker for what it held, before that is taken back; drops what is proven."""
+    for row in _held(exchange, run, member_id):
+        _count(exchange, run, row, member_id, member_id)
+
+
+def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_id: str) -> None:
+    """Counts the crash of a process that scored the group. Its worker lives on, so each of its crashes counts by itself, and
+    none is forgiven when the worker comes back.
+    """
+    _count(exchange, run, row, f"{member_id} scoring attempt {row['score_attempt']}", member_id)
+
+
+def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
+    """Counts a death, by its name, for a group; drops the group when it is proven."""
+    exchange.db.execute(
+        "INSERT OR IGNORE INTO deaths (run_id, group_id, member_id) VALUES (?, ?, ?)",
+        (run.run_id, row["group_id"], death),
+    )
+    exchange.ledger.forget("deaths")
+    deaths = exchange.db.execute(
+        "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?",
+        (run.run_id, row["group_id"]),
+    ).fetchone()["n"]
+    if deaths == SHARED_DEATHS:
+        exchange.notice(
+            "warning",
+            message=f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone",
+        )
+    elif deaths >= SHARED_DEATHS + ALONE_DEATHS:
+        exchange.notice(
+            "warning",
+            message=f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
+            f"{ALONE_DEATHS} with it alone; look at its prompt and at the log of {member_id}",
+        )
+        exchange.drop(run, row, "poison")
+        if row["class"] != "train":
+            evaluation.finish_if_done(exchange, run, row["class"])
+
+
+def forgive(exchange: Exchange, member_id: str) -> None:
+    """A worker that was taken for dead is back: it was not a group that ended it."""
+    exchange.db.execute("DELETE FROM deaths WHERE member_id = ?", (member_id,))
+    exchange.ledger.forget("deaths")
+
+
+def clear(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
+    """A worker has finished the group and lives; the next stage counts anew."""
+    if group_id in _deaths(exchange, run):
+        exchange.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, group_id))
+        exchange.ledger.forget("deaths")
+    exchange.reserved.pop(group_id, None)
+
+
+def _held(exchange: Exchange, run: ActiveRun, member_id: str) -> list[sqlite3.Row]:
+    return exchange.db.execute(
+        "SELECT * FROM groups WHERE state = 'leased' AND member_id = ? AND run_id = ? UNION ALL"
+        " SELECT * FROM groups WHERE state = 'generated' AND scorer_id = ? AND run_id = ?",
+        (member_id, run.run_id) * 2,
+    ).fetchall()
+
+
+def _deaths(exchange: Exchange, run: ActiveRun) -> dict[int, int]:
+    """How many workers died with it, by group id."""
+
+    def read() -> dict[str, dict[int, int]]:
+        deaths: dict[str, dict[int, int]] = {}
+        for run_id, group_id, number in exchange.db.execute(
+            "SELECT run_id, group_id, COUNT(*) FROM deaths GROUP BY run_id, group_id"
+        ):
+            deaths.setdefault(run_id, {})[group_id] = number
+        return deaths
+
+    return exchange.ledger.known("deaths", read).get(run.run_id, {})

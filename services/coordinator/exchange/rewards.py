@@ -1,0 +1,24 @@
+"""A group's total rewards, and whether they can teach anything. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.groups import FloatArray
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def totals(rewards_CF: FloatArray, weights_F: FloatArray) -> FloatArray:
+    """[C] weighted sums over the functions that apply; NaN where every one said None."""
+    known_CF = ~np.isnan(rewards_CF)
+    sums_C = np.where(known_CF, rewards_CF, 0.0).astype(np.float64) @ weights_F.astype(np.float64)
+    sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf  # the cast would warn of it
+    sums_C[~known_CF.any(axis=1)] = np.nan
+    return sums_C.astype(np.float32)
+
+
+def has_variance(totals_C: FloatArray) -> bool:
+    """Whether the group can teach anything: two completions with different rewards."""
+    known = totals_C[~np.isnan(totals_C)]
+    return len(known) > 1 and bool(known.max() - known.min() > 1e-8)

@@ -1,0 +1,221 @@
+"""Score tasks out, rewards in: from generated to scored. A failed score is never a zero."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+import numpy as np
+
+from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
+from paceline.tracing import group_traceparent
+from paceline.wire import decode_rewards
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange import evaluation, overdue, quarantine
+from services.coordinator.exchange.batches import damaged_groups
+from services.coordinator.exchange.rewards import has_variance, totals
+from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
+from services.coordinator.exchange.uploads.intake import Arrived
+from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment, frame_size
+from services.coordinator.text_limits import cut
+
+MAX_ROOM = 1024
+"""Tasks in one answer, whatever room a worker says that it has."""
+
+MAX_TASK_BYTES = 32 << 20
+"""Of the groups in one answer, but for one group: a longer answer arrives later than each part of it could."""
+
+
+def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+    """Groups without scores, oldest place first."""
+    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+    reply.task.SetInParent()
+    if request.task.HasField("held"):
+        _release_lost(exchange, run, request)
+    if request.member_id in exchange.overdue:
+        return Outcome(reply, empty=True)
+    payloads: list[Frame] = []
+    room = min(request.task.room, MAX_ROOM)
+    rows = exchange.db.execute(
+        "SELECT g.*, p.prompt_json, p.columns_json FROM (SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ?"
+        " AND state = 'generated' AND scorer_id IS NULL ORDER BY score_failures, slot, group_id LIMIT ?) g"
+        " JOIN prompts p USING (run_id, group_id) ORDER BY score_failures, slot, group_id",
+        (run.run_id, room + quarantine.num_reserved(exchange)),
+    ).fetchall()
+    chosen, size_bytes = quarantine.choose(exchange, run, request.member_id, rows, room), 0
+    for row in chosen:
+        try:
+            payload = exchange.ledger.payload(run.run_id, row["group_id"])
+        except DamagedRecord as damaged:
+            damaged_groups.put_back(exchange, run, damaged)
+            continue
+        except UnopenedSegment as fault:
+            exchange.note_unopened(fault)
+            continue
+        assert payload is not None
+        size_bytes += frame_size(payload.arrays) + frame_size(payload.header)
+        if size_bytes > MAX_TASK_BYTES and reply.task.tasks:
+            break  # the next request gets it
+        reply.task.tasks.add(
+            group_id=row["group_id"],
+            attempt=row["score_attempt"] + 1,
+            prompt_json=row["prompt_json"],
+            columns_json=row["columns_json"],
+            digest=row["digest"],
+            traceparent=group_traceparent(run.run_id, row["group_id"]),
+            wants_reference=_wants_reference(run, row),
+        )
+        payloads += (payload.arrays, payload.header)
+        attempt = row["score_attempt"] + 1
+        exchange.set_group(
+            run,
+            row["group_id"],
+            scorer_id=request.member_id,
+            score_attempt=attempt,
+            scorers=with_holder(row["scorers"], attempt, request.member_id),
+        )
+    return Outcome(reply, payloads, empty=not reply.task.tasks)
+
+
+def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+    """Scores of one group, for exactly the text that was sent out; the first valid ones win."""
+    request = arrived.request
+    score = request.score
+    row = exchange.group(run, score.group_id)
+    if row is None:
+        return exchange.stale(request, f"no group {score.group_id} in run {run.run_id}")
+    if not _held_by(row, request):
+        return exchange.stale(
+            request,
+            f"attempt {score.attempt} at scoring group {score.group_id} was never {request.member_id}'s",
+        )
+    if row["state"] != "generated":
+        _handed_in(exchange, request)
+        return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
+    if score.digest != row["digest"]:
+        return exchange.stale(
+            request, f"group {score.group_id} holds another text than the one that was scored"
+        )
+    if (score.handed_back or score.error) and not _holds(row, request):
+        return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
+    if score.handed_back:
+        exchange.set_group(run, score.group_id, scorer_id=None)
+        if score.crashed:
+            quarantine.on_score_crash(exchange, run, row, request.member_id)
+        if score.error:
+            _not_counted(exchange, run, request)
+        return exchange.committed(request)
+    if score.error:
+        return _failed(exchange, run, request, row)
+    functions = list(score.functions)
+    if functions != [reward.label for reward in run.spec.rewards]:
+        return exchange.refuse(request, f"scores of {functions}, but the run's functions are others")
+    completions = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
+    rewards_CF = decode_rewards(score.rewards, completions)
+    if rewards_CF.shape[1] != len(functions) or np.isinf(rewards_CF).any():
+        return exchange.refuse(
+            request, f"rewards of shape {rewards_CF.shape} with {len(functions)} functions"
+        )
+    totals_C = totals(rewards_CF, run.weights_F)
+    known_C = totals_C[~np.isnan(totals_C)]
+    if np.isinf(known_C).any():
+        return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
+    reference: list[FloatArray] = []
+    if _wants_reference(run, row):
+        fault = _fault_of_reference(arrived, row)
+        if fault:
+            return exchange.refuse(request, fault)
+        assert arrived.place is not None
+        assert arrived.reference is not None
+        reference.append(arrived.reference)
+        exchange.db.execute(
+            "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'reference', x'', x'', ?, ?, ?, ?, ?, ?)",
+            (run.run_id, score.group_id, *arrived.place),
+        )
+    _handed_in(exchange, request)
+    quarantine.clear(exchange, run, score.group_id)
+    exchange.ledger.forget(BATCH_DUE)
+    exchange.set_group(
+        run,
+        score.group_id,
+        state="scored",
+        scorer_id=None,
+        rewards=rewards_CF.astype("<f4").tobytes(),
+        scores_digest=scores_digest(rewards_CF, reference),
+        functions=json.dumps(functions),
+        reward=float(known_C.mean()) if len(known_C) else None,
+    )
+    if row["class"] != "train":
+        evaluation.finish_if_done(exchange, run, row["class"])
+    elif run.spec.grpo.use_dynamic_sampling and not has_variance(totals_C):
+        exchange.drop(run, row, "no_variance")
+    elif exchange.ledger.run(run.run_id)["dropped_in_a_row"]:
+        exchange.ledger.update_run(run.run_id, dropped_in_a_row=0)
+    return exchange.committed(request)
+
+
+def _handed_in(exchange: Exchange, request: pb.ExchangeRequest) -> None:
+    said = request.score
+    overdue.handed_in(exchange, exchange.task_ages, request.member_id, said.group_id, said.attempt)
+
+
+def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:
+    """Evaluations are scored, not trained."""
+    return run.spec.pool_serves_reference and bool(row["class"] == "train")
+
+
+def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
+    """Why the reference's answer cannot be taken; empty where it can."""
+    if arrived.reference is None:
+        return (
+            arrived.fault or f"the score of group {row['group_id']} lacks the reference's log-probabilities"
+        )
+    if len(arrived.reference) != row["tokens"]:
+        return f"{len(arrived.reference)} reference_logprobs for the {row['tokens']} tokens of group {row['group_id']}"
+    return ""
+
+
+def _holds(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
+    """Whether the sender has the task now. A failure that is sent again must not count again."""
+    return bool(row["scorer_id"] == request.member_id and row["score_attempt"] == request.score.attempt)
+
+
+def _held_by(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
+    """Whether the sender was given this attempt at the scoring, however long ago."""
+    return _holds(row, request) or held_attempt(row["scorers"], request.score.attempt) == request.member_id
+
+
+def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
+    """Takes back tasks that the worker does not know of: the reply that gave them out was lost on its way."""
+    exchange.db.execute(
+        "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
+        " AND group_id NOT IN (SELECT value FROM json_each(?))",
+        (run.run_id, request.member_id, json.dumps(list(request.task.held.group_ids))),
+    )
+
+
+def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
+    """A failure of the infrastructure: the group is scored again, however often. Said after 1, 2, 4, 8 … of them."""
+    exchange.ledger.count(run.run_id, "failures:unavailable")
+    failures = exchange.ledger.counters(run.run_id)["failures:unavailable"]
+    if failures & (failures - 1) == 0:
+        exchange.notice(
+            "warning",
+            message=f"scoring group {request.score.group_id} has to wait, it is tried again ({failures} such failures "
+            f"in this run; they drop no group): {cut(request.score.error)}",
+        )
+
+
+def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
+    failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures
+    exchange.set_group(run, row["group_id"], scorer_id=None, score_failures=failures)
+    exchange.ledger.count(run.run_id, "failures:reward_failed")
+    exchange.notice(
+        "warning",
+        message=f"scoring group {row['group_id']} failed ({failures} of {allowed}): {cut(request.score.error)}",
+    )
+    if failures >= allowed:
+        exchange.drop(run, row, "reward_failed")
+        if row["class"] != "train":
+            evaluation.finish_if_done(exchange, run, row["class"])
+    return exchange.committed(request)

@@ -1,0 +1,409 @@
+"""The exchange: leases out, groups in, scores in, batches out. Every answer is what the ledger already holds.
+
+This file holds what every handler needs: the run, who is there, and how to answer. A pure state machine over the
+ledger: `dispatch.py` takes one request inside a transaction and says what to reply; the server (server.py)
+commits, then sends. No state of a group lives in memory, so a restart continues from the file. What others have to
+know afterwards (a step was trained, the run cannot go on) is left in `notices`.
+
+A group's way: admitted → leased → generated → scored → batched(step) → trained(step), or dropped(reason) from any
+state before batched. `leases.py`, `submissions.py` and `scores.py` hold the first half, `delivery.py` the second, `evaluation.py` the
+groups that are only measured.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.data.rows import PromptSource
+from paceline.groups import Version
+from paceline.spec import RunSpec
+from paceline.wire import PROTOCOL, Buffer
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange.lease_ages import LeaseAges
+from services.coordinator.ledger.batch_split import Splits
+from services.coordinator.ledger.integrity import row_checksums
+from services.coordinator.ledger.ledger import OPEN_STATES, Ledger
+from services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment, read_frame
+from services.coordinator.members.senders import Senders
+
+MAX_GROUP_ID = 2**63 - 1
+"""SQLite's largest integer."""
+
+UNOPENED_PERIOD_S = 60.0
+"""Between two warnings that a segment cannot be opened."""
+
+BATCH_DUE = "whether the next batch can be fixed"
+"""What a transaction has found out about it, until a group is scored."""
+
+
+class Training(NamedTuple):
+    """The part that was served last, until it is trained."""
+
+    session: int
+    step: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What to answer. `empty`: nothing could be given, so the request may wait for as long as it asked to."""
+
+    reply: pb.ExchangeReply
+    payloads: list[Frame] = field(default_factory=list)
+    empty: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether something has to be read from the disk, which is no work for an event loop."""
+        return any(isinstance(frame, StoredFrame) for frame in self.payloads)
+
+    def read(self) -> list[Buffer]:
+        """The payload frames, wherever they are. Raises LedgerFault."""
+        return [read_frame(frame) for frame in self.payloads]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that happened in a transaction and that others act on after its commit."""
+
+    kind: str
+    """`step` (a step was trained), `failed` (the run cannot go on as it is), `paused` (until a person resumes it), `evaluated`,
+    `warning`."""
+    content: dict[str, Any]
+    run_id: str = ""
+    """Of which run; another one may be active when it is acted on."""
+
+
+@dataclass(frozen=True)
+class ActiveRun:
+    """The run that trains now."""
+
+    run_id: str
+    spec: RunSpec
+    prompts: PromptSource | None
+    """None for supervised runs: their learner reads the data set itself."""
+    validation: PromptSource | None
+    spec_yaml: str = ""
+    """As workers are told it: without what this version does not know."""
+
+    @property
+    def batch(self) -> int:
+        """B: groups in a step."""
+        return self.spec.grpo.num_prompts_per_step
+
+    @property
+    def max_age(self) -> int:
+        """η: oldest age, in steps, of a trained token."""
+        return self.spec.async_grpo.max_trajectory_age_steps
+
+    @property
+    def weights_F(self) -> np.ndarray:
+        """[F] weights of the reward functions."""
+        return np.array([reward.weight for reward in self.spec.rewards], np.float32)
+
+
+class Exchange:
+    """One per coordinator. Called by its event loop only, always inside a transaction of the ledger."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self.active: ActiveRun | None = None
+        self.senders = Senders()
+        """Workers that are there. Others are answered nothing: nobody would notice that they died with what they got."""
+        self.suspected: set[str] = set()
+        """Of these the ones that may be gone: what they hold is still theirs, but no batch waits for it."""
+        self.ages = LeaseAges()
+        """How long leases are out."""
+        self.task_ages = LeaseAges()
+        """How long tasks are."""
+        self.overdue: set[str] = set()
+        """Workers that held leases or tasks for too long: they get none before they have handed something in."""
+        self.versions: dict[str, Version] = {}
+        """Version that each rollout worker acknowledged, by member id."""
+        self.offered: dict[str, Version] = {}
+        """Newest version that is, or was, on its way to each: it may sample from it before it has said so."""
+        self.notices: list[Notice] = []
+        self.first_asked_s: dict[int, float] = {}
+        """When the batch of a step was first asked for, and (negative key) first could have been fixed."""
+        self.admission_closed = ""
+        """Why no group is admitted for now; empty when the admission rule alone decides."""
+        self.unreadable_data = ""
+        """Why the next prompt cannot be read; empty while it can."""
+        self.reserved: dict[int, str] = {}
+        """Worker that empties its hands for a group that must be held alone, by group id."""
+        self.ranks = 0
+        """Of the learner that has the newest session; 0 while it has not said so."""
+        self.splits = Splits()
+        self.training: Training | None = None
+        """What the newest session that asked for a part may end with (session_faults.py)."""
+
+        self._freed = False
+        self._unopened_said_s = -math.inf
+        """When a warning of a segment that cannot be opened was last written down."""
+        self._counted = (0, 0)
+        """A slot, and how many groups that are in no batch yet stand before it. Nothing but a shorter way to count."""
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """The ledger's connection."""
+        return self.ledger.db
+
+    def notice(self, kind: str, **content: Any) -> None:
+        """Leaves a notice for after the commit."""
+        self.notices.append(Notice(kind, content, self.active.run_id if self.active else ""))
+
+    def take_notices(self) -> list[Notice]:
+        """The notices since the last call."""
+        notices, self.notices = self.notices, []
+        return notices
+
+    def note_unopened(self, fault: UnopenedSegment) -> None:
+        """A group cannot be handed out, or stored, because a segment cannot be opened now. It is tried again by itself."""
+        now_s = time.monotonic()
+        if now_s - self._unopened_said_s < UNOPENED_PERIOD_S:
+            return
+        self._unopened_said_s = now_s
+        self.notice(
+            "warning",
+            message=f"{fault}. Groups wait for it, and it is tried again by itself; look at its permissions and at the limit "
+            "of open files",
+        )
+
+    # Versions
+
+    def offer(self, member_id: str, version: Version) -> None:
+        """A version is on its way to a rollout worker."""
+        self.offered[member_id] = max(version, self.offered.get(member_id, version))
+
+    def newest_of(self, member_id: str) -> Version | None:
+        """The newest version that a worker's tokens can be of; None where nothing is known of it."""
+        acknowledged, offered = self.versions.get(member_id), self.offered.get(member_id)
+        if acknowledged is None or offered is None:
+            return acknowledged or offered
+        return max(acknowledged, offered)
+
+    def newest_version(self) -> Version:
+        """Newest session and newest step among the versions that are known of."""
+        known = [*self.versions.values(), *self.offered.values()]
+        sessions, steps = [version.session for version in known], [version.step for version in known]
+        return Version(max(sessions, default=0), max(steps, default=-1))
+
+    # What the handlers share
+
+    def paused(self, run: ActiveRun) -> bool:
+        """Whether the run is held, or all its steps are trained."""
+        row = self.ledger.run(run.run_id)
+        return bool(row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps)
+
+    def withheld(self, run: ActiveRun) -> bool:
+        """Whether the run is held for a reason that the learner would meet again, so that it is given nothing at all."""
+        row = self.ledger.run(run.run_id)
+        return bool(row["state"] == "paused" and row["message"])
+
+    def pause(self, run: ActiveRun, message: str) -> None:
+        """Holds the run for a reason that a person has to see to; a part of the transaction that found it."""
+        if self.withheld(run):
+            return
+        self.ledger.update_run(run.run_id, state="paused", message=message)
+        self.ledger.add_event(run.run_id, "state", {"state": "paused", "message": message})
+        self.notice("paused", message=message)
+
+    def sessions(self, run: ActiveRun) -> range:
+        """Every session of the run so far."""
+        return range(1, self.ledger.run(run.run_id)["session"] + 1)
+
+    def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
+        """The row of a group, if there is one of that number."""
+        if group_id > MAX_GROUP_ID:
+            return None
+        row: sqlite3.Row | None = self.db.execute(
+            "SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, group_id)
+        ).fetchone()
+        return row
+
+    def set_group(self, run: ActiveRun, group_id: int, **columns: Any) -> None:
+        """Sets columns of a group."""
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        self.db.execute(
+            f"UPDATE groups SET {assignments} WHERE run_id = ? AND group_id = ?",
+            (*columns.values(), run.run_id, group_id),
+        )
+
+    def take_freed(self) -> bool:
+        """Whether a group was dropped since the last call: another one can be admitted in its place."""
+        freed, self._freed = self._freed, False
+        return freed
+
+    def has_free_slots(self, run: ActiveRun) -> bool:
+        """Whether a group was dropped whose place no other has taken yet."""
+        row = self.db.execute("SELECT 1 FROM free_slots WHERE run_id = ? LIMIT 1", (run.run_id,)).fetchone()
+        return row is not None
+
+    def num_ahead(self, run: ActiveRun, slot: int) -> int:
+        """Groups in places before `slot` that are open and in no batch yet. Counted from the last place that was asked for,
+        as leases go out in the order of places.
+        """
+        start, ahead = self._counted if self._counted[0] <= slot else (0, 0)
+        ahead += self.db.execute(
+            "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            " AND state IN ('admitted', 'leased', 'generated', 'scored') AND slot >= ? AND slot < ?",
+            (run.run_id, start, slot),
+        ).fetchone()[0]
+        self._counted = (slot, ahead)
+        return int(ahead)
+
+    def places_changed(self) -> None:
+        """A group entered, or left, the open ones at a place that was counted before."""
+        self._counted = (0, 0)
+
+    def learner_waits(self, run: ActiveRun) -> bool:
+        """Whether the next batch was asked for and cannot be fixed yet."""
+        return self.ledger.run(run.run_id)["next_batch"] in self.first_asked_s
+
+    def drop(self, run: ActiveRun, row: sqlite3.Row, reason: str, tokens: int | None = None) -> None:
+        """Ends a group as dropped(reason) and frees its place; its tokens move in the books."""
+        self._drop(run.run_id, row, reason, row["tokens"] if tokens is None else tokens)
+        if row["class"] != "train":
+            return
+        if reason == "by_request":
+            return
+        in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"] + 1
+        self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
+        # Not once more with each drop beyond the limit, but again: what follows from it may have been lost in a crash.
+        if in_a_row % (run.spec.grpo.max_generation_batches * run.batch) == 0:
+            self.notice(
+                "failed",
+                message=f"{in_a_row} groups in a row were dropped, the last as {reason!r}, without one that could "
+                "train (grpo.max_generation_batches); look at the rewards and the data",
+            )
+
+    def _drop(self, run_id: str, row: sqlite3.Row, reason: str, tokens: int) -> None:
+        group_id = row["group_id"]
+        becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
+        self.db.execute(
+            f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"
+            f" {row_checksums.assignment('groups', **becomes)} WHERE run_id = ?2 AND group_id = ?3",
+            (reason, run_id, group_id),
+        )
+        self.ledger.remove_payloads(run_id, group_id)
+        self.reserved.pop(group_id, None)
+        self.places_changed()
+        self._freed = True
+        self.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id))
+        self.ledger.forget("deaths")
+        if row["class"] == "train":
+            self.ledger.count(run_id, f"groups:dropped:{reason}")
+            self.ledger.count(run_id, f"tokens:dropped:{reason}", tokens)
+            self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run_id, row["slot"]))
+
+    def end_run(self, run_id: str) -> None:
+        """Drops what is still open as run_ended, and forgets evaluations that were not finished."""
+        for kind in self._open_classes(run_id):
+            if kind != "train":
+                self.forget_groups(run_id, kind)
+                continue
+            rows = self.db.execute(
+                "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+                f" AND state IN {OPEN_STATES}",
+                (run_id, kind),
+            ).fetchall()
+            for row in rows:
+                self._drop(run_id, row, "run_ended", row["tokens"])
+        self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run_id,))
+        self.ledger.forget("deaths")
+        self._deactivate(run_id)
+
+    def forget_groups(self, run_id: str, kind: str) -> None:
+        """Removes the groups of an evaluation and all that they hold, which nobody needs after its end; in as many statements for
+        thousands of them as for one."""
+        self.ledger.forget_records(
+            self.db.execute(
+                "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
+                " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)"
+                " RETURNING segment, start",
+                (run_id, run_id, kind),
+            )
+        )
+        self.db.execute(
+            "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
+            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)",
+            (run_id, run_id, kind),
+        )
+        self.db.execute(
+            "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?", (run_id, kind)
+        )
+
+    def _open_classes(self, run_id: str) -> list[str]:
+        """Classes of groups that may be open: training, and evaluations that are not done."""
+        evaluations = self.db.execute(
+            "SELECT step FROM evaluations WHERE run_id = ? AND done = 0", (run_id,)
+        ).fetchall()
+        return ["train", *(f"eval:{row['step']}" for row in evaluations)]
+
+    def set_aside(self, run_id: str) -> None:
+        """The run is not worked on any more, but may be again: what is open stays so, and nobody holds any of it."""
+        for kind in self._open_classes(run_id):
+            self.db.execute(
+                "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted'"
+                " WHERE run_id = ? AND class = ? AND state = 'leased'",
+                (run_id, kind),
+            )
+            self.db.execute(
+                "UPDATE groups INDEXED BY groups_by_state SET scorer_id = NULL"
+                " WHERE run_id = ? AND class = ? AND state = 'generated'",
+                (run_id, kind),
+            )
+        self.db.execute("UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND done = 0", (run_id,))
+        self._deactivate(run_id)
+
+    def _deactivate(self, run_id: str) -> None:
+        if self.active is not None and self.active.run_id == run_id:
+            self.active = None
+            self.first_asked_s.clear()
+            self.training, self.ranks = None, 0
+            self.unreadable_data = ""
+            self.reserved.clear()
+            self.offered.clear()
+            self.overdue.clear()
+
+    # Replies
+
+    def answer(
+        self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
+    ) -> Outcome:
+        """A reply without body."""
+        return Outcome(self.reply(request, status, message))
+
+    def committed(self, request: pb.ExchangeRequest) -> Outcome:
+        """The result is in the ledger once this transaction is."""
+        return self.answer(request, pb.REPLY_STATUS_COMMITTED)
+
+    def duplicate(self, request: pb.ExchangeRequest, message: str) -> Outcome:
+        """An earlier result won."""
+        return self.answer(request, pb.REPLY_STATUS_DUPLICATE, message)
+
+    def stale(self, request: pb.ExchangeRequest, message: str) -> Outcome:
+        """The request belongs to the past."""
+        return self.answer(request, pb.REPLY_STATUS_STALE, message)
+
+    def refuse(self, request: pb.ExchangeRequest, message: str) -> Outcome:
+        """The message can never be accepted."""
+        return self.answer(request, pb.REPLY_STATUS_INVALID, message)
+
+    def reply(
+        self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
+    ) -> pb.ExchangeReply:
+        """A reply to fill in."""
+        return pb.ExchangeReply(
+            protocol=PROTOCOL,
+            request_id=request.request_id,
+            term=self.ledger.term,
+            status=status,
+            message=message,
+        )

@@ -1,0 +1,157 @@
+"""What comes of leases: generated groups, and leases that are handed back. From leased to generated."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange import evaluation, overdue, quarantine
+from services.coordinator.exchange.leases import held_by
+from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from services.coordinator.exchange.uploads.group_checks import fault_of_group, fault_of_ids
+from services.coordinator.exchange.uploads.intake import Arrived
+
+DATA_ERRORS = frozenset({"", "bad_prompt", "invalid_result"})
+"""Reasons that a worker may give for a failed attempt; without one it is `bad_prompt`."""
+
+MAX_ERROR_CHARS = 4096
+"""Of a worker's message; what is beyond is cut off."""
+
+
+def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+    """A generated group that has been checked and stored. The first valid result of any attempt wins while the group waits
+    for one.
+    """
+    request, group = arrived.request, arrived.group
+    result = request.group
+    row = exchange.group(run, result.group_id)
+    if row is None:
+        return exchange.stale(request, f"no group {result.group_id} in run {run.run_id}")
+    if not held_by(row, result.attempt, request.member_id):
+        return exchange.stale(
+            request,
+            f"attempt {result.attempt} of group {result.group_id} was never leased to {request.member_id}",
+        )
+    if row["state"] not in ("admitted", "leased") and (arrived.is_known or group is not None):
+        if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
+            exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
+            _handed_in(exchange, request)
+        return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
+    if arrived.is_known:  # until a moment ago: it was put back, and is generated again
+        return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
+    if group is None or arrived.place is None:
+        exchange.ages.refused(request.member_id)
+        return exchange.refuse(request, arrived.fault)
+    expected = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
+    if len(group.completions) != expected:
+        return exchange.refuse(
+            request, f"group {result.group_id} has {len(group.completions)} completions, not {expected}"
+        )
+    if row["class"] != "train" and not evaluation.is_of(
+        group, pinned := evaluation.pinned_version(exchange, run, row)
+    ):
+        if row["lease_step"] == pinned.step:  # else another version was pinned since
+            exchange.ages.refused(request.member_id)
+        exchange.set_group(run, result.group_id, state="admitted", member_id=None)
+        return exchange.stale(request, "tokens of another version than the evaluation's")
+    fault = _fault(exchange, run, arrived, row, result.attempt)
+    if fault:
+        exchange.ages.refused(request.member_id)
+        return exchange.refuse(request, f"group {result.group_id}: {fault}")
+    if row["class"] == "train":
+        exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
+    if row["attempt"] > 1:  # what an earlier one handed back
+        exchange.ledger.remove_payloads(run.run_id, result.group_id)
+    exchange.db.execute(
+        "INSERT INTO payloads VALUES (?, ?, 'result', x'', x'', ?, ?, ?, ?, ?, ?)",
+        (run.run_id, result.group_id, *arrived.place),
+    )
+    _handed_in(exchange, request)
+    quarantine.clear(exchange, run, result.group_id)
+    exchange.set_group(
+        run,
+        result.group_id,
+        state="generated",
+        member_id=None,
+        tokens=group.num_tokens,
+        sequence_tokens=group.num_tokens + len(group.completions) * len(group.prompt_ids),
+        oldest_step=group.oldest_step,
+        digest=result.digest,
+    )
+    return exchange.committed(request)
+
+
+def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+    """A lease handed back: by a worker that drains, perhaps with unfinished samples, or because of a bad prompt."""
+    request = arrived.request
+    returned = request.lease_return
+    row = exchange.group(run, returned.group_id)
+    if row is not None and row["state"] == "admitted" and row["member_id"] == request.member_id:
+        exchange.set_group(
+            run, returned.group_id, member_id=None
+        )  # lent again already, and not to be taken up by it
+    held = (returned.attempt, request.member_id)
+    if row is None or row["state"] != "leased" or (row["attempt"], row["member_id"]) != held:
+        return exchange.stale(
+            request,
+            f"attempt {returned.attempt} of group {returned.group_id} is not leased to {request.member_id}",
+        )
+    if returned.data_error_reason not in DATA_ERRORS:
+        return exchange.refuse(
+            request,
+            f"data_error_reason {returned.data_error_reason[:64]!r} is none of {', '.join(sorted(DATA_ERRORS - {''}))}",
+        )
+    if returned.data_error:
+        return _failed(exchange, run, request, row)
+    if arrived.frames and row["class"] == "train":
+        begun = arrived.group
+        if begun is None or arrived.place is None:
+            return exchange.refuse(request, arrived.fault)
+        expected = run.spec.grpo.num_generations_per_prompt
+        if len(begun.completions) != expected:
+            return exchange.refuse(
+                request,
+                f"group {returned.group_id} came back with {len(begun.completions)} samples, not {expected}",
+            )
+        fault = _fault(exchange, run, arrived, row, returned.attempt)
+        if fault:
+            return exchange.refuse(request, f"what was begun of group {returned.group_id}: {fault}")
+        exchange.db.execute(
+            "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'prefix', x'', x'', ?, ?, ?, ?, ?, ?)",
+            (run.run_id, returned.group_id, *arrived.place),
+        )
+        oldest = begun.oldest_step
+        exchange.set_group(run, returned.group_id, oldest_step=oldest if oldest >= 0 else row["lease_step"])
+    exchange.set_group(run, returned.group_id, state="admitted", member_id=None)
+    return exchange.committed(request)
+
+
+def _handed_in(exchange: Exchange, request: pb.ExchangeRequest) -> None:
+    said = request.group
+    overdue.handed_in(exchange, exchange.ages, request.member_id, said.group_id, said.attempt)
+
+
+def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
+    """Why what this attempt generated cannot be true by the ledger; empty where it can."""
+    assert arrived.group is not None
+    return fault_of_ids(exchange, run, arrived.max_id) or fault_of_group(
+        exchange, run, row, attempt, arrived.request.member_id, arrived.group
+    )
+
+
+def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
+    """An attempt that failed by the fault of the group's data; others may still succeed, up to the budget."""
+    returned, allowed = request.lease_return, run.spec.grpo.max_generation_failures
+    failures, reason = row["generation_failures"] + 1, returned.data_error_reason or "bad_prompt"
+    error = returned.data_error[:MAX_ERROR_CHARS]
+    exchange.set_group(run, row["group_id"], state="admitted", member_id=None, generation_failures=failures)
+    exchange.ledger.count(run.run_id, f"failures:{reason}")
+    exchange.notice(
+        "warning",
+        message=f"generating group {row['group_id']} failed ({failures} of {allowed}): {error}",
+    )
+    if failures >= allowed:
+        exchange.drop(run, row, reason)
+        if row["class"] != "train":
+            evaluation.finish_if_done(exchange, run, row["class"])
+    return exchange.committed(request)

@@ -1,0 +1,142 @@
+"""From a request to the handler that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.errors import WireError
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange import leases, scores, submissions
+from services.coordinator.exchange.batches import delivery
+from services.coordinator.exchange.state import Exchange, Outcome
+from services.coordinator.exchange.uploads.intake import Arrived
+from services.coordinator.members.senders import Standing
+
+ROLES = {
+    "lease": common_pb2.ROLE_ROLLOUT,
+    "group": common_pb2.ROLE_ROLLOUT,
+    "lease_return": common_pb2.ROLE_ROLLOUT,
+    "task": common_pb2.ROLE_REWARD,
+    "score": common_pb2.ROLE_REWARD,
+    "batch": common_pb2.ROLE_LEARNER,
+    "receipt": common_pb2.ROLE_LEARNER,
+}
+"""Whose each kind of request is."""
+
+
+def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
+    """Answers one request, inside a transaction. A result with payload frames has been through `intake`
+    before.
+
+    Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing.
+    """
+    request, run = arrived.request, exchange.active
+    refusal = turn_away(exchange, request) or _refusal(exchange, arrived)
+    if refusal is not None:
+        return refusal
+    assert run is not None
+    try:
+        match arrived.kind:
+            case "lease":
+                return leases.give(exchange, run, [request])[0]
+            case "group":
+                return submissions.take_result(exchange, run, arrived)
+            case "lease_return":
+                return submissions.take_back(exchange, run, arrived)
+            case "task":
+                return scores.give(exchange, run, request)
+            case "score":
+                return scores.take_result(exchange, run, arrived)
+            case "batch":
+                return delivery.give_part(exchange, run, request, now_s)
+            case "receipt":
+                return delivery.take_receipt(exchange, run, request)
+            case _:
+                return exchange.refuse(request, "the request has no body that this coordinator knows")
+    except WireError as error:
+        return exchange.refuse(request, str(error))
+
+
+def handle_leases(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]:
+    """Answers requests for leases by workers that are all different, as `handle` does."""
+    refusals = [turn_away(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in asked]
+    welcome = [arrived.request for arrived, refusal in zip(asked, refusals, strict=True) if refusal is None]
+    given = iter(leases.give(exchange, exchange.active, welcome) if exchange.active and welcome else ())
+    return [next(given) if refusal is None else refusal for refusal in refusals]
+
+
+def turn_away(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
+    """The answer to a sender that is not (or no longer) a member of this term, at any time, also outside of a transaction."""
+    if request.protocol != PROTOCOL:
+        return exchange.refuse(
+            request,
+            f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side",
+        )
+    if request.term != exchange.ledger.term:
+        return exchange.stale(
+            request, f"term {request.term} has passed, the coordinator is in {exchange.ledger.term}"
+        )
+    standing = exchange.senders.standing(request.member_id, request.secret)
+    if standing is Standing.STRANGER:
+        return exchange.refuse(
+            request,
+            f"no member {request.member_id[:64]!r} has the secret that this request brings; say Hello, and send the "
+            "secret of the last Welcome with each request",
+        )
+    if standing is Standing.EARLIER:
+        outcome = exchange.stale(
+            request, "the secret is that of an earlier Welcome; the next one brings another"
+        )
+        outcome.reply.term = 0
+        return outcome
+    return None
+
+
+def is_introduction(request: pb.ExchangeRequest) -> bool:
+    """Whether it only says whose a connection is, and is not answered."""
+    return request.request_id == 0 and request.WhichOneof("body") is None
+
+
+def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
+    """The answer to a member's request that no handler has to see."""
+    request, kind, run = arrived.request, arrived.kind, exchange.active
+    if run is None or request.run_id != run.run_id:
+        if kind == "batch":
+            return delivery.end(exchange, request)
+        return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current one")
+    return _not_its_part(exchange, arrived)
+
+
+def _not_its_part(exchange: Exchange, arrived: Arrived) -> Outcome | None:
+    """The answer to a member that asks for, or says, what belongs to another role, rank or session."""
+    request, kind = arrived.request, arrived.kind
+    member = exchange.senders.get(request.member_id)
+    assert member is not None, "turn_away comes before"
+    role = ROLES.get(kind, member.role)
+    if member.role != role:
+        name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+        return exchange.refuse(
+            request,
+            f"a {kind} request is for a {name} worker to send; {member.member_id} is a {member.role_name}",
+        )
+    if role != common_pb2.ROLE_LEARNER or kind not in ROLES:
+        return None
+    said = request.batch if kind == "batch" else request.receipt
+    rank = said.rank
+    is_newest = request.session == exchange.ledger.run(request.run_id)["session"]
+    if is_newest and exchange.ranks and said.world_size != exchange.ranks:
+        return exchange.refuse(
+            request,
+            f"rank {rank} of {said.world_size} is none of the learner that trains, which has {exchange.ranks} ranks",
+        )
+    if rank != member.rank:
+        return exchange.refuse(
+            request, f"rank {rank} is not {member.member_id}, which said Hello as rank {member.rank}"
+        )
+    if rank == 0 and request.session != member.session:
+        return exchange.stale(
+            request, f"session {request.session} is not one of {member.member_id} (any more)"
+        )
+    return None

@@ -1,0 +1,118 @@
+"""What of a message is let in: nothing that its kind has no use for, no more than a member can need, nothing twice.
+
+Looked at as each message arrives, before anything of it is kept. What is refused here is answered at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from services.coordinator.exchange.state import Exchange
+from services.coordinator.exchange.transport.router_socket import Waiting
+
+FRAMES = {"group": 2, "lease_return": 1, "score": 1}
+"""Payload frames that a kind of request may bring; others bring none."""
+
+SMALL_HEADER_BYTES = 256 << 10
+MAX_HEADER_BYTES = {
+    "lease": SMALL_HEADER_BYTES,
+    "task": SMALL_HEADER_BYTES,
+    "batch": SMALL_HEADER_BYTES,
+    "lease_return": SMALL_HEADER_BYTES,
+}
+"""Of the first frame, by kind: what is parked or counted nowhere is small."""
+
+DEFAULT_HEADER_BYTES = 4 << 20
+
+TEXTS_HEADER_BYTES = 64 << 20
+"""Of a lease that is handed back with samples: it brings their texts, and counts among the bytes that wait for the disk."""
+
+MAX_HELD = 10_000
+"""Groups that a worker can say that it holds."""
+
+MAX_RANKS = 1 << 16
+
+MAX_UNANSWERED = 4096
+"""Requests of one member that wait for an answer; parked ones, of which it has one of a kind, not counted."""
+
+Key = tuple[str, str, str, int, int, str]
+
+
+class Door:
+    """Keeps count of what was let in and is not answered."""
+
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+        self._unanswered: Counter[str] = Counter()
+        self._under_way: dict[Key, Waiting] = {}
+        """Results with bulk that are checked, stored or wait for their transaction."""
+
+    def fault(self, waiting: Waiting) -> str:
+        """Why a member's request is not let in; empty where it is."""
+        request, kind, frames = waiting.request, waiting.kind, waiting.arrived.frames
+        allowed = FRAMES.get(kind, 0)
+        if len(frames) > allowed:
+            return f"a {kind} request brings {allowed} payload frames at most, not {len(frames)}"
+        brings_texts = kind == "lease_return" and frames
+        most = TEXTS_HEADER_BYTES if brings_texts else MAX_HEADER_BYTES.get(kind, DEFAULT_HEADER_BYTES)
+        if waiting.header_size > most:
+            return f"the header of a {kind} request has {most} bytes at most, not {waiting.header_size}"
+        if kind in ("lease", "task"):
+            held = len(getattr(request, kind).held.group_ids)
+            if held > MAX_HELD:
+                return f"a worker holds {MAX_HELD} groups at most, not {held}"
+        if kind in ("batch", "receipt") and getattr(request, kind).world_size > MAX_RANKS:
+            return f"a learner has {MAX_RANKS} ranks at most, not {getattr(request, kind).world_size}"
+        if self._unanswered[request.member_id] >= MAX_UNANSWERED:
+            return f"{MAX_UNANSWERED} requests of {request.member_id} wait for an answer already"
+        return ""
+
+    def is_under_way(self, waiting: Waiting) -> bool:
+        """Whether a result that was sent again is here already; then the first is answered to where this one came from."""
+        first = self._under_way.get(_key(waiting)) if waiting.request.again else None
+        if first is None:
+            return False
+        first.identity = waiting.identity
+        first.request.request_id, first.request.secret = waiting.request.request_id, waiting.request.secret
+        return True
+
+    def is_known(self, waiting: Waiting) -> bool:
+        """Whether the ledger has the end of what a result that was sent again is about, so that its bytes are not needed."""
+        run, request, kind = self._exchange.active, waiting.request, waiting.kind
+        if not request.again or run is None or run.run_id != request.run_id:
+            return False
+        said = getattr(request, kind)
+        row = self._exchange.group(run, said.group_id)
+        if row is None:
+            return True
+        if kind == "group":
+            return row["state"] not in ("admitted", "leased") and bool(row["digest"] == said.digest)
+        if kind == "score":
+            return bool(row["state"] != "generated")
+        return bool(row["state"] != "leased" or row["attempt"] != said.attempt)
+
+    def let_in(self, waiting: Waiting) -> None:
+        """It is on its way to an answer."""
+        waiting.is_counted = True
+        self._unanswered[waiting.request.member_id] += 1
+        if waiting.arrived.has_bulk:
+            self._under_way.setdefault(_key(waiting), waiting)
+
+    def settled(self, waiting: Waiting) -> None:
+        """It is answered, or parked."""
+        if not waiting.is_counted:
+            return
+        waiting.is_counted = False
+        member_id = waiting.request.member_id
+        self._unanswered[member_id] -= 1
+        if not self._unanswered[member_id]:
+            del self._unanswered[member_id]
+        if waiting.arrived.has_bulk and self._under_way.get(_key(waiting)) is waiting:
+            del self._under_way[_key(waiting)]
+
+
+def _key(waiting: Waiting) -> Key:
+    request, kind = waiting.request, waiting.kind
+    said = getattr(request, kind)
+    digest = "" if kind == "lease_return" else said.digest
+    return request.run_id, kind, request.member_id, said.group_id, said.attempt, digest

@@ -1,0 +1,204 @@
+"""The exchange's ZeroMQ socket: whole messages in, replies out. Nothing that a peer sends or fails to read stops it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from paceline.errors import Conflict
+from paceline.rate_limited_log import SeldomLog
+from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.zmq_keepalive import in_brackets, use_ipv6, watch
+from services.coordinator.exchange.transport.connections import Connections
+from services.coordinator.exchange.uploads.intake import Arrived
+
+MAX_FRAMES = 16
+"""Payload frames of a message that are read; no request brings as many."""
+
+DISCARDED_AT_ONCE = 10_000
+"""Further frames that are read in one turn of the event loop."""
+
+MAX_WAIT_S = 30.0
+"""Longest time for which a request is parked, whatever it asks for."""
+
+seldom = SeldomLog(logging.getLogger(__name__))
+
+
+@dataclass
+class Waiting:
+    """A request with the address to answer to."""
+
+    identity: bytes
+    arrived: Arrived
+    deadline_s: float
+    size: int = 0
+    """Bytes of all its frames."""
+    header_size: int = 0
+    is_counted: bool = False
+    """Whether it is among its member's requests that wait for an answer."""
+
+    @property
+    def request(self) -> pb.ExchangeRequest:
+        """What it asks."""
+        return self.arrived.request
+
+    @property
+    def kind(self) -> str:
+        """Name of the request's body."""
+        return self.arrived.kind
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Who asks for what. Not by connection: a worker that came back on a new one has nothing on the old."""
+        return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
+
+
+@dataclass
+class Message:
+    """What came in one piece. Only payloads are large, so only they are not copied."""
+
+    identity: bytes
+    header: bytes
+    payloads: list[Buffer]
+    descriptor: int = -1
+    """Of the connection that it came on."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its frames."""
+        return len(self.header) + sum(map(len, self.payloads))
+
+
+class ExchangeSocket:
+    """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict when it cannot listen."""
+
+    def __init__(self, host: str, port: int):
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        # Every reply was asked for; their number is bounded by the requests.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        # No bound: where ZeroMQ has stopped to read a connection, the peer ends it, and a PING of the peer's was among what
+        # had come, ZeroMQ ends the process (an assertion, as of 4.3.5). So `connections` bounds what is not read.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        watch(self._socket)
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._discarding: int | None = None
+        """Connection of the message whose rest is read for nothing."""
+        self.port = self._bind(host, port)
+        self.connections = Connections(self.port)
+        """Those that stand."""
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when something changed; it tells of changes only, so the socket is read until it is empty."""
+        return int(self._socket.FD)
+
+    def receive(self) -> Message | None:
+        """The next message, if one has arrived; None also while `discard` is not done."""
+        socket = self._socket
+        if not self.discard():
+            return None
+        try:
+            identity = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        frame = socket.recv(zmq.NOBLOCK, copy=False)  # there is one: a message comes whole
+        header, descriptor = frame.bytes, _source(frame)
+        payloads: list[Buffer] = []
+        while frame.more:  # which costs less than to ask the socket
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            payloads.append(frame.buffer)
+            if len(payloads) > MAX_FRAMES:
+                self._discarding = descriptor
+                break
+        return Message(identity, header, payloads, descriptor)
+
+    def discard(self) -> bool:
+        """Reads on in a message that has more frames than any request; whether nothing is left of it. Some at a time: there may
+        be millions, and then its connection is cut off."""
+        if self._discarding is None:
+            return True
+        for _ in range(DISCARDED_AT_ONCE):
+            if not self._socket.getsockopt(zmq.RCVMORE):
+                self._discarding = None
+                return True
+            self._socket.recv(zmq.NOBLOCK)
+        self.connections.cut(self._discarding)
+        return False
+
+    def heard(self, message: Message, *, of_member: bool, first: bool = False) -> None:
+        """A message was received, the first one of its connection if it says so. ZeroMQ tells of a connection before it gives
+        out a message of it, and a number may be that of an earlier one which has ended."""
+        if first or not self.connections.is_of_member(message.descriptor):
+            self._hear_of_connections()
+        self.connections.heard(message.descriptor, message.size, of_member=of_member)
+
+    def look_at_connections(self, *, all_read: bool = True) -> None:
+        """Cuts off connections on which too much is under way, or nobody's. `all_read`: `receive` has nothing more."""
+        self._hear_of_connections()
+        for reason in self.connections.look(all_read=all_read):
+            seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
+
+    def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
+        """A reply, unless its peer is gone or does not read: that must not hold up the others; it will ask again."""
+        frames = [identity, reply.SerializeToString(), *payloads]
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)
+        except zmq.ZMQError as error:
+            seldom.warning("unsent", "a reply to %s could not be sent: %s", identity.hex()[:16], error)
+
+    def _hear_of_connections(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.connections.opened(event["value"])
+            else:
+                self.connections.closed(event["value"])
+
+    def close(self) -> None:
+        """Sends what is queued, then closes."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._context.term()
+
+    def _bind(self, host: str, port: int) -> int:
+        try:
+            address = f"tcp://{in_brackets(host)}"
+            use_ipv6(self._socket, address)
+            if not port:
+                return self._socket.bind_to_random_port(address)
+            self._socket.bind(f"{address}:{port}")
+            return port
+        except zmq.ZMQError as error:
+            self.close()
+            raise Conflict(
+                f"the exchange cannot listen on {host}:{port} ({error}); is another process there? "
+                "Choose another --exchange-port"
+            ) from None
+
+
+def _source(frame: zmq.Frame) -> int:
+    """Descriptor of the connection that a frame came on; -1 where ZeroMQ does not say."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def parse(message: Message) -> Waiting:
+    """The request in a message. Raises WireError."""
+    arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
+    # In this order: not-a-number becomes the limit.
+    wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
+    deadline_s = time.monotonic() + wait_s
+    return Waiting(message.identity, arrived, deadline_s, message.size, len(message.header))

@@ -1,0 +1,525 @@
+"""The data plane: a ZeroMQ ROUTER in front of the exchange.
+
+Invariants. Nothing is sent that was not asked for. Every answer leaves after the sync of the commit of what it says, and a commit
+that refers to a group's bytes begins after their sync. Requests that have arrived by then share one transaction (group
+commit). A request that could be given nothing is parked until something changes or its own wait ends; a worker has at
+most one parked request of a kind (a rank: one), so the parking lot is bounded by the members. Whatever bytes arrive,
+they are answered or dropped, and the loops go on.
+
+A message passes these steps; all but those on the event loop are threads (pipeline_thread.py), so that none waits for another's turn:
+
+  receive   event loop: reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
+  check     decodes and hashes groups, while leases pass by (intake.py), and compares their prompts (prompt_check.py)
+  store     writes and syncs them, several at once
+  answer    event loop: one transaction after another, every other one for leases alone while there are any
+  sync      syncs what was committed meanwhile: the next transactions go on beside it, and what is synced is answered
+            between two of their requests
+  read      reads arrays of tasks and batches from the disk
+  send      event loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from paceline.errors import LedgerFault, WireError
+from paceline.rate_limited_log import SeldomLog, unforeseen
+from paceline.wire import Buffer
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.exponential_backoff import GrowingPause
+from services.coordinator.exchange.batches import damaged_groups, delivery
+from services.coordinator.exchange.state import Exchange, Notice, Outcome
+from services.coordinator.exchange.transport.dispatch import handle, handle_leases, is_introduction, turn_away
+from services.coordinator.exchange.transport.pipeline_thread import Stage
+from services.coordinator.exchange.transport.request_filter import Door
+from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message, Waiting, parse
+from services.coordinator.exchange.uploads.group_checks import Limits
+from services.coordinator.exchange.uploads.intake import look_at, store
+from services.coordinator.exchange.uploads.prompt_check import PromptCheck
+from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
+
+MAX_TRANSACTION_S = 0.006
+"""How long requests are taken into one transaction; what arrives meanwhile waits for its end."""
+
+LEASES_AT_ONCE = 16
+"""Requests for leases that are answered as one: what they have in common is read and written once."""
+
+OTHERS_AT_ONCE = 16
+"""Other requests that share a savepoint: one of its own would cost each as much as a statement."""
+
+MAX_RECEIVED_AT_ONCE = 64
+"""Messages that are read before other tasks have their turn."""
+
+MAX_SYNC_BYTES = 4 << 20
+"""Groups are stored in portions of about this size. A larger sync moves more bytes a second, and makes everything that
+waits for the disk wait longer."""
+
+MAX_PENDING_BYTES = 128 << 20
+"""Groups in memory that are not committed; beyond it they are not read from ZeroMQ. Less than a segment
+(`PayloadStore.segments_to_look_at`), save for one message."""
+
+STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
+"""The first and the longest pause before groups are stored again for which no segment could be begun."""
+
+MAX_TRANSACTIONS = 1024
+"""For one sync: as many as there are."""
+
+TICK_S = 0.2
+"""How often parked requests are looked at though nothing happened: some answers change with time alone."""
+
+PARKED_AT_ONCE = 64
+"""Parked requests for leases that are looked at when nothing has happened, the longest unseen first: there may be thousands."""
+
+WAKES = {
+    "group": {"task"},
+    "score": {"batch"},
+    "receipt": {"batch", "lease"},
+    "lease_return": {"lease"},
+}
+"""Which parked requests an arrived one can change the answer to."""
+
+log = logging.getLogger(__name__)
+seldom = SeldomLog(log)
+
+
+@dataclass
+class Done:
+    """What a committed transaction owes."""
+
+    answers: list[tuple[Waiting, Outcome]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    bulk_bytes: int = 0
+    """Of the groups in it."""
+
+
+@dataclass
+class ToRead:
+    """An answer with arrays that are on the disk."""
+
+    waiting: Waiting
+    outcome: Outcome
+    frames: list[Buffer] = field(default_factory=list)
+    damaged: list[DamagedRecord] = field(default_factory=list)
+    """What of it cannot be read: then it is not sent."""
+
+
+class ExchangeServer:
+    """Runs the loops; `lock` keeps the control plane's transactions apart from its own.
+
+    `record` writes down what happened in the same transaction; `act` does the rest after its commit.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        lock: asyncio.Lock,
+        record: Callable[[list[Notice]], None],
+        act: Callable[[list[Notice]], Awaitable[None]],
+        host: str,
+        port: int,
+        prompts: PromptCheck | None = None,
+    ):
+        self._exchange = exchange
+        self._prompts = prompts
+        self._lock = lock
+        self._record = record
+        self._act = act
+        self._socket = ExchangeSocket(host, port)
+        self.port = self._socket.port
+        self._door = Door(exchange)
+        self._parked: dict[tuple[str, str, int], Waiting] = {}
+        self._wake: set[str] = set()
+        self._readable, self._room = asyncio.Event(), asyncio.Event()
+        self._pending_bytes = 0
+        """Of results with bulk that are not answered."""
+        self._leases: deque[Waiting] = deque()
+        """Requests for leases. They come first: a sampler without work waits for them."""
+        self._others: deque[Waiting] = deque()
+        """What else can be answered: group results that are on the disk, and every other kind."""
+        self._ticked = False
+        """Some time has passed since parked requests were looked at."""
+        self._leases_were_alone = False
+        """In the last transaction; the others come next."""
+        self._damaged: deque[ToRead] = deque()
+        """Answers that cannot be sent, because something in them cannot be read."""
+        self._bell = asyncio.Event()
+        self._synced: deque[Done] = deque()
+        """On the disk, not answered yet."""
+        self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
+        """Of transactions that are on the disk, to act on."""
+        self._unopened: UnopenedSegment | None = None
+        """What storing waits for, to be said in the run's events."""
+        self._stores: Stage[Waiting] = Stage(
+            "store",
+            self._store,
+            self._on_stored,
+            size=lambda waiting: waiting.size,
+            portion_size=MAX_SYNC_BYTES,
+        )
+        self._checks: Stage[Waiting] = Stage("check", self._check)
+        self._syncs: Stage[Done] = Stage(
+            "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
+        )
+        self._reads: Stage[ToRead] = Stage("read", _read, self._on_read)
+
+    def wake(self, *kinds: str) -> None:
+        """Looks again at the parked requests of these kinds: something outside the exchange changed."""
+        self._wake.update(kinds)
+        self._bell.set()
+
+    async def serve(self) -> None:
+        """Answers until cancelled. Raises LedgerFault when the disk refuses."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for step in (
+                    self._receive,
+                    self._checks.run,
+                    self._stores.run,
+                    self._answer,
+                    self._syncs.run,
+                    self._reads.run,
+                    self._act_on_notices,
+                ):
+                    tasks.create_task(step())
+        except ExceptionGroup as group:
+            fault, _ = group.split(LedgerFault)
+            if fault is not None:
+                raise fault.exceptions[0] from None
+            raise
+
+    def close(self) -> None:
+        """Sends what is queued, then closes the socket."""
+        self._socket.close()
+
+    # Receive
+
+    async def _receive(self) -> None:
+        """Reads whenever the socket has something. Its descriptor tells of changes only, so it is read until empty."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.descriptor, self._readable.set)
+        try:
+            while True:
+                if self._pending_bytes >= MAX_PENDING_BYTES:
+                    loop.remove_reader(self._socket.descriptor)
+                    self._room.clear()
+                    await self._room.wait()
+                    loop.add_reader(self._socket.descriptor, self._readable.set)
+                self._readable.clear()
+                if self._read_some():
+                    await self._readable.wait()
+                else:
+                    await asyncio.sleep(0)
+        finally:
+            loop.remove_reader(self._socket.descriptor)
+
+    def _read_some(self) -> bool:
+        """Whether that was all that had arrived."""
+        for _ in range(MAX_RECEIVED_AT_ONCE):
+            if self._pending_bytes >= MAX_PENDING_BYTES or not self._socket.discard():
+                return False
+            message = self._socket.receive()
+            if message is None:
+                return True
+            self._take(message)
+        return False
+
+    def _look_at_connections(self) -> None:
+        """Every TICK_S. What waits to be read may be the end of what is under way."""
+        all_read = self._pending_bytes < MAX_PENDING_BYTES and self._read_some()
+        self._socket.look_at_connections(all_read=all_read)
+        self._readable.set()
+
+    def _take(self, message: Message) -> None:
+        try:
+            waiting = parse(message)
+        except WireError as error:
+            seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
+            reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
+            self._socket.heard(message, of_member=False)
+            self._socket.send(message.identity, reply)
+            return
+        refusal = turn_away(self._exchange, waiting.request)
+        introduction = is_introduction(waiting.request)
+        self._socket.heard(message, of_member=refusal is None, first=introduction)
+        if refusal is None and introduction:
+            return
+        if refusal is None and (fault := self._door.fault(waiting)):
+            refusal = self._exchange.refuse(waiting.request, fault)
+        if refusal is not None:  # before anything is kept of it: no bytes on the disk, no place to wait in
+            self._socket.send(waiting.identity, refusal.reply)
+            return
+        arrived = waiting.arrived
+        if arrived.has_bulk and self._door.is_under_way(waiting):
+            return
+        if arrived.has_bulk and self._door.is_known(waiting):
+            arrived.is_known, arrived.frames, waiting.size = True, [], 0
+        self._door.let_in(waiting)
+        if arrived.has_bulk:
+            run = self._exchange.active
+            arrived.limits = Limits.of(run.spec) if run is not None else None
+            self._pending_bytes += waiting.size
+            self._checks.put(waiting)
+            return
+        if waiting.kind == "lease":
+            self._leases.append(waiting)
+        elif waiting.kind in ("batch", "receipt"):
+            self._others.appendleft(waiting)  # what the learner waits for
+        else:
+            self._others.append(waiting)
+        self._bell.set()
+
+    # Check and store
+
+    def _check(self, portion: list[Waiting]) -> None:
+        for waiting in portion:
+            look_at(waiting.arrived)
+            if self._prompts is not None:
+                self._prompts.look_at(waiting.arrived)
+            self._stores.put(waiting)
+
+    def _store(self, portion: list[Waiting]) -> None:
+        """Waits where no segment can be begun for want of a file descriptor or a permission: what is not stored is not
+        acknowledged, and MAX_PENDING_BYTES bounds what waits."""
+        pause = GrowingPause(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
+        while True:
+            try:
+                store(self._exchange.ledger.payloads, [waiting.arrived for waiting in portion])
+            except UnopenedSegment as fault:
+                self._unopened = fault
+                if self._stores.ending.wait(pause.next_s()):
+                    raise
+            else:
+                return
+
+    def _on_stored(self, portion: list[Waiting]) -> None:
+        self._others.extend(portion)
+        self._bell.set()
+
+    # Answer
+
+    async def _answer(self) -> None:
+        """One transaction after another, for as long as there is something to answer."""
+        tick_s = time.monotonic()
+        while True:
+            if not (self._leases or self._others or self._damaged or self._wake):
+                self._bell.clear()
+                try:
+                    async with asyncio.timeout(TICK_S):
+                        await self._bell.wait()
+                except TimeoutError:
+                    pass
+            kinds, woken, self._wake = set(self._wake), self._wake, set()
+            if time.monotonic() - tick_s > TICK_S:
+                kinds |= {"task", "batch"}
+                tick_s, self._ticked = time.monotonic(), True
+                self._look_at_connections()
+            if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self._parked):
+                await self._transact(kinds, woken)
+                await asyncio.sleep(0)  # everybody else has a turn
+
+    async def _transact(self, kinds: set[str], woken: set[str]) -> None:
+        """One transaction for what is there; its answers wait for their sync. `kinds` of parked requests are looked at again;
+        `woken` are those of them for which something outside the exchange changed."""
+        now_s, done = time.monotonic(), Done()
+        self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
+        async with self._lock:
+            with self._exchange.ledger.transaction(synced=False):
+                fault, self._unopened = self._unopened, None
+                if fault is not None:
+                    self._exchange.note_unopened(fault)
+                while self._damaged:
+                    self._put_back(self._damaged.popleft())
+                    kinds |= {"lease", "batch"}
+                end_s = time.monotonic() + MAX_TRANSACTION_S
+                while self._leases and time.monotonic() < end_s:
+                    self._give_leases(now_s, done.answers)
+                    self._send_synced()  # they should not have to wait for the end of this transaction
+                    if not alone:
+                        break
+                end_s = time.monotonic() + MAX_TRANSACTION_S
+                while self._others and not alone and time.monotonic() < end_s:
+                    for waiting, outcome in self._handle_others(now_s, end_s):
+                        self._settle(waiting, outcome, now_s, done.answers)
+                        kinds |= WAKES.get(waiting.kind, set())
+                        if waiting.kind == "score" and waiting.request.score.handed_back:
+                            kinds.add("task")
+                        done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
+                if self._exchange.take_freed():
+                    kinds.add("lease")
+                if "batch" in kinds - woken and not self._batch_may_be_served(now_s):
+                    kinds.discard("batch")
+                leases = len(self._parked) if "lease" in kinds else PARKED_AT_ONCE * self._ticked
+                self._ticked = False
+                for key, waiting in list(self._parked.items()):
+                    due = leases > 0 if waiting.kind == "lease" else waiting.kind in kinds
+                    if due or waiting.deadline_s <= now_s:
+                        leases -= waiting.kind == "lease"
+                        del self._parked[key]
+                        if waiting.kind == "lease":
+                            self._leases.append(waiting)
+                        else:
+                            self._settle(waiting, self._handle(waiting, now_s), now_s, done.answers)
+                done.notices = self._exchange.take_notices()
+                self._record(done.notices)
+        self._syncs.put(done)
+
+    def _batch_may_be_served(self, now_s: float) -> bool:
+        """Asked once for all ranks that wait."""
+        run = self._exchange.active
+        return run is None or delivery.may_be_served(self._exchange, run, now_s)
+
+    def _sync(self, portion: list[Done]) -> None:
+        self._exchange.ledger.sync()
+        self._synced.extend(portion)
+
+    def _send_synced(self) -> None:
+        """The answers leave, and what follows from the transactions may begin."""
+        if not self._synced:
+            return
+        while self._synced:
+            done = self._synced.popleft()
+            for waiting, outcome in done.answers:
+                if outcome.is_stored:
+                    self._reads.put(ToRead(waiting, outcome))
+                else:
+                    self._socket.send(waiting.identity, outcome.reply, outcome.read())
+            self._pending_bytes -= done.bulk_bytes
+            if done.notices:
+                self._notices.put_nowait(done.notices)
+        self._room.set()
+        self._readable.set()  # sending may have used up the descriptor's signal
+
+    async def _act_on_notices(self) -> None:
+        while True:
+            notices = await self._notices.get()
+            try:
+                await self._act(notices)
+            except (LedgerFault, sqlite3.Error):
+                raise
+            except Exception as error:  # what is committed stays; the next notices are acted on
+                unforeseen.note("what follows from a commit", error)
+
+    def _give_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
+        """Answers the next requests for leases, of different workers."""
+        asked: dict[str, Waiting] = {}
+        while self._leases and len(asked) < LEASES_AT_ONCE and self._leases[0].request.member_id not in asked:
+            waiting = self._leases.popleft()
+            asked[waiting.request.member_id] = waiting
+        outcomes = self._together(
+            lambda: handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
+        )
+        if outcomes is None:
+            outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
+        for waiting, outcome in zip(asked.values(), outcomes, strict=True):
+            self._settle(waiting, outcome, now_s, answers)
+
+    def _handle_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
+        """Answers some of the other requests, until `end_s` at most."""
+        taken: list[Waiting] = []
+
+        def handle_some() -> list[Outcome]:
+            outcomes = []
+            while self._others and len(taken) < OTHERS_AT_ONCE and (not taken or time.monotonic() < end_s):
+                taken.append(self._others.popleft())
+                outcomes.append(handle(self._exchange, taken[-1].arrived, now_s))
+                self._send_synced()
+            return outcomes
+
+        outcomes = self._together(handle_some)
+        if outcomes is None:
+            outcomes = [self._handle(waiting, now_s) for waiting in taken]
+        return list(zip(taken, outcomes, strict=True))
+
+    def _together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
+        """What `answer` gives for several requests; None where one of them fails, and nothing is left of any: `_handle` answers
+        and counts that one, and the others are answered by themselves."""
+        try:
+            with self._undone_alone():
+                return answer()
+        except (sqlite3.Error, LedgerFault):
+            raise
+        except Exception:
+            seldom.warning("together", "requests failed together, they are tried one by one")
+            return None
+
+    def _settle(
+        self, waiting: Waiting, outcome: Outcome, now_s: float, answers: list[tuple[Waiting, Outcome]]
+    ) -> None:
+        """Answers a request, or parks it when nothing could be given yet. What its sender asked before is answered empty: it
+        knows nothing of what is given now."""
+        self._door.settled(waiting)
+        earlier = self._parked.pop(waiting.key, None)
+        if earlier is not None and earlier.request.request_id != waiting.request.request_id:
+            answers.append((earlier, self._nothing(earlier)))
+        if not outcome.empty or waiting.deadline_s <= now_s:
+            answers.append((waiting, outcome))
+        else:
+            self._parked[waiting.key] = waiting
+
+    def _nothing(self, waiting: Waiting) -> Outcome:
+        """The answer that there is nothing yet."""
+        reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
+        if waiting.kind == "batch":
+            reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, waiting.request.batch.step
+        else:
+            getattr(reply, waiting.kind).SetInParent()
+        return Outcome(reply)
+
+    def _handle(self, waiting: Waiting, now_s: float) -> Outcome:
+        """One request by itself: a fault in one must not undo the others of the transaction."""
+        try:
+            with self._undone_alone():
+                return handle(self._exchange, waiting.arrived, now_s)
+        except (sqlite3.Error, LedgerFault):
+            raise  # the ledger itself is in trouble: nothing may be acknowledged any more
+        except Exception as error:
+            told = unforeseen.note(f"a {waiting.kind} request", error)
+            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {told}")
+
+    @contextmanager
+    def _undone_alone(self) -> Iterator[None]:
+        """A part of the transaction of which nothing is left when it fails."""
+        notices = len(self._exchange.notices)
+        try:
+            with self._exchange.ledger.savepoint():
+                yield
+        except BaseException:
+            del self._exchange.notices[notices:]
+            self._exchange.places_changed()
+            raise
+
+    # Read
+
+    def _on_read(self, portion: list[ToRead]) -> None:
+        for each in portion:
+            if each.damaged:
+                self._damaged.append(each)
+                self._bell.set()
+            else:
+                self._socket.send(each.waiting.identity, each.outcome.reply, each.frames)
+        self._readable.set()
+
+    def _put_back(self, unread: ToRead) -> None:
+        """What cannot be read is put back, and the request for it is answered anew."""
+        run, waiting = self._exchange.active, unread.waiting
+        if run is not None:
+            damaged_groups.take_back(self._exchange, run, unread.outcome.reply, waiting.request.member_id)
+            for damaged in unread.damaged:
+                damaged_groups.put_back(self._exchange, run, damaged)
+        (self._leases if waiting.kind == "lease" else self._others).append(waiting)
+
+
+def _read(portion: list[ToRead]) -> None:
+    for each in portion:
+        for frame in each.outcome.payloads:
+            try:
+                each.frames.append(read_frame(frame))
+            except DamagedRecord as damaged:
+                each.damaged.append(damaged)

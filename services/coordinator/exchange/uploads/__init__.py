@@ -1,0 +1,1 @@
+"""Groups on their way in: decoding, checks, and where their bytes go."""

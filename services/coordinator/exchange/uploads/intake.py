@@ -1,0 +1,130 @@
+"""What can be said of a generated group without the ledger, and where its bytes go: the costly part of a commit. So too for
+what a reference says of its tokens, which comes with the scores.
+
+Both run on threads beside the event loop: `look_at` decodes, checks and hashes what has arrived, `store` stores the good ones
+with one sync, before the transaction that may refer to them. A group that the transaction then does not
+want (a duplicate) leaves bytes behind that go with their segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.errors import WireError
+from paceline.groups import FloatArray, Group
+from paceline.rate_limited_log import unforeseen
+from paceline.wire import Buffer, CompletionArrays, decode_reference, parse_message, split_completions
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange.uploads.group_checks import (
+    Limits,
+    check_arrays,
+    check_logprobs,
+    check_texts,
+)
+from services.coordinator.ledger.segments import PayloadStore, Place, Record
+
+FINISHED, ABORTED = ("stop", "length"), ("abort",)
+"""Why a completion ended; an aborted one is to be continued."""
+
+
+@dataclass
+class Arrived:
+    """A request with its payload frames. For a group result also what `look_at` and `store` made of it."""
+
+    request: pb.ExchangeRequest
+    frames: Sequence[Buffer] = field(default_factory=list)
+    limits: Limits | None = None
+    """Of the run, for what is generated; None when there is no run."""
+    kind: str = field(init=False)
+    """Name of the request's body; empty without one."""
+    group: Group | None = None
+    """The group without its texts, or what was begun of it, if its bytes make sense; its arrays are views into the frame."""
+    max_id: int = 0
+    """Its largest token id."""
+    reference: FloatArray | None = None
+    """[ΣT] the reference's log-probabilities that came with a score, if its bytes make sense."""
+    record: Record | None = None
+    """Its bytes as the ledger keeps them."""
+    place: Place | None = None
+    """Where it is on the disk."""
+    fault: str = ""
+    """Why it can never be accepted."""
+    is_known: bool = False
+    """It was sent again, and the ledger had the end of what it is about: its frames were not kept."""
+
+    def __post_init__(self) -> None:
+        self.kind = self.request.WhichOneof("body") or ""
+
+    @property
+    def has_bulk(self) -> bool:
+        """Whether it brings arrays that the ledger keeps, so that they come before its transaction."""
+        if self.is_known:
+            return False
+        return self.kind == "group" or (self.kind in ("score", "lease_return") and bool(self.frames))
+
+
+def look_at(arrived: Arrived) -> None:
+    """Decodes and checks a result with bulk; `fault` says what no state of the ledger could make acceptable."""
+    try:
+        if arrived.kind == "group":
+            arrived.group = _decode(arrived)
+            arrays, texts = arrived.frames
+            arrived.record = Record.of(texts, arrays)
+        elif arrived.kind == "lease_return":
+            arrived.group = _decode_begun(arrived)
+            returned = arrived.request.lease_return
+            header = pb.LeaseReturn(
+                group_id=returned.group_id, attempt=returned.attempt, finish_reasons=returned.finish_reasons
+            )
+            arrived.record = Record.of(header.SerializeToString(), arrived.frames[0])
+        elif len(arrived.frames) != 1:
+            raise WireError(f"a score has one payload frame at most, not {len(arrived.frames)}")
+        else:
+            reference = decode_reference(arrived.frames[0])
+            check_logprobs("reference_logprobs", reference)
+            arrived.reference = reference
+            arrived.record = Record.of(b"", arrived.frames[0])
+    except WireError as error:
+        arrived.fault = str(error)
+    except Exception as error:  # whatever bytes come, the other groups are stored
+        told = unforeseen.note(f"a look at a {arrived.kind}", error)
+        arrived.fault = f"the coordinator failed on it: {told}"
+
+
+def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
+    """Stores the good ones of what was looked at; they are durable when it returns. Raises LedgerFault."""
+    good = [arrived for arrived in results if arrived.record is not None]
+    if good:
+        records = [arrived.record for arrived in good if arrived.record is not None]
+        for arrived, place in zip(good, payloads.append(records), strict=True):
+            arrived.place = place
+
+
+def _decode(arrived: Arrived) -> Group:
+    """The group of a result. Raises WireError for what no state of the ledger could make acceptable."""
+    result, frames = arrived.request.group, arrived.frames
+    if len(frames) != 2:
+        raise WireError(f"a group result has two payload frames, not {len(frames)}")
+    said, arrays = parse_message(pb.Texts, frames[1]), CompletionArrays.of(frames[0])
+    arrived.max_id = check_arrays(arrays, arrived.limits)
+    check_texts(len(frames[1]), len(arrays.token_ids), said.finish_reasons, FINISHED)
+    unread = [""] * len(said.texts)  # what the texts are, nobody here needs to know
+    group = Group(result.group_id, *split_completions(arrays, said.finish_reasons, unread))
+    if group.digest(like=result.digest) != result.digest:
+        raise WireError(f"the digest of group {result.group_id} does not match its arrays")
+    if group.num_tokens == 0:
+        raise WireError(f"group {result.group_id} has no tokens")
+    return group
+
+
+def _decode_begun(arrived: Arrived) -> Group:
+    """What a lease that is handed back has begun. Raises WireError."""
+    returned, frames = arrived.request.lease_return, arrived.frames
+    if len(frames) != 1:
+        raise WireError(f"a lease is handed back with one payload frame at most, not {len(frames)}")
+    arrays, reasons = CompletionArrays.of(frames[0]), returned.finish_reasons
+    arrived.max_id = check_arrays(arrays, arrived.limits)
+    size_bytes = sum(map(len, returned.texts))
+    check_texts(size_bytes, len(arrays.token_ids), reasons, FINISHED + ABORTED)
+    return Group(returned.group_id, *split_completions(arrays, reasons, [""] * len(reasons)))

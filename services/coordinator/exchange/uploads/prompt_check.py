@@ -1,0 +1,213 @@
+"""Whether a group that was handed in is about its lease's own prompt: the prompt is encoded once more and compared.
+
+The coordinator has no tokenizer; a child process (prompt_encoder.py) has it, and loads it when a run starts. Where it cannot be
+loaded from this machine's disk (the model is only on the workers') or the template writes the date, prompts are not compared,
+and `unavailable` says why; what fails besides is a warning in the run's events. Used by the exchange's check thread; only `begin` and `close` are called from elsewhere.
+
+A child that does not answer within ANSWER_S is ended, and prompts are not compared until the next run begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline.groups import IntArray
+from paceline.rate_limited_log import unforeseen
+from paceline.spec import PolicySection, RunSpec
+from services.common.processes.tether import tethered
+from services.coordinator.exchange.state import MAX_GROUP_ID
+from services.coordinator.exchange.uploads.intake import Arrived
+from services.coordinator.exchange.uploads.prompt_encoder import prompt_digest
+
+LOAD_S = 60.0
+"""A tokenizer may take so long to load; groups that arrive meanwhile wait for it."""
+
+ANSWER_S = 10.0
+"""An answer may take so long."""
+
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """The child cannot encode the run's prompts, for the reason that it gives."""
+
+
+class PromptCheck:
+    """Compares the prompts of one run at a time. `ledger` is the file that has the prompts of its groups."""
+
+    def __init__(self, ledger: Path):
+        self.unavailable = ""
+        """Why prompts are not compared; empty while they are."""
+        self._path = ledger
+        self._reader: sqlite3.Connection | None = None
+        """The check thread's own."""
+        self._encoder: Encoder | None = None
+        """Of the run; None: prompts are not compared."""
+        self._warnings: list[str] = []
+
+    def begin(self, run_id: str, spec: RunSpec) -> None:
+        """Starts to load the run's tokenizer, without waiting for it. The check of an earlier run's group ends at once."""
+        before, self._encoder, self.unavailable = self._encoder, None, ""
+        if before is not None:
+            before.end()
+        if not _is_here(spec.policy):
+            self.unavailable = "its tokenizer is not on the coordinator's disk"
+            log.info("prompts of run %s are not compared with their leases': %s", run_id, self.unavailable)
+            return
+        try:
+            self._encoder = Encoder(run_id, spec)
+        except OSError as error:
+            self._give_up(f"its process cannot be started: {error}")
+
+    def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
+        """Why these are not the tokens of the group's prompt; empty when they are, or when nobody can tell."""
+        encoder = self._encoder
+        prompt_json = (
+            self._prompt_of(run_id, group_id) if encoder is not None and encoder.run_id == run_id else None
+        )
+        if encoder is None or prompt_json is None:
+            return ""
+        try:
+            answer = encoder.encode(prompt_json)
+        except (OSError, ValueError, Refused) as error:
+            if self._encoder is encoder:  # else another run has begun
+                self._encoder = None
+                self._give_up(
+                    str(error) if isinstance(error, Refused) else f"its process does not answer: {error}"
+                )
+            encoder.end()
+            return ""
+        if "refused" in answer:
+            return f"the prompt of group {group_id} cannot be encoded, so no tokens are its own: {answer['refused']}"
+        if answer["digest"] != prompt_digest(prompt_ids):
+            return (
+                f"group {group_id} came with {len(prompt_ids)} prompt tokens that are not those of its lease's prompt, which "
+                f"has {answer['tokens']}; do worker and coordinator have the same tokenizer and version of transformers?"
+            )
+        return ""
+
+    def look_at(self, arrived: Arrived) -> None:
+        """Makes it the fault of what has arrived that its prompt is not its lease's. What nobody foresaw is logged, and the prompt
+        passes uncompared: every other group waits for this thread."""
+        if arrived.group is None:
+            return
+        try:
+            fault = self.fault(arrived.request.run_id, arrived.group.group_id, arrived.group.prompt_ids)
+        except Exception as error:
+            unforeseen.note("the comparison of a prompt", error)
+            return
+        if fault:
+            arrived.fault, arrived.group, arrived.record = fault, None, None
+
+    def take_warnings(self) -> list[str]:
+        """Why the prompts of the run are not compared, once."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def close(self) -> None:
+        """Ends the child. Nothing is checked any more."""
+        if self._encoder is not None:
+            self._encoder.end()
+            self._encoder = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _prompt_of(self, run_id: str, group_id: int) -> str | None:
+        """The prompt on record; None for a group that nobody leased, which the handler refuses."""
+        if group_id > MAX_GROUP_ID:
+            return None
+        if self._reader is None:
+            self._reader = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
+        row = self._reader.execute(
+            "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
+        ).fetchone()
+        return None if row is None else str(row[0])
+
+    def _give_up(self, reason: str) -> None:
+        self.unavailable = reason
+        self._warnings = [f"prompts of groups are not compared with their leases': {reason}"]
+
+
+class Encoder:
+    """The child of one run, and the lines to and from it."""
+
+    def __init__(self, run_id: str, spec: RunSpec):
+        """Starts it; it loads the tokenizer by itself. Raises OSError."""
+        self.run_id = run_id
+        self._buffer, self._loaded = b"", False
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    tethered([sys.executable, "-m", "services.coordinator.exchange.uploads.prompt_encoder"]),
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    env=os.environ
+                    | {
+                        "PYTHONSAFEPATH": "1",
+                        "HF_HUB_OFFLINE": "1",
+                        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+                    },
+                )
+            self._say(
+                {"policy": spec.policy.model_dump(mode="json"), "template": spec.data.apply_chat_template}
+            )
+        except OSError:
+            self._socket.close()
+            if hasattr(self, "process"):  # it was started, and does not read
+                self.process.kill()
+                self.process.wait()
+            raise
+
+    def encode(self, prompt_json: str) -> dict[str, Any]:
+        """What it says of a prompt. Raises OSError or ValueError when it does not answer, with the reason."""
+        if not self._loaded:
+            ready = self._hear(LOAD_S)
+            if "refused" in ready:
+                raise Refused(ready["refused"])
+            self._loaded = True
+        self._say({"prompt": json.loads(prompt_json)})
+        return self._hear(ANSWER_S)
+
+    def end(self) -> None:
+        """Kills it; whoever waits for its answer goes on. From any thread."""
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):  # it was ended before
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _say(self, line: dict[str, Any]) -> None:
+        self._socket.settimeout(ANSWER_S)
+        self._socket.sendall(json.dumps(line).encode() + b"\n")
+
+    def _hear(self, within_s: float) -> dict[str, Any]:
+        """The next line. Raises OSError when the child is gone or says nothing in time, ValueError for what is no answer."""
+        self._socket.settimeout(within_s)
+        while b"\n" not in self._buffer:
+            content = self._socket.recv(1 << 16)
+            if not content:
+                raise ConnectionError("it has ended, and the log may say why")
+            self._buffer += content
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _is_here(policy: PolicySection) -> bool:
+    """Whether the tokenizer can be read from this machine's disk: a folder, or a model of the hub that is in its cache."""
+    name = policy.tokenizer_name or policy.model_name
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    return Path(name).is_dir() or (cache / f"models--{name.replace('/', '--')}").is_dir()

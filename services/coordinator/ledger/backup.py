@@ -1,0 +1,73 @@
+"""`paceline ledger backup`: the whole ledger as one file, while a coordinator may be writing to it.
+
+In the copy the texts and arrays of groups lie in the SQLite file itself, so that one file is all there is to keep, move
+and put back. A coordinator that is started on it goes on from there, also where newer files lie around it
+(`services/coordinator/ledger/restored_backup.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+
+from paceline.errors import LedgerFault, NotFound
+from services.coordinator.ledger import restored_backup
+from services.coordinator.ledger.integrity.file_check import check_file
+from services.coordinator.ledger.integrity.file_damage import sentence
+from services.coordinator.ledger.integrity.report import VerifyReport
+from services.coordinator.ledger.ledger import Ledger
+
+ATTEMPTS = 5
+"""Pruning may take a segment away between the copy of the tables and that of the segment; then both are made anew."""
+
+
+def back_up(ledger: Ledger, destination: Path) -> int:
+    """A consistent copy of the ledger; returns its size in bytes.
+
+    The copy appears whole under its name or not at all. Raises NotFound when the destination's folder is not there,
+    LedgerFault when the ledger is damaged: what is copied would be so too.
+    """
+    if not destination.parent.is_dir():
+        raise NotFound(f"no folder {destination.parent}; make it first")
+    partial = destination.with_name(destination.name + ".partial")
+    try:
+        for attempt in range(1, ATTEMPTS + 1):
+            partial.unlink(missing_ok=True)
+            try:
+                _copy(ledger, partial)
+                break
+            except sqlite3.DatabaseError as error:
+                raise LedgerFault(sentence(ledger.path, error)) from error
+            except LedgerFault:
+                if attempt == ATTEMPTS:
+                    raise
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(destination)
+    finally:
+        partial.unlink(missing_ok=True)
+    return destination.stat().st_size
+
+
+def _copy(ledger: Ledger, partial: Path) -> None:
+    with contextlib.closing(sqlite3.connect(partial, isolation_level=None)) as copy:
+        copy.row_factory = sqlite3.Row
+        ledger.db.backup(copy)
+        copy.execute("PRAGMA journal_mode = MEMORY")  # what is lost with the power is only .partial
+        copy.execute("PRAGMA synchronous = OFF")
+        copy.execute("BEGIN")
+        rows = copy.execute("SELECT rowid, * FROM payloads WHERE segment IS NOT NULL ORDER BY segment, start")
+        for row in rows.fetchall():
+            record = ledger.payloads.payload(row).read()
+            copy.execute(
+                "UPDATE payloads SET header = ?, arrays = ?, segment = NULL WHERE rowid = ?",
+                (*record, row["rowid"]),
+            )
+        copy.execute("COMMIT")
+        report = VerifyReport()
+        check_file(copy, report)
+        if report.found:
+            raise LedgerFault(f"no copy was made: {sentence(ledger.path, report.problems[0])}")
+        restored_backup.mark(copy)

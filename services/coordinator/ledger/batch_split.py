@@ -1,0 +1,57 @@
+"""A batch and its split over the ranks, the same for every asker: read from the ledger once, then kept for a while."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import OrderedDict
+
+from services.coordinator.ledger.balance import balance
+
+MAX_SPLITS = 8
+"""That are kept: of the step that is trained, and of some that a later session trains again."""
+
+COLUMNS = (
+    "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
+)
+"""What a batch says of its groups. Not all columns: thousands of rows are read at a time."""
+
+Split = list[list[sqlite3.Row]]
+
+
+def read_batch(db: sqlite3.Connection, run_id: str, step: int) -> list[sqlite3.Row]:
+    """The groups of a step's batch in their order; none for a run without batches."""
+    return db.execute(
+        f"SELECT {COLUMNS} FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ? ORDER BY rank_order",
+        (run_id, step),
+    ).fetchall()
+
+
+def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int) -> Split:
+    """The batch of `step` split over the ranks; empty for a run without batches."""
+    groups = read_batch(db, run_id, step)
+    if not groups:
+        return []
+    parts = balance([group["sequence_tokens"] for group in groups], world_size)
+    return [[groups[index] for index in part] for part in parts]
+
+
+class Splits:
+    """The newest splits. A link of the chain names one batch for good, whatever is fixed anew or rolled back."""
+
+    def __init__(self) -> None:
+        self._splits: OrderedDict[tuple[str, int], Split] = OrderedDict()
+
+    def get(self, db: sqlite3.Connection, run_id: str, step: int, world_size: int) -> Split:
+        """As `split_batch`."""
+        batch = db.execute(
+            "SELECT chain FROM batches WHERE run_id = ? AND step = ?", (run_id, step)
+        ).fetchone()
+        if batch is None:
+            return []
+        key = (str(batch["chain"]), world_size)
+        if key not in self._splits:
+            self._splits[key] = split_batch(db, run_id, step, world_size)
+            if len(self._splits) > MAX_SPLITS:
+                self._splits.popitem(last=False)
+        self._splits.move_to_end(key)
+        return self._splits[key]

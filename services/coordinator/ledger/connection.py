@@ -1,0 +1,322 @@
+"""The ledger's SQLite file: opening it, its transactions, and what one of them has read already.
+
+Promises: what a transaction wrote is on the disk before it returns, so an acknowledgement sent after it survives a
+power cut; a second process that opens the same file is refused; every opening is a new term, and a process whose term is
+over writes nothing more. Nobody but the coordinator's one event loop writes, one transaction at a time. Where it would wait long for the disk, a thread does while
+it goes on with the next transaction, and whoever is to be told waits for the thread (`sync_off_loop`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import sqlite3
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from paceline.errors import Conflict, LedgerFault, NotFound
+from services.coordinator.ledger import restored_backup
+from services.coordinator.ledger.integrity import row_checksums
+from services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
+from services.coordinator.ledger.integrity.report import REMEDY as RESTORE
+from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
+from services.coordinator.ledger.segments import PayloadStore, sync_folder
+
+KnownT = TypeVar("KnownT")
+MAX_KNOWN = 256
+"""Answers that are kept of what was read."""
+
+REMEDY = "make room, or repair the disk, then start the coordinator again"
+SQLITE_LOCKS_FROM = 0x40000000
+"""The first byte that SQLite locks (its PENDING_BYTE)."""
+
+log = logging.getLogger(__name__)
+
+
+class LedgerFile:
+    """One file, open for its one writer or for a reader beside it."""
+
+    def __init__(self, path: Path, *, read_only: bool = False):
+        path = path.resolve()  # the lock is beside the file itself, whatever links to it
+        self.path = path
+        self.payloads = PayloadStore(path)
+        self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
+        """Told of every transaction that the disk refused: the ledger's owner has to end."""
+        self.set_aside: Path | None = None
+        """Where the files went that were beside a backup and not its own."""
+        self._locks: list[IO[bytes]] = []
+        self.term = 0
+        """Number of this opening; 0 until it has one."""
+        self._known: dict[str, Any] | None = None if read_only else {}
+        """What was read and nobody has changed since; a reader knows nothing, as another process writes."""
+        self._decided: dict[str, Any] = {}
+        """Likewise, of the transaction under way alone."""
+        self._uncounted: dict[tuple[str, str], int] = {}
+        """What the transaction under way adds to counters, by run and name; written before its commit."""
+        self._syncer = ThreadPoolExecutor(1, "ledger-sync")
+        self._log_fd: int | None = None
+        """File descriptor of SQLite's write-ahead log, which stays the same file for as long as the ledger is open."""
+        self._commits = self._synced_commits = 0
+        """Transactions of this opening, and how many of them are on the disk."""
+        if read_only:
+            if not path.is_file():
+                raise NotFound(f"no ledger at {path}")
+            self.db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._locks = lock_ledger(path)
+            is_backup = restored_backup.is_backup(path)
+            if is_backup:
+                self.set_aside = restored_backup.set_aside(path)
+                self.payloads = PayloadStore(path)
+            self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self.db.row_factory = sqlite3.Row
+        row_checksums.install(self.db)
+        try:
+            if not read_only and is_backup:
+                restored_backup.take_mark_away(self.db)
+            self._open_schema(read_only)
+            if not read_only:
+                check_open_runs(self.db, path)
+                row_checksums.keep(self.db)
+            self.term = self._meta("term") if read_only else self._next_term(is_backup=is_backup)
+        except sqlite3.DatabaseError as error:
+            self.close()
+            raise Conflict(f"{path} is no ledger, or a damaged one: {error}; {RESTORE}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the file; the next opener may take the lock."""
+        self._syncer.shutdown()
+        self.db.close()
+        if self._log_fd is not None:
+            os.close(self._log_fd)
+        self.payloads.close()
+        for (
+            lock
+        ) in self._locks:  # after SQLite: a closed file loses the process all locks that SQLite has on it
+            lock.close()
+
+    @contextmanager
+    def transaction(self, *, synced: bool = True) -> Iterator[None]:
+        """All or nothing; durable when it returns. Raises LedgerFault when the disk refuses.
+
+        With `synced` False it is durable only once a `sync` that began later has ended: nobody may be told before.
+        """
+        with self._faults_named(), self._rolled_back():
+            self._begin()
+            yield
+            self._write_counters()
+            self.db.execute("COMMIT")
+            self._commits += 1
+        if synced:
+            self.sync()
+
+    def sync(self) -> None:
+        """Waits until every transaction that was committed before is on the disk. Raises LedgerFault."""
+        commits = self._commits
+        if self._synced_commits >= commits:
+            return
+        try:
+            if self._log_fd is None:
+                self._log_fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+                sync_folder(self.path.parent)  # the log's name, which SQLite makes durable only when it syncs
+            os.fdatasync(self._log_fd)
+        except OSError as error:
+            raise self._fault(f"cannot be written: {error}; {REMEDY}") from error
+        self._synced_commits = max(self._synced_commits, commits)
+
+    async def sync_off_loop(self) -> None:
+        """As `sync`, but other tasks go on, transactions too, while a thread waits for the disk."""
+        await asyncio.get_running_loop().run_in_executor(self._syncer, self.sync)
+
+    @contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """A part of a transaction that is undone by itself when an exception leaves it."""
+        self.db.execute("SAVEPOINT part")
+        uncounted = dict(self._uncounted)
+        try:
+            yield
+        except BaseException:
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK TO part")
+                self.db.execute("RELEASE part")
+            self._uncounted = uncounted
+            self._forget_all()
+            raise
+        self.db.execute("RELEASE part")
+
+    def known(self, key: str, read: Callable[[], KnownT]) -> KnownT:
+        """What `read` gives, read once; whoever changes it says so with `forget`."""
+        return read() if self._known is None else _once(self._known, key, read)
+
+    def decided(self, key: str, decide: Callable[[], KnownT]) -> KnownT:
+        """What `decide` gives, asked once in a transaction."""
+        return _once(self._decided, key, decide) if self.db.in_transaction else decide()
+
+    def forget(self, key: str) -> None:
+        """What was known or decided under this key has changed."""
+        if self._known is not None:
+            self._known.pop(key, None)
+        self._decided.pop(key, None)
+
+    def _forget_all(self) -> None:
+        if self._known is not None:
+            self._known.clear()
+        self._decided.clear()
+
+    def _begin(self) -> None:
+        self.db.execute("BEGIN IMMEDIATE")
+        if self.term and (newer := self._meta("term")) != self.term:
+            raise self._fault(
+                f"belongs to another coordinator now, in term {newer}; the term of this one was {self.term}"
+            )
+        self._uncounted = {}
+        self._decided.clear()
+
+    def written_counters(self, run_id: str) -> dict[str, int]:
+        """A run's counters without what this transaction has counted."""
+
+        def read() -> dict[str, int]:
+            rows = self.db.execute("SELECT name, value FROM counters WHERE run_id = ?", (run_id,))
+            return {row["name"]: row["value"] for row in rows}
+
+        return self.known(f"counters {run_id}", read)
+
+    def _write_counters(self) -> None:
+        """Adds what was counted. With the seals, because a trigger for each counter would take the interpreter from the other
+        threads."""
+        rows: list[dict[str, Any]] = [
+            {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
+            for (run_id, name), amount in self._uncounted.items()
+        ]
+        self.db.executemany(
+            "INSERT OR REPLACE INTO counters (run_id, name, value, seal) VALUES (:run_id, :name, :value, :seal)",
+            [{**row, "seal": row_checksums.of("counters", row)} for row in rows],
+        )
+        for row in rows:
+            self.written_counters(row["run_id"])[row["name"]] = row["value"]
+        self._uncounted = {}
+
+    @contextmanager
+    def _rolled_back(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.db.in_transaction:  # SQLite itself ends it after some errors
+                self.db.execute("ROLLBACK")
+            self._forget_all()
+            self._uncounted = {}
+            raise
+
+    @contextmanager
+    def _faults_named(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            damaged = f"is damaged: {error}; {RESTORE}"
+            raise self._fault(
+                damaged if is_damage(error) else f"cannot be written: {error}; {REMEDY}"
+            ) from error
+
+    def _fault(self, why: str) -> LedgerFault:
+        fault = LedgerFault(f"the ledger {self.path} {why}")
+        self.on_fault(fault)
+        return fault
+
+    # Opening
+
+    def _open_schema(self, read_only: bool) -> None:
+        version = self.db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, SCHEMA_VERSION, *UPGRADES) or (version != SCHEMA_VERSION and read_only):
+            remedy = "start its coordinator once" if version in UPGRADES else "use the Paceline that wrote it"
+            raise Conflict(
+                f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
+            )
+        if read_only:
+            return
+        self.db.execute("PRAGMA journal_mode = WAL")
+        # The log is synced by `sync`, before anybody is told; by SQLite itself before it is written over, and the file
+        # before the log is.
+        self.db.execute("PRAGMA synchronous = NORMAL")
+        if version in UPGRADES:
+            self._copy_before_upgrade(version)
+        while version != SCHEMA_VERSION:
+            script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
+            script += row_checksums.seal_all() if version == SCHEMA_VERSION else ""
+            self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
+        # A statement that sets off a trigger keeps what its pages were before it. In files of a shared folder for temporary
+        # files, that doubles what a group costs; after an upgrade, whose statements change every page.
+        self.db.execute("PRAGMA temp_store = MEMORY")
+
+    def _copy_before_upgrade(self, version: int) -> None:
+        """The tables as they are, beside the ledger: an older Paceline can go on from there (the segments are the same)."""
+        path = self.path.with_name(f"{self.path.name}.format-{version}")
+        partial = path.with_name(path.name + ".partial")
+        partial.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(partial)) as copy:
+            self.db.backup(copy)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+        log.warning(
+            "the ledger has format %d and is raised to %d; %s is a copy of it", version, SCHEMA_VERSION, path
+        )
+
+    @property
+    def was_restored(self) -> bool:
+        """Whether this is a backup that was put back, however long ago: what it names elsewhere may be ahead of it."""
+        return bool(self._meta("restored"))
+
+    def _next_term(self, *, is_backup: bool) -> int:
+        with self.transaction():
+            self.db.execute(
+                "INSERT INTO meta (key, value) VALUES ('term', 1) ON CONFLICT DO UPDATE SET value = value + 1"
+            )
+            if is_backup:
+                self.db.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('restored', 1)")
+        return self._meta("term")
+
+    def _meta(self, key: str) -> int:
+        row = self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return int(row["value"]) if row else 0
+
+
+def _once(found: dict[str, Any], key: str, find: Callable[[], KnownT]) -> KnownT:
+    if key not in found:
+        if len(found) >= MAX_KNOWN:  # rows of runs that somebody looked through
+            found.clear()
+        found[key] = find()
+    value: KnownT = found[key]
+    return value
+
+
+def lock_ledger(path: Path) -> list[IO[bytes]]:
+    """Holds the ledger at `path` for this process until both files are closed. Raises Conflict when another one does.
+
+    The lock that counts is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open file:
+    SQLite neither meets it nor loses it. Coordinators of older versions only look at the file beside it.
+    """
+    beside = path.with_name(path.name + ".lock").open("ab")
+    ledger = path.open("ab")
+    try:
+        fcntl.flock(beside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, SQLITE_LOCKS_FROM - 1, 1, 0)
+        fcntl.fcntl(ledger, fcntl.F_OFD_SETLK, wanted)
+    except BlockingIOError:
+        ledger.close()
+        beside.close()
+        raise Conflict(
+            f"another coordinator has the ledger {path} open; stop it, or give this one another --directory"
+        ) from None
+    return [beside, ledger]

@@ -1,0 +1,128 @@
+"""The ledger's SQLite file itself, whatever its rows mean: pages, tables, and the checksum of every row (row_checksums.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from services.coordinator.ledger.integrity import row_checksums
+from services.coordinator.ledger.integrity.report import REMEDY, UNREADABLE, VerifyReport
+from services.coordinator.ledger.integrity.row_checksums import Table
+from services.coordinator.ledger.schema import SCHEMA
+
+MAX_SEARCHED_ROWS = 20
+"""Rows in which the changed bit is searched; of a file with more the disk is past help."""
+
+
+class DamagedRow(NamedTuple):
+    """A row that does not give its checksum."""
+
+    table: Table
+    values: dict[str, Any]
+    seal: int | None
+    """As the file has it."""
+    change: row_checksums.Change | None
+    """The one bit that has changed, if it is one."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Of the table's primary key, as the file has it."""
+        return tuple(self.values[column] for column in self.table.key)
+
+    @property
+    def name(self) -> str:
+        """As messages name it."""
+        key = ", ".join(f"{column} {value!r}" for column, value in zip(self.table.key, self.key, strict=True))
+        return f"table {self.table.name}, row {key}"
+
+
+def check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
+    """Notes whatever SQLite itself finds, and every row that is not as it was written. Reads the whole file."""
+    with tolerant(db):
+        _check_file(db, report)
+
+
+@contextlib.contextmanager
+def tolerant(db: sqlite3.Connection) -> Iterator[None]:
+    """Text that is no UTF-8 any more is read as it is."""
+    factory, db.text_factory = db.text_factory, _decoded
+    try:
+        yield
+    finally:
+        db.text_factory = factory
+
+
+def _decoded(content: bytes) -> str:
+    return content.decode(errors="surrogateescape")
+
+
+def _check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
+    with report.reading("the SQLite file"):
+        for (line,) in db.execute("PRAGMA integrity_check(20)").fetchall():
+            if line != "ok":
+                report.problem("the SQLite file", f"{line}; {REMEDY}")
+    with report.reading("the SQLite file", "its list of tables"):
+        _compare_schema(db, report)
+    sealed = 0
+    for name in row_checksums.tables():
+        with report.reading(f"table {name}"):
+            if name not in row_checksums.SEALED:
+                for _ in db.execute(f"SELECT * FROM {name} NOT INDEXED"):
+                    pass  # it can be read; in a backup it has the bulk of all groups
+                continue
+            for damaged in damaged_rows(db, name):
+                report.problem(damaged.name, _describe(damaged))
+            sealed += db.execute(f"SELECT COUNT(*) FROM {name} WHERE seal IS NOT NULL").fetchone()[0]
+    report.facts["sealed_rows"] = sealed
+
+
+def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
+    """Rows of a table that do not give their checksum, or lack one that they should have."""
+    table, searched = row_checksums.tables()[name], 0
+    columns = (*table.columns, *sorted({*table.key} - {*table.columns}))
+    needed = row_checksums.SEALED[name].format(row=name) or "TRUE"
+    rows = db.execute(f"SELECT {', '.join(columns)}, seal, {needed} FROM {name}")
+    for *cells, seal, is_needed in rows:
+        values = tuple(cells[: len(table.columns)])
+        if seal is None and not is_needed:
+            continue
+        if seal is not None and row_checksums.checksum(*values) == seal:
+            continue
+        change = None
+        if seal is not None and searched < MAX_SEARCHED_ROWS:
+            searched, change = searched + 1, row_checksums.find_change(table, values, seal)
+        yield DamagedRow(table, dict(zip(columns, cells, strict=True)), seal, change)
+
+
+def _describe(damaged: DamagedRow) -> str:
+    if damaged.change is None:
+        return f"it does not give the checksum beside it; {REMEDY}"
+    if damaged.change.column == "seal":
+        return "one bit of its checksum (column seal) has changed; `paceline ledger verify --repair` puts it right"
+    return f"one bit of its column {damaged.change.column} has changed; `paceline ledger verify --repair` puts it right"
+
+
+def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
+    """Tables and indexes are those of the format."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as new:
+        new.executescript(SCHEMA)
+        expected, found = _schema(new), _schema(db)
+    for name in sorted(expected.keys() | found.keys(), key=str):
+        if expected.get(name) != found.get(name):
+            report.problem("the SQLite file", f"table or index {name} is not as its format says; {REMEDY}")
+
+
+def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:
+    """Columns of every table and index by name, in no order of their own."""
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
+        try:
+            info = db.execute(f'PRAGMA {kind}_info("{name}")').fetchall()
+            # Beside the columns: what follows the last bracket, WITHOUT ROWID or an index's condition.
+            tail = " ".join(str(sql).rpartition(")")[2].split())
+            found[name] = [*sorted(tuple(column)[1 if kind == "table" else 0 :] for column in info), (tail,)]
+        except UNREADABLE:
+            found[name] = []
+    return found

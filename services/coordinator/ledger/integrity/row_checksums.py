@@ -1,0 +1,173 @@
+"""Checksums of the ledger's rows: a row that the disk has changed no longer gives the checksum beside it.
+
+SQLite writes no checksums into its pages. Rows that nothing else covers carry one in the column `seal`: CRC-32 over all
+other columns. Triggers of the writer's own connection keep it, so no statement has to; they are not in the file, and so a
+row that another program has changed is found as well. Groups are sealed when they are trained or dropped, by the statements
+that end them (`assignment`): before it they change several times, each time a trigger would cost as much as the statement, and
+what they become is compared with other records.
+
+A single changed bit can be found again from the checksum, and then the row as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sqlite3
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from services.coordinator.ledger.schema import SCHEMA
+
+SEALED = {
+    "meta": "",
+    "runs": "",
+    "groups": "{row}.state IN ('trained', 'dropped')",
+    "prompts": "",
+    "counters": "",
+    "batches": "",
+    "replaced_batches": "",
+    "session_faults": "",
+    "receipts": "",
+    "checkpoints": "",
+    "evaluations": "",
+    "events": "",
+}
+"""Tables whose rows carry a checksum, and the condition under which they do; empty: always."""
+
+UNSEALED = {"runs": {"cursor", "next_slot"}}
+"""Columns that change with every lease; verify compares them with the groups."""
+
+MAX_SEARCH_BYTES = 8192
+"""Of a row in which a changed bit is searched: the time grows with the square of its size."""
+
+
+class Table(NamedTuple):
+    """A table of the schema."""
+
+    name: str
+    columns: tuple[str, ...]
+    """Those that are sealed, ordered by name: tables that were upgraded have them in another order."""
+    key: tuple[str, ...]
+    """Columns of its primary key."""
+
+
+class Change(NamedTuple):
+    """What one bit has changed in a row."""
+
+    column: str
+    """`seal`: the row is right, and its checksum is not."""
+    was: Any
+
+
+@functools.cache
+def tables() -> dict[str, Table]:
+    """All tables of the schema by name."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found = {}
+        for name in names:
+            info = db.execute(f"PRAGMA table_info({name})").fetchall()
+            columns = {column[1] for column in info} - {"seal"} - UNSEALED.get(name, set())
+            key = tuple(column[1] for column in sorted(info, key=lambda c: int(c[5])) if column[5])
+            found[name] = Table(name, tuple(sorted(columns)), key)
+        return found
+
+
+def checksum(*values: object) -> int:
+    """Of a row's values in the order of its columns. Text is escaped to ASCII, the same by every version of Python."""
+    return crc32(ascii(values).encode())
+
+
+def of(name: str, row: Mapping[str, object]) -> int:
+    """The seal of a row that is to be inserted with it, which is cheaper than the trigger."""
+    return checksum(*(row[column] for column in tables()[name].columns))
+
+
+def assignment(name: str, **changed: str) -> str:
+    """For an UPDATE, where no trigger keeps the seal: `seal` of the row with columns that change to these expressions."""
+    return (
+        f"seal = row_checksum({', '.join(changed.get(column, column) for column in tables()[name].columns)})"
+    )
+
+
+def install(db: sqlite3.Connection) -> None:
+    """Makes the checksum function known to a connection; the triggers are `keep`'s."""
+    db.create_function("row_checksum", -1, checksum, deterministic=True)
+
+
+def keep(db: sqlite3.Connection) -> None:
+    """Lets a connection that writes seal each row that it inserts or updates, save for those that are not sealed always."""
+    for name in (name for name, condition in SEALED.items() if not condition):
+        table = tables()[name]
+        of_key = " AND ".join(f"{column} = NEW.{column}" for column in table.key)
+        value = f"row_checksum({', '.join(f'NEW.{column}' for column in table.columns)})"
+        update = f"UPDATE OF {', '.join(table.columns)}"  # not of the seal itself
+        for event, when in (("INSERT", "WHEN NEW.seal IS NULL"), (update, "")):
+            db.execute(
+                f"CREATE TEMP TRIGGER seal_{name}_{event[:6].lower()} AFTER {event} ON main.{name} {when}"
+                f" BEGIN UPDATE {name} SET seal = {value} WHERE {of_key}; END"
+            )
+
+
+def seal_all() -> str:
+    """SQL that seals every row there is."""
+    statements = []
+    for name, condition in SEALED.items():
+        where = f" WHERE {condition.format(row=name)}" if condition else ""
+        statements.append(
+            f"UPDATE {name} SET seal = row_checksum({', '.join(tables()[name].columns)}){where};"
+        )
+    return "\n".join(statements)
+
+
+def find_change(table: Table, values: tuple[Any, ...], seal: int) -> Change | None:
+    """The one bit that has changed in a row whose values no longer give the seal; None when it is not one bit alone."""
+    given = checksum(*values)
+    if isinstance(seal, int) and 0 <= seal < 1 << 32 and (given ^ seal).bit_count() == 1:
+        return Change("seal", given)
+    if sum(len(value) if isinstance(value, str | bytes) else 8 for value in values) > MAX_SEARCH_BYTES:
+        return None
+    for index, value in enumerate(values):
+        before, after = values[:index], values[index + 1 :]
+        for candidate in _one_bit_away(value):
+            if checksum(*before, candidate, *after) == seal:
+                return Change(table.columns[index], candidate)
+    return None
+
+
+def _one_bit_away(value: object) -> Iterator[Any]:
+    """Every value that differs from this one in one bit of what SQLite stores."""
+    if isinstance(value, str):
+        content = bytearray(value.encode(errors="surrogateescape"))
+        yield bytes(content)  # the bit that tells text from bytes
+        for changed in _flips(content):
+            with contextlib.suppress(UnicodeDecodeError):
+                yield changed.decode()
+    elif isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            yield value.decode()
+        yield from _flips(bytearray(value))
+    elif isinstance(value, float):
+        yield from (
+            struct.unpack(">d", changed)[0] for changed in _flips(bytearray(struct.pack(">d", value)))
+        )
+        yield struct.unpack(">q", struct.pack(">d", value))[0]
+    else:  # a small number, or no value, can be in the row's header: 0, 1 and NULL have codes of their own
+        number = value if isinstance(value, int) else 0
+        yield from (None, 0, 1)
+        yield from (
+            struct.unpack(">q", changed)[0] for changed in _flips(bytearray(struct.pack(">q", number)))
+        )
+        yield struct.unpack(">d", struct.pack(">q", number))[0]
+
+
+def _flips(content: bytearray) -> Iterator[bytes]:
+    for index in range(len(content)):
+        for bit in range(8):
+            content[index] ^= 1 << bit
+            yield bytes(content)
+            content[index] ^= 1 << bit

@@ -1,0 +1,407 @@
+"""The ledger: the durable record of every group from admission to its end, in one SQLite file and its segments.
+
+`connection.py` holds the promises of the file and of its transactions; here are the few operations on its tables that
+more than one module needs.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.errors import NotFound
+from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
+from protos.paceline.v1.worker_pb2 import CheckpointReport
+from services.coordinator.ledger.connection import LedgerFile
+from services.coordinator.ledger.folders import resolved, stored
+from services.coordinator.ledger.segments import Payload
+from services.coordinator.text_limits import event_json
+
+OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
+ACTIVE_STATES = ("running", "paused")
+RECENT_RESULTS = 64
+"""Of which the size of those to come is taken."""
+
+
+class KnownCheckpoint(NamedTuple):
+    """A complete checkpoint on record."""
+
+    session: int
+    step: int
+    path: str
+    """Absolute, or a URL."""
+    sha256: str
+    """Of its manifest."""
+    chain: str
+    damaged: str
+    """Why no session could load it; empty: it can."""
+
+
+class Ledger(LedgerFile):
+    """Tables as in schema.py."""
+
+    # Runs
+
+    def run(self, run_id: str) -> sqlite3.Row:
+        """The row of a run. Raises NotFound."""
+        return self.known(f"run {run_id}", lambda: self._run(run_id))
+
+    def _run(self, run_id: str) -> sqlite3.Row:
+        row: sqlite3.Row | None = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+        if row is None:
+            known = [
+                r["run_id"] for r in self.db.execute("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
+            ]
+            raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(known) or 'none'}")
+        return row
+
+    def runs(self) -> list[sqlite3.Row]:
+        """All runs, oldest first."""
+        return self.db.execute("SELECT * FROM runs ORDER BY sequence").fetchall()
+
+    def runs_after(self, sequence: int, limit: int) -> list[sqlite3.Row]:
+        """Runs submitted after that one, oldest first, without their specs."""
+        return self.db.execute(
+            "SELECT run_id, sequence, state, message, next_step, max_num_steps, directory, submitted_s, warnings_json"
+            " FROM runs WHERE sequence > ? ORDER BY sequence LIMIT ?",
+            (sequence, limit),
+        ).fetchall()
+
+    def num_runs(self) -> int:
+        """Runs that were ever submitted."""
+        return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])
+
+    def active_run(self) -> sqlite3.Row | None:
+        """The one run that trains, or else is paused, if any."""
+        return self._first(
+            "SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence"
+        )
+
+    def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
+        """The active run or, without one, the oldest that waits; none of those that are `passed_over`."""
+        row: sqlite3.Row | None = self.db.execute(
+            "SELECT * FROM runs WHERE state IN ('running', 'paused', 'queued')"
+            f" AND run_id NOT IN ({', '.join('?' * len(passed_over))})"
+            " ORDER BY CASE state WHEN 'running' THEN 0 WHEN 'paused' THEN 1 ELSE 2 END, sequence LIMIT 1",
+            tuple(passed_over),
+        ).fetchone()
+        return row
+
+    def add_run(
+        self,
+        run_id: str,
+        spec_yaml: str,
+        directory: str,
+        max_num_steps: int = 0,
+        warnings: Sequence[str] = (),
+    ) -> None:
+        """A new run at the end of the queue; `directory` is kept relative to the ledger's folder if it is below."""
+        self.db.execute(
+            "INSERT INTO runs (run_id, sequence, spec_yaml, state, directory, submitted_s, max_num_steps, warnings_json)"
+            " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, 'queued', ?, ?, ?, ? FROM runs",
+            (
+                run_id,
+                spec_yaml,
+                stored(self.path.parent, directory),
+                time.time(),
+                max_num_steps,
+                json.dumps(list(warnings)),
+            ),
+        )
+
+    def run_directory(self, run_id: str) -> Path:
+        """The folder of a run. Raises NotFound."""
+        return Path(resolved(self.path.parent, self.run(run_id)["directory"], run_id))
+
+    def export_path(self, run_id: str) -> str:
+        """The folder of a run's final export; empty while there is none. Raises NotFound."""
+        return resolved(self.path.parent, self.run(run_id)["export_path"], run_id)
+
+    def run_of_submission(self, submission: str) -> str | None:
+        """The run that was queued under this name of a submission; it is in the run's first event."""
+        row = self.db.execute(
+            "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
+            " AND json_extract(json, '$.submission') = ?",
+            (submission,),
+        ).fetchone()
+        return None if row is None else str(row["run_id"])
+
+    def update_run(self, run_id: str, **columns: Any) -> None:
+        """Sets columns of a run."""
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        self.db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", (*columns.values(), run_id))
+        self.forget(f"run {run_id}")
+
+    def session_holder(self, run_id: str) -> str:
+        """The learner that the newest session was given to; empty when the record does not say."""
+        row = self._first_of(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'session' ORDER BY sequence DESC", run_id
+        )
+        return str(json.loads(row["json"]).get("member_id", "")) if row is not None else ""
+
+    # Counters and events
+
+    def count(self, run_id: str, name: str, amount: int = 1) -> None:
+        """Adds to a durable counter, in a transaction."""
+        if not self.db.in_transaction:
+            raise RuntimeError(f"{name} of {run_id} was counted outside of a transaction")
+        key = run_id, name
+        self._uncounted[key] = self._uncounted.get(key, 0) + amount
+
+    def counters(self, run_id: str) -> dict[str, int]:
+        """All counters of a run."""
+        counters = dict(self.written_counters(run_id))
+        for (counted, name), amount in self._uncounted.items():
+            if counted == run_id:
+                counters[name] = counters.get(name, 0) + amount
+        return counters
+
+    def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
+        """Appends to the run's events, which Watch streams."""
+        self.db.execute(
+            "INSERT INTO events (run_id, sequence, kind, json)"
+            " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ? FROM events WHERE run_id = ?",
+            (run_id, kind, event_json(content), run_id),
+        )
+
+    def events(self, run_id: str, after: int, limit: int = 1000) -> list[sqlite3.Row]:
+        """Events after a sequence number, oldest first."""
+        return self.db.execute(
+            "SELECT * FROM events WHERE run_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
+            (run_id, after, limit),
+        ).fetchall()
+
+    def is_retried(self, run_id: str) -> bool:
+        """Whether a paused run goes on by itself when what it was paused for is over."""
+        row = self._first(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'state' ORDER BY sequence DESC", run_id
+        )
+        return row is not None and bool(json.loads(row["json"]).get("retried"))
+
+    def data_fingerprint(self, run_id: str) -> str:
+        """Of the data set that the run began with; empty where the record does not say."""
+        row = self._first_of(
+            "SELECT json_extract(json, '$.data') AS data FROM events WHERE run_id = ? AND kind = 'state'"
+            " AND json_extract(json, '$.data') IS NOT NULL ORDER BY sequence",
+            run_id,
+        )
+        return str(row["data"]) if row is not None else ""
+
+    # Payloads
+
+    def payload(
+        self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False
+    ) -> Payload | None:
+        """A group's texts and arrays, or what an earlier attempt left as `prefix`, if they are kept; after the `last` time
+        they are read from the disk."""
+        row = self.db.execute(
+            "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
+        ).fetchone()
+        return self.payloads.payload(row, last=last) if row else None
+
+    def mean_result_bytes(self, run_id: str) -> float:
+        """Size of a group's result on the disk, by the newest that are kept; 0 while there is none."""
+        row = self.db.execute(
+            "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) AS size FROM"
+            " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)",
+            (run_id, RECENT_RESULTS),
+        ).fetchone()
+        return float(row["size"] or 0.0)
+
+    def remove_payloads(self, run_id: str, group_id: int) -> None:
+        """Forgets all of a group's."""
+        self.forget_records(
+            self.db.execute(
+                "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
+                (run_id, group_id),
+            )
+        )
+
+    def forget_records(self, removed: sqlite3.Cursor) -> None:
+        """Takes note of (segment, start) of rows that are gone from the table `payloads`."""
+        for segment, start in removed.fetchall():
+            if segment is not None:
+                self.payloads.forget(segment, start)
+                self.payloads.look_at(segment)
+
+    def remove_unused_segments(self) -> Future[None] | None:
+        """Gives back the space of segments that nothing refers to any more, after the commit that made it so: a thread waits for
+        the disk and removes them. A bounded number is looked at, at each call.
+        """
+        unused = [
+            number
+            for number in self.payloads.segments_to_look_at()
+            if self.db.execute(
+                "SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ? LIMIT 1", (number,)
+            ).fetchone()
+            is None
+        ]
+        return self.payloads.remove(unused, after=self.sync) if unused else None
+
+    # Books
+
+    def groups_by_state(self, run_id: str) -> dict[str, int]:
+        """Training groups by state; the ended ones from durable counters."""
+        rows = self.db.execute(
+            "SELECT state, COUNT(*) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            f" AND state IN {OPEN_STATES} GROUP BY state",
+            (run_id,),
+        )
+        counts = dict.fromkeys(OPEN_STATES, 0) | {row["state"]: row["n"] for row in rows}
+        ended = self.counters(run_id)
+        counts |= {name.removeprefix("groups:"): n for name, n in ended.items() if name.startswith("groups:")}
+        counts.pop("ever_admitted", None)
+        return counts
+
+    def live_tokens(self, run_id: str) -> int:
+        """Committed tokens of groups that are neither trained nor dropped."""
+        row = self.db.execute(
+            "SELECT COALESCE(SUM(tokens), 0) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            f" AND state IN {OPEN_STATES}",
+            (run_id,),
+        ).fetchone()
+        return int(row["n"])
+
+    def token_books(self, run_id: str) -> dict[str, int]:
+        """generated = trained + dropped + live; `wasted` are tokens that no commit took; drops also by reason."""
+        counters = self.counters(run_id)
+        books = {
+            name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")
+        }
+        dropped = sum(n for name, n in books.items() if name.startswith("dropped:"))
+        defaults = {"generated": 0, "trained": 0, "wasted": 0}
+        return defaults | books | {"dropped": dropped, "live": self.live_tokens(run_id)}
+
+    def open_groups(self, run_id: str) -> int:
+        """Groups admitted and neither trained nor dropped, from durable counters."""
+        counters = self.counters(run_id)
+        dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
+        return counters.get("groups:ever_admitted", 0) - counters.get("groups:trained", 0) - dropped
+
+    def trained_samples(self, run_id: str) -> int:
+        """Completions in trained groups (for a supervised run: 0); every group of a run has equally many."""
+        row = self.db.execute(
+            "SELECT LENGTH(rewards) / 4 / json_array_length(functions) AS n FROM groups INDEXED BY step_groups"
+            " WHERE run_id = ? AND step >= 0 LIMIT 1",
+            (run_id,),
+        ).fetchone()
+        return self.counters(run_id).get("groups:trained", 0) * int(row["n"]) if row else 0
+
+    def evaluations(self, run_id: str) -> list[dict[str, Any]]:
+        """Results of the finished evaluations, in the order of their steps."""
+        rows = self.db.execute(
+            "SELECT result_json FROM evaluations WHERE run_id = ? AND done = 1 ORDER BY step", (run_id,)
+        )
+        return [json.loads(row["result_json"]) for row in rows]
+
+    def evaluated_steps(self, run_id: str) -> set[int]:
+        """Steps of the versions of which there is a result, and of those that were asked for."""
+        rows = self.db.execute(
+            "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,)
+        ).fetchall()
+        return {step for row in rows for step in row}
+
+    def add_evaluation(self, run_id: str, step: int, result: dict[str, Any]) -> None:
+        """Records a measurement that the learner made of the version of a step."""
+        self.db.execute(
+            "INSERT OR REPLACE INTO evaluations (run_id, step, done, result_json) VALUES (?, ?, 1, ?)",
+            (run_id, step, json.dumps(result)),
+        )
+
+    # Checkpoints and members
+
+    def has_receipt(self, run_id: str, session: int, step: int) -> bool:
+        """Whether rank 0 of this session has said that it trained this step."""
+        row = self.db.execute(
+            "SELECT 1 FROM receipts WHERE run_id = ? AND session = ? AND step = ? AND rank = 0",
+            (run_id, session, step),
+        ).fetchone()
+        return row is not None
+
+    def add_checkpoint(self, report: CheckpointReport) -> bool:
+        """Registers a complete checkpoint; False for one that was known."""
+        known = self.db.execute(
+            "SELECT 1 FROM checkpoints WHERE run_id = ? AND session = ? AND step = ? AND sha256 = ?",
+            (report.run_id, report.session, report.step, report.sha256),
+        ).fetchone()
+        if known:
+            return False
+        path = stored(self.path.parent, report.path)
+        self.db.execute(
+            "INSERT OR REPLACE INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, ?, ?, ?, ?, ?)",
+            (report.run_id, report.session, report.step, path, report.sha256, report.chain),
+        )
+        return True
+
+    def checkpoints(self, run_id: str) -> list[KnownCheckpoint]:
+        """Those of a run that are not removed, by session and step; also the damaged ones."""
+        rows = self.db.execute(
+            "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
+        )
+        return [self.known_checkpoint(row) for row in rows]
+
+    def oldest_kept_step(self, run_id: str) -> int:
+        """Steps that the oldest checkpoint which can be loaded has behind it; 0 without one."""
+        row = self.db.execute(
+            "SELECT COALESCE(MIN(step), 0) AS step FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged = ''",
+            (run_id,),
+        ).fetchone()
+        return int(row["step"])
+
+    def checkpoint_paths(self, run_id: str) -> set[str]:
+        """Where all checkpoints of a run are that were ever registered, or were."""
+        rows = self.db.execute("SELECT * FROM checkpoints WHERE run_id = ?", (run_id,))
+        return {self.known_checkpoint(row).path for row in rows}
+
+    def newest_checkpoint(self, run_id: str) -> KnownCheckpoint | None:
+        """The complete checkpoint of the highest trained step whose chain is the ledger's own, of those that can be loaded.
+
+        One that is ahead of the receipts is left out for now: the step before it would never get any.
+        """
+        row = self.db.execute(
+            "SELECT c.* FROM checkpoints c JOIN runs r ON r.run_id = c.run_id"
+            " LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
+            " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.step <= r.next_step"
+            " AND c.chain = COALESCE(b.chain, '')"
+            " ORDER BY c.step DESC, c.session DESC LIMIT 1",
+            (run_id,),
+        ).fetchone()
+        return None if row is None else self.known_checkpoint(row)
+
+    def known_checkpoint(self, row: sqlite3.Row) -> KnownCheckpoint:
+        """A row of the table `checkpoints`, with the path where it is now."""
+        path = resolved(self.path.parent, row["path"], row["run_id"])
+        return KnownCheckpoint(row["session"], row["step"], path, row["sha256"], row["chain"], row["damaged"])
+
+    def held(self) -> dict[str, int]:
+        """Leases and score tasks by who holds them."""
+        rows = self.db.execute(
+            "SELECT member_id AS id, COUNT(*) AS n FROM groups WHERE state = 'leased' GROUP BY member_id UNION ALL"
+            " SELECT scorer_id, COUNT(*) FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
+            " GROUP BY scorer_id"
+        )
+        return {row["id"]: row["n"] for row in rows}
+
+    def holders(self) -> list[tuple[str, Role.ValueType]]:
+        """Members that hold leases, score tasks or a pending evaluation, by the record."""
+        leases = self.db.execute(
+            "SELECT member_id AS id FROM groups WHERE state = 'leased' UNION"
+            " SELECT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL"
+        ).fetchall()
+        tasks = self.db.execute(
+            "SELECT DISTINCT scorer_id AS id FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
+        ).fetchall()
+        return [(row["id"], ROLE_ROLLOUT) for row in leases] + [(row["id"], ROLE_REWARD) for row in tasks]
+
+    def _first(self, query: str, *values: object) -> sqlite3.Row | None:
+        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", values).fetchone()
+        return row
+
+    def _first_of(self, query: str, run_id: str) -> sqlite3.Row | None:
+        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", (run_id,)).fetchone()
+        return row

@@ -1,0 +1,272 @@
+"""The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (segments.py)."""
+
+SCHEMA_VERSION = 7
+"""Grows with every change of the tables: a ledger of another format is refused at once, not found out in a run."""
+
+UPGRADES = {
+    2: """
+ALTER TABLE payloads ADD COLUMN segment INTEGER;
+ALTER TABLE payloads ADD COLUMN start INTEGER;
+ALTER TABLE payloads ADD COLUMN header_size INTEGER;
+ALTER TABLE payloads ADD COLUMN header_crc INTEGER;
+ALTER TABLE payloads ADD COLUMN arrays_size INTEGER;
+ALTER TABLE payloads ADD COLUMN arrays_crc INTEGER;
+CREATE INDEX segment_payloads ON payloads (segment) WHERE segment IS NOT NULL;
+DROP INDEX open_groups;
+CREATE INDEX groups_by_state ON groups (run_id, class, state, slot, group_id);
+CREATE INDEX held_tasks ON groups (scorer_id) WHERE state = 'generated';
+CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
+    WHERE state = 'generated' AND scorer_id IS NULL;
+""",
+    3: "ALTER TABLE groups ADD COLUMN generation_failures INTEGER NOT NULL DEFAULT 0;",
+    4: "",  # the tables are the same; digests of new groups are XXH3-128, which it could not check
+    5: """
+CREATE TABLE prompts (
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    prompt_json TEXT NOT NULL,
+    columns_json TEXT NOT NULL,
+    PRIMARY KEY (run_id, group_id)
+);
+INSERT INTO prompts SELECT run_id, group_id, prompt_json, columns_json FROM groups;
+ALTER TABLE groups DROP COLUMN prompt_json;
+ALTER TABLE groups DROP COLUMN columns_json;
+ALTER TABLE groups ADD COLUMN holders TEXT NOT NULL DEFAULT '';
+ALTER TABLE groups ADD COLUMN scorers TEXT NOT NULL DEFAULT '';
+ALTER TABLE groups ADD COLUMN scores_digest TEXT NOT NULL DEFAULT '';
+ALTER TABLE runs ADD COLUMN max_num_steps INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE runs ADD COLUMN warnings_json TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE runs ADD COLUMN vocab_size INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN revision INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN with_scores INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE receipts ADD COLUMN scores_digests TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE checkpoints ADD COLUMN damaged TEXT NOT NULL DEFAULT '';
+CREATE TABLE replaced_batches (
+    run_id TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    revision INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    group_ids TEXT NOT NULL,
+    dropped_ids TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    PRIMARY KEY (run_id, step, revision)
+) WITHOUT ROWID;
+CREATE TABLE session_faults (
+    run_id TEXT NOT NULL,
+    session INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    message TEXT NOT NULL,
+    PRIMARY KEY (run_id, session)
+) WITHOUT ROWID;
+""",
+    6: """
+ALTER TABLE meta ADD COLUMN seal INTEGER;
+ALTER TABLE runs ADD COLUMN seal INTEGER;
+ALTER TABLE groups ADD COLUMN seal INTEGER;
+ALTER TABLE prompts ADD COLUMN seal INTEGER;
+ALTER TABLE counters ADD COLUMN seal INTEGER;
+ALTER TABLE batches ADD COLUMN seal INTEGER;
+ALTER TABLE replaced_batches ADD COLUMN seal INTEGER;
+ALTER TABLE session_faults ADD COLUMN seal INTEGER;
+ALTER TABLE receipts ADD COLUMN seal INTEGER;
+ALTER TABLE checkpoints ADD COLUMN seal INTEGER;
+ALTER TABLE evaluations ADD COLUMN seal INTEGER;
+ALTER TABLE events ADD COLUMN seal INTEGER;
+""",
+}
+"""What makes a ledger of an older format one of the next; done when a coordinator opens it, after a copy was made. All rows
+are sealed anew by the last one (row_checksums.py)."""
+
+SCHEMA = """
+-- The column `seal` is a checksum of the row's other columns (row_checksums.py), NULL where there is none yet.
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL, seal INTEGER) WITHOUT ROWID;
+
+CREATE TABLE runs (
+    run_id TEXT PRIMARY KEY,
+    sequence INTEGER NOT NULL,                 -- order of submission
+    spec_yaml TEXT NOT NULL,
+    state TEXT NOT NULL,                       -- queued running paused succeeded failed cancelled
+    message TEXT NOT NULL DEFAULT '',
+    directory TEXT NOT NULL,
+    submitted_s REAL NOT NULL,                 -- wall clock, for people only
+    cursor INTEGER NOT NULL DEFAULT 0,         -- prompts drawn from the data set
+    next_slot INTEGER NOT NULL DEFAULT 0,      -- groups ever given a place; place // B is the step
+    session INTEGER NOT NULL DEFAULT 0,        -- newest learner session
+    next_batch INTEGER NOT NULL DEFAULT 0,     -- first step whose batch is not fixed
+    next_step INTEGER NOT NULL DEFAULT 0,      -- first step that is not trained
+    published_step INTEGER NOT NULL DEFAULT -1,-- highest version that any member acknowledged
+    chain TEXT NOT NULL DEFAULT '',            -- hash chain over the trained batches
+    dropped_in_a_row INTEGER NOT NULL DEFAULT 0,
+    export_path TEXT NOT NULL DEFAULT '',
+    max_num_steps INTEGER NOT NULL DEFAULT 0,  -- as in the spec; with the warnings, so that a list of runs parses no YAML
+    warnings_json TEXT NOT NULL DEFAULT '[]',  -- of the spec, JSON list
+    vocab_size INTEGER NOT NULL DEFAULT 0,     -- token ids are below this; 0 until the learner has said it
+    seal INTEGER
+);
+
+CREATE TABLE groups (
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    class TEXT NOT NULL,                       -- train, or eval:<step>, which is outside batches and books
+    state TEXT NOT NULL,                       -- admitted leased generated scored batched trained dropped
+    slot INTEGER NOT NULL,                     -- place in the order; a replacement inherits it
+    attempt INTEGER NOT NULL DEFAULT 0,        -- of generating; committed before the lease is sent
+    member_id TEXT,                            -- who holds the lease
+    lease_step INTEGER,                        -- version that the holder had: the oldest that tokens can have
+    score_attempt INTEGER NOT NULL DEFAULT 0,
+    score_failures INTEGER NOT NULL DEFAULT 0,
+    scorer_id TEXT,                            -- who holds the score task
+    tokens INTEGER NOT NULL DEFAULT 0,         -- completion tokens committed
+    sequence_tokens INTEGER NOT NULL DEFAULT 0,-- prompt and completion tokens: what balancing counts
+    oldest_step INTEGER,                       -- oldest version among the tokens
+    digest TEXT,                               -- Group.digest
+    rewards BLOB,                              -- [C, F] float32, little endian
+    functions TEXT,                            -- names of the F functions, JSON
+    reward REAL,                               -- mean weighted reward
+    step INTEGER,                              -- of its batch
+    rank_order INTEGER,                        -- place in its batch
+    reason TEXT,                               -- why dropped
+    generation_failures INTEGER NOT NULL DEFAULT 0, -- by the fault of its data
+    holders TEXT NOT NULL DEFAULT '',          -- who held the lease, a line for each attempt, the first first
+    scorers TEXT NOT NULL DEFAULT '',          -- who held the score task, likewise
+    scores_digest TEXT NOT NULL DEFAULT '',    -- over rewards and reference (BatchGroup.scores_digest)
+    seal INTEGER,
+    PRIMARY KEY (run_id, group_id)
+) WITHOUT ROWID;
+-- What no index serves reads every group that the run ever had (tests/services/test_costs.py). A partial index serves only
+-- queries that have its condition word for word, and SQLite has to be told (INDEXED BY) not to prefer the primary key.
+CREATE INDEX groups_by_state ON groups (run_id, class, state, slot, group_id);
+CREATE INDEX held_groups ON groups (member_id) WHERE state = 'leased';
+CREATE INDEX held_tasks ON groups (scorer_id) WHERE state = 'generated';
+CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
+    WHERE state = 'generated' AND scorer_id IS NULL;
+CREATE INDEX step_groups ON groups (run_id, step, rank_order) WHERE step IS NOT NULL;
+
+CREATE TABLE prompts (                         -- apart from groups, whose rows are written anew with every change
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    prompt_json TEXT NOT NULL,
+    columns_json TEXT NOT NULL,
+    seal INTEGER,
+    PRIMARY KEY (run_id, group_id)
+);
+
+CREATE TABLE payloads (                        -- apart from groups, so that scans stay small
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    kind TEXT NOT NULL,                        -- result; prefix: handed back unfinished; reference: its log-probabilities
+    header BLOB NOT NULL,                      -- Texts or LeaseReturn: texts and finish reasons
+    arrays BLOB NOT NULL,                      -- safetensors frame as it came; both are empty when there is a segment
+    segment INTEGER,                           -- where they are instead: number of the file,
+    start INTEGER,                             -- offset of the header, which the arrays follow,
+    header_size INTEGER,                       -- sizes in bytes
+    header_crc INTEGER,                        -- and CRC-32 of either
+    arrays_size INTEGER,
+    arrays_crc INTEGER,
+    PRIMARY KEY (run_id, group_id, kind)
+);
+CREATE INDEX segment_payloads ON payloads (segment) WHERE segment IS NOT NULL;
+
+CREATE TABLE counters (                        -- durable counts, so that nothing has to count rows
+    run_id TEXT NOT NULL,
+    name TEXT NOT NULL,                        -- groups:<state>, tokens:<what>
+    value INTEGER NOT NULL,
+    seal INTEGER,
+    PRIMARY KEY (run_id, name)
+) WITHOUT ROWID;
+
+CREATE TABLE free_slots (run_id TEXT NOT NULL, slot INTEGER NOT NULL, PRIMARY KEY (run_id, slot)) WITHOUT ROWID;
+
+CREATE TABLE deaths (                          -- workers that crashed while they held a group
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    member_id TEXT NOT NULL,
+    PRIMARY KEY (run_id, group_id, member_id)
+) WITHOUT ROWID;
+
+CREATE TABLE batches (
+    run_id TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    digest TEXT NOT NULL,                      -- over the digests of its groups, in order
+    chain TEXT NOT NULL,                       -- over this and all batches before it
+    trained INTEGER NOT NULL DEFAULT 0,
+    metrics_json TEXT NOT NULL DEFAULT '{}',   -- known when the batch is fixed: reward, ages, waits
+    revision INTEGER NOT NULL DEFAULT 0,       -- how often it was fixed anew, each time under a further link of the chain
+    with_scores INTEGER NOT NULL DEFAULT 0,    -- whether the digest is over rewards and reference too
+    seal INTEGER,
+    PRIMARY KEY (run_id, step)
+) WITHOUT ROWID;
+
+CREATE TABLE replaced_batches (                -- batches that were fixed and then, untrained, fixed anew
+    run_id TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    revision INTEGER NOT NULL,                 -- the one that was replaced
+    digest TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    group_ids TEXT NOT NULL,                   -- JSON list, in its order
+    dropped_ids TEXT NOT NULL,                 -- JSON list: those that were taken out
+    reason TEXT NOT NULL,
+    seal INTEGER,
+    PRIMARY KEY (run_id, step, revision)
+) WITHOUT ROWID;
+
+CREATE TABLE session_faults (                  -- learner sessions that ended by a fault, and at which step
+    run_id TEXT NOT NULL,
+    session INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    kind TEXT NOT NULL,                        -- type of the exception; memory; silent
+    message TEXT NOT NULL,
+    seal INTEGER,
+    PRIMARY KEY (run_id, session)
+) WITHOUT ROWID;
+
+CREATE TABLE receipts (                        -- what each rank says that it trained
+    run_id TEXT NOT NULL,
+    session INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    rank INTEGER NOT NULL,
+    world_size INTEGER NOT NULL,
+    group_ids TEXT NOT NULL,                   -- JSON list
+    digests TEXT NOT NULL,                     -- JSON list
+    tokens INTEGER NOT NULL,
+    scores_digests TEXT NOT NULL DEFAULT '[]', -- JSON list, as the rank made them of what it received
+    seal INTEGER,
+    PRIMARY KEY (run_id, session, step, rank)
+) WITHOUT ROWID;
+
+CREATE TABLE checkpoints (
+    run_id TEXT NOT NULL,
+    session INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    path TEXT NOT NULL,
+    sha256 TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    removed INTEGER NOT NULL DEFAULT 0,
+    damaged TEXT NOT NULL DEFAULT '',          -- why no session begins from it any more; empty: it can
+    seal INTEGER,
+    PRIMARY KEY (run_id, session, step)
+) WITHOUT ROWID;
+
+CREATE TABLE evaluations (
+    run_id TEXT NOT NULL,
+    step INTEGER NOT NULL,                     -- version to evaluate, at least
+    member_id TEXT,                            -- who is pinned
+    pinned_session INTEGER,
+    pinned_step INTEGER,
+    done INTEGER NOT NULL DEFAULT 0,
+    result_json TEXT NOT NULL DEFAULT '{}',
+    seal INTEGER,
+    PRIMARY KEY (run_id, step)
+) WITHOUT ROWID;
+
+CREATE TABLE events (
+    run_id TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    json TEXT NOT NULL,
+    seal INTEGER,
+    PRIMARY KEY (run_id, sequence)
+) WITHOUT ROWID;
+"""

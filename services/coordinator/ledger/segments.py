@@ -1,0 +1,349 @@
+"""The bulk of the ledger: texts and arrays of groups, in append-only segment files beside the SQLite file.
+
+Promises: what `append` returns a place for is on the disk, with its length and its file's name, so a transaction may
+refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. A segment is only ever
+written by the process that began it, so what a power cut tore off its end is behind everything that was referred to. How it is
+written is segment_writer.py's.
+
+The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable to
+whoever has a frame of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.errors import LedgerFault
+from paceline.wire import Buffer
+from services.coordinator.ledger.segment_writer import SegmentWriter
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # no build of it for this kind of machine
+    from zlib import crc32
+
+log = logging.getLogger(__name__)
+
+MAX_SEGMENT_BYTES = 256 << 20
+"""A segment that has reached this size is followed by another one; whole segments are what pruning gives back."""
+
+MAX_OPEN_SEGMENTS = 64
+
+MAX_LOOKED_AT = 64
+"""Segments that may be unused and are looked at together."""
+
+IN_TURN = 8
+"""Segments that are looked at with them though nothing is known of them."""
+
+MAX_RECENT_BYTES = 256 << 20
+"""Of the records that stay in memory: the newest of those that no batch has been served with."""
+
+
+class Place(NamedTuple):
+    """Where a record lies: columns of the table `payloads`, in its order."""
+
+    segment: int
+    start: int
+    header_size: int
+    header_crc: int
+    arrays_size: int
+    arrays_crc: int
+
+
+class Record(NamedTuple):
+    """What `append` writes in one piece."""
+
+    header: Buffer
+    arrays: Buffer
+    header_crc: int
+    arrays_crc: int
+
+    @classmethod
+    def of(cls, header: Buffer, arrays: Buffer) -> Record:
+        """With its check sums."""
+        return cls(header, arrays, crc32(header), crc32(arrays))
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.header) + len(self.arrays)
+
+
+class SegmentFile:
+    """A segment that is open for reading, for as long as anybody has it in hand, whether it is removed or not."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+@dataclass(frozen=True)
+class StoredFrame:
+    """Bytes in a segment, read when they are needed."""
+
+    file: SegmentFile
+    start: int
+    size: int
+    crc: int
+
+    def read(self) -> bytes:
+        """The bytes. Raises DamagedRecord when they are not what was written, or the disk cannot read them."""
+        try:
+            content = os.pread(self.file.fd, self.size, self.start)
+        except OSError as error:
+            raise self._damaged(f"cannot be read: {error.strerror or error}") from None
+        if len(content) != self.size or crc32(content) != self.crc:
+            raise self._damaged("are not those that were written")
+        return content
+
+    def _damaged(self, what: str) -> DamagedRecord:
+        text = f"{self.file.path} is damaged: the {self.size} bytes at {self.start} {what}; restore a backup"
+        return DamagedRecord(text, int(self.file.path.stem), self.start)
+
+
+PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM})
+"""Errors of a new segment that say nothing about the disk."""
+
+Frame = Buffer | StoredFrame
+
+
+class DamagedRecord(LedgerFault):
+    """A record whose bytes are not those that were written, or are gone. What nobody has trained can be generated again."""
+
+    def __init__(self, message: str, segment: int, start: int):
+        super().__init__(message)
+        self.segment = segment
+        """Number of its file."""
+        self.start = start
+        """Where its header or its arrays begin."""
+
+
+class UnopenedSegment(LedgerFault):
+    """A segment that cannot be opened now, to read it or to begin it: no file descriptor is free, or permissions were changed.
+    Nothing is lost by that, so whoever wants it asks again."""
+
+
+class Payload(NamedTuple):
+    """A group's bulk."""
+
+    header: Frame
+    """Texts or LeaseReturn: texts and finish reasons."""
+    arrays: Frame
+    """The safetensors frame as it came."""
+
+    def read(self) -> tuple[Buffer, Buffer]:
+        """Header and arrays, wherever they are. Raises LedgerFault."""
+        return read_frame(self.header), read_frame(self.arrays)
+
+
+def frame_size(frame: Frame) -> int:
+    """Bytes of a frame, wherever they are."""
+    return frame.size if isinstance(frame, StoredFrame) else len(frame)
+
+
+def read_frame(frame: Frame) -> Buffer:
+    """The bytes of a frame, wherever they are. Raises LedgerFault."""
+    return frame.read() if isinstance(frame, StoredFrame) else frame
+
+
+class PayloadStore:
+    """The segments of one ledger."""
+
+    def __init__(self, ledger: Path):
+        self.folder = ledger.with_name(ledger.name + "-segments")
+        self._files: dict[int, SegmentFile] = {}
+        """Open for reading; the one that was opened last is at the end."""
+        self._end: SegmentWriter | None = None
+        """The segment that is appended to."""
+        self._recent: dict[tuple[int, int], Record] = {}
+        """The newest records by segment and start, oldest first."""
+        self._recent_bytes = 0
+        self._recent_lock = threading.Lock()
+        self._numbers = set(self._on_disk())
+        """Of all segments."""
+        self._number = max(self._numbers, default=0)
+        self._to_look_at = set(self._numbers)
+        """Segments of which records were forgotten, or may never have been wanted."""
+        self._rounds: Iterator[int] = iter(())
+        """All segments, one after the other: what `look_at` was not told of is found after a while."""
+        self._remover: ThreadPoolExecutor | None = None
+
+    def append(self, records: Sequence[Record]) -> list[Place]:
+        """Writes records one after another and waits for the disk once. Raises LedgerFault; UnopenedSegment when nothing was
+        written and the same call may succeed later."""
+        try:
+            return self._append(records)
+        except OSError as error:
+            raise LedgerFault(
+                f"groups cannot be written to {self.folder}: {error.strerror or error}; make room, or repair the disk, "
+                "then start the coordinator again"
+            ) from None
+
+    def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
+        """What a row of the table refers to; after the `last` time it need not stay in memory. Raises LedgerFault when its
+        segment is gone (DamagedRecord) or cannot be opened now (UnopenedSegment)."""
+        if row["segment"] is None:
+            return Payload(row["header"], row["arrays"])
+        recent = self._recent.get((row["segment"], row["start"]))
+        if recent is not None:
+            if last:
+                self.forget(row["segment"], row["start"])
+            return Payload(recent.header, recent.arrays)
+        start, header_size = row["start"], row["header_size"]
+        file = self._open(row["segment"], start)
+        return Payload(
+            StoredFrame(file, start, header_size, row["header_crc"]),
+            StoredFrame(file, start + header_size, row["arrays_size"], row["arrays_crc"]),
+        )
+
+    def forget(self, segment: int, start: int) -> None:
+        """The record there need not stay in memory."""
+        with self._recent_lock:
+            self._forget((segment, start))
+
+    def _forget(self, place: tuple[int, int]) -> None:
+        record = self._recent.pop(place, None)
+        if record is not None:
+            self._recent_bytes -= record.size
+
+    def look_at(self, segment: int) -> None:
+        """Fewer records of the segment are referred to than before."""
+        self._to_look_at.add(segment)
+
+    def segments_to_look_at(self) -> list[int]:
+        """Segments that may be unused by now, up to MAX_LOOKED_AT. Not the two newest: between `append` and the transaction that
+        refers to the record there are at most MAX_SEGMENT_BYTES.
+        """
+        known = list(self._to_look_at)  # in one piece: the thread that appends adds to it
+        chosen = sorted(number for number in known if number < self._number - 1)[:MAX_LOOKED_AT]
+        self._to_look_at.difference_update(chosen)
+        round_of_all = list(islice(self._rounds, IN_TURN))
+        if len(round_of_all) < IN_TURN:
+            self._rounds = iter(sorted(self._numbers))
+        return sorted({*chosen, *(number for number in round_of_all if number < self._number - 1)})
+
+    def remove(self, numbers: Iterable[int], after: Callable[[], None] = lambda: None) -> Future[None]:
+        """Gives the space of segments back, on a thread, once it has called `after`. Nothing may refer to them any more."""
+        numbers = set(numbers)
+        with self._recent_lock:
+            for place in [place for place in self._recent if place[0] in numbers]:
+                self._forget(place)  # of a group that no transaction wanted
+        for number in numbers:
+            self._files.pop(number, None)
+        self._numbers -= numbers
+        if self._remover is None:
+            self._remover = ThreadPoolExecutor(1, "remove-segments")
+        return self._remover.submit(self._unlink, sorted(numbers), after)
+
+    def _unlink(self, numbers: Sequence[int], after: Callable[[], None]) -> None:
+        after()
+        for number in numbers:
+            try:
+                self._path(number).unlink(missing_ok=True)
+            except OSError as error:  # its space is lost until the next start, when it is found unused again
+                log.warning("%s cannot be removed: %s", self._path(number), error)
+
+    def close(self) -> None:
+        """Closes the files, but those whose frames are still in somebody's hands."""
+        if self._remover is not None:
+            self._remover.shutdown()
+        self._files.clear()
+        self._recent.clear()
+        self._close_end()
+
+    def _append(self, records: Sequence[Record]) -> list[Place]:
+        if self._end is None or self._end.size >= MAX_SEGMENT_BYTES:
+            try:
+                self._end = self._begin_segment()
+            except OSError as error:
+                if error.errno not in PASSING:
+                    raise
+                raise UnopenedSegment(
+                    f"no segment can be begun in {self.folder}: {error.strerror or error}"
+                ) from None
+        places, start = [], self._end.size
+        for header, arrays, header_crc, arrays_crc in records:
+            places.append(Place(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
+            start += len(header) + len(arrays)
+        self._end.append([part for record in records for part in (record.header, record.arrays)])
+        for place, record in zip(places, records, strict=True):
+            self._remember(place, record)
+        return places
+
+    def _remember(self, place: Place, record: Record) -> None:
+        with self._recent_lock:
+            self._recent[place.segment, place.start] = record
+            self._recent_bytes += record.size
+            while self._recent_bytes > MAX_RECENT_BYTES:
+                self._forget(next(iter(self._recent)))
+
+    def _begin_segment(self) -> SegmentWriter:
+        self._close_end()
+        if not self.folder.is_dir():
+            self.folder.mkdir()
+            sync_folder(self.folder.parent)
+        number = self._number + 1
+        segment = SegmentWriter(self._path(number))
+        try:
+            sync_folder(self.folder)
+        except OSError:
+            segment.close()
+            self._path(number).unlink()
+            raise
+        self._number = number
+        self._numbers.add(number)
+        self._to_look_at.add(number)
+        return segment
+
+    def _close_end(self) -> None:
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+    def _open(self, number: int, start: int) -> SegmentFile:
+        file = self._files.get(number)
+        if file is None:
+            while len(self._files) >= MAX_OPEN_SEGMENTS:
+                self._files.pop(next(iter(self._files)))
+            try:
+                file = self._files[number] = SegmentFile(self._path(number))
+            except FileNotFoundError:
+                raise DamagedRecord(
+                    f"{self._path(number)} is missing, and the ledger refers to it; restore a backup",
+                    number,
+                    start,
+                ) from None
+            except OSError as error:
+                raise UnopenedSegment(
+                    f"{self._path(number)} cannot be opened: {error.strerror or error}"
+                ) from None
+        return file
+
+    def _on_disk(self) -> list[int]:
+        return [int(path.stem) for path in self.folder.glob("*.seg") if path.stem.isdigit()]
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}.seg"
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,58 @@
+"""Moves what SQLite's write-ahead log holds into the ledger's file beside the transactions, not inside of their commits.
+
+SQLite does it by itself in the commit that makes the log 1,000 pages long; under load that is every tenth, and everybody
+waits for its writes and two more syncs. Here a connection of its own does it on a thread, which stops no writer. Since
+writers go on meanwhile the log never gets empty; when it is long, one short pass under the lock empties it, so that SQLite
+writes it from its start again. Nothing depends on any of this but the log's length: a commit is durable by its own sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+
+from services.coordinator.ledger.ledger import Ledger
+
+PERIOD_S = 0.5
+MAX_PAGES = 8192
+"""Of 4 kB. Beyond this the log is emptied."""
+
+READERS_S = 0.1
+"""How long readers of other processes may hold up the emptying; it is tried again."""
+
+log = logging.getLogger(__name__)
+
+
+class LogKeeper:
+    """Keeps one ledger's log short; `lock` keeps transactions away while it is emptied."""
+
+    def __init__(self, ledger: Ledger, lock: asyncio.Lock):
+        self._lock = lock
+        self._db = sqlite3.connect(
+            ledger.path, isolation_level=None, timeout=READERS_S, check_same_thread=False
+        )
+        ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            with ThreadPoolExecutor(1, "ledger-log") as thread:
+                while True:
+                    await asyncio.sleep(PERIOD_S)
+                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > MAX_PAGES:
+                        async with self._lock:
+                            await loop.run_in_executor(thread, self.move, "RESTART")
+        finally:
+            self._db.close()
+
+    def move(self, how: str) -> int:
+        """One pass; returns how many pages the log has. A disk that refuses is the next transaction's to find out."""
+        try:
+            _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
+        except sqlite3.OperationalError as error:
+            log.warning("the ledger's log stays as long as it is: %s", error)
+            return 0
+        return int(pages)

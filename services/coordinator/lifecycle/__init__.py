@@ -1,0 +1,1 @@
+"""Runs: which one trains, how it begins and ends, and what keeps it from going on."""

@@ -1,0 +1,1 @@
+"""Who belongs to the system: bookkeeping with a clock, fed by the pool."""

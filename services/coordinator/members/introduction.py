@@ -1,0 +1,84 @@
+"""What a worker's Hello has to be before the worker becomes a member, and who may take a member's place.
+
+A member id names one worker for its life. Whoever shows the secret of that member's Welcome is that worker on a new stream;
+without it a newcomer waits until the member has not been heard of for the heartbeats' time-out.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+
+from paceline.errors import Conflict, InvalidInput
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.members.registry import Member
+
+MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_ADDRESS = 256
+"""Characters of host:port."""
+MAX_RUN_ID = 128
+MAX_RANKS = 1 << 16
+MAX_SECRET = 64
+
+ROLES = frozenset({common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.ROLE_LEARNER})
+
+
+class OutdatedProtocol(Conflict):
+    """One of the two speaks an older protocol; the worker waits until that is updated."""
+
+
+class PlaceTaken(Conflict):
+    """The id belongs to a member that is heard of; the same Hello may succeed later."""
+
+
+def check_hello(hello: worker_pb2.Hello) -> None:
+    """Raises OutdatedProtocol, or InvalidInput with the value that does not fit."""
+    if not MEMBER_ID.fullmatch(hello.member_id):
+        raise InvalidInput(
+            f"member_id {hello.member_id[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -; start the "
+            "worker under another --name"
+        )
+    if hello.protocol != PROTOCOL:
+        older = "worker" if hello.protocol < PROTOCOL else "coordinator"
+        raise OutdatedProtocol(
+            f"worker {hello.member_id} speaks protocol {hello.protocol}, the coordinator {PROTOCOL}: update the {older}"
+        )
+    if hello.role not in ROLES:
+        raise InvalidInput(
+            f"worker {hello.member_id} has the role {hello.role}, this coordinator knows "
+            f"{', '.join(f'{role} ({common_pb2.Role.Name(role)})' for role in sorted(ROLES))}; is it older than the worker?"
+        )
+    for name in ("address", "http_address"):
+        value = getattr(hello, name)
+        if len(value) > MAX_ADDRESS or not value.isprintable():
+            raise InvalidInput(
+                f"{name} of worker {hello.member_id} is {value[:80]!r}: not host:port of {MAX_ADDRESS} characters at most"
+            )
+    if len(hello.run_id) > MAX_RUN_ID:
+        raise InvalidInput(f"run_id {hello.run_id[:80]!r} of worker {hello.member_id} is too long")
+    if len(hello.secret) > MAX_SECRET:
+        raise InvalidInput(f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes")
+    if hello.world_size > MAX_RANKS or hello.rank >= max(hello.world_size, 1):
+        raise InvalidInput(
+            f"worker {hello.member_id} says that it is rank {hello.rank} of {hello.world_size}; ranks count from 0 and "
+            f"are {MAX_RANKS} at most"
+        )
+
+
+def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
+    """Whether the newcomer may have the place of the member with its id. Raises PlaceTaken, InvalidInput."""
+    if member is None or member.is_expected:
+        return
+    if member.role != hello.role:
+        raise PlaceTaken(
+            f"the id {hello.member_id} belongs to a {member.role_name} worker; start this one under another --name"
+        )
+    known = [secret for secret in (member.secret, member.shown_secret) if secret]
+    if any(hmac.compare_digest(hello.secret, secret) for secret in known):
+        return
+    if member.connected or member.is_heard:
+        raise PlaceTaken(
+            f"a worker with the id {hello.member_id} is a member, and this one does not have its secret; it can have "
+            "the place when that worker has left or is silent for longer than the heartbeats' time-out"
+        )

@@ -1,0 +1,1 @@
+"""The control plane's workers: joining, assignments, reports, leaving."""

@@ -1,0 +1,326 @@
+"""What each member works on: runs for workers, sessions for learners, and epochs, which say who receives weights.
+
+A learner that joins gets a new session, from the newest checkpoint that can be loaded; the run is paused when there is
+none and the samples before are gone. An epoch names the rollout workers that are
+ready and not pinned by an evaluation, suspected or expelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from paceline.errors import NotFound
+from paceline.groups import Version
+from paceline.tracing import step_traceparent
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.exchange import evaluation
+from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import Member, Members
+from services.coordinator.sessions import starting_point
+from services.coordinator.sessions.session_numbers import SessionNumbers, look_at_disk
+from services.coordinator.text_limits import one_line
+
+SESSIONS_KEPT = 64
+
+MAX_OUTNUMBERED = 3
+"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back there are
+that many kinds of survivors at most; a worker that says so again and again would let no session train."""
+
+log = logging.getLogger(__name__)
+
+
+class Assignments:
+    """Those of the active run; `lock` serialises transactions, `pause` pauses a run for a reason."""
+
+    def __init__(
+        self,
+        members: Members,
+        ledger: Ledger,
+        exchange: Exchange,
+        lock: asyncio.Lock,
+        pause: Callable[[str, str], Awaitable[None]],
+    ):
+        self.epoch = 0
+        """Number of the newest."""
+        self.named: tuple[str, list[str]] = ("", [])
+        """Run and members of it; empty when the learner has to be told again."""
+        self._sessions: dict[tuple[str, int], str] = {}
+        """Learner, by run and session that it was given; the newest SESSIONS_KEPT."""
+        self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
+        self._pause = pause
+        self._numbers = SessionNumbers()
+        self._num_outnumbered = 0
+
+    async def put_to_work(self) -> None:
+        """Everybody who is there gets the run that has become active."""
+        for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD):
+            for member in self._members.of_role(role):
+                self.assign(member)
+        await self.assign_learner()
+
+    async def fall_back(self, member: Member, report: worker_pb2.RunReport) -> None:
+        """The checkpoint of the newest session cannot be loaded: the next session begins from an older one."""
+        if not report.session or member.session != report.session:
+            return  # another rank of the learner says the same as rank 0
+        member.session = 0
+        taken = starting_point.session_in_the_way(self._ledger, self._exchange.active, report)
+        if taken is not None:
+            await self.outnumber(taken)
+            return
+        async with self._lock:
+            with self._ledger.transaction():
+                known = starting_point.mark_damaged(
+                    self._ledger, report.run_id, report.checkpoint_path, report.error
+                )
+                if known:
+                    message = (
+                        f"session {report.session} could not begin: {report.error}; an older one is taken"
+                    )
+                    log.warning("run %s: %s", report.run_id, one_line(message))
+                    self._ledger.add_event(report.run_id, "warning", {"message": message})
+        if not known:
+            await self._pause(report.run_id, f"learner: {report.error}")
+            return
+        await self.assign_learner()
+
+    def end_session(self) -> None:
+        """The learner's session is not to go on; it gets a new one when it is assigned the next time."""
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            learner.session = 0
+
+    def dismiss(self, reason: str) -> None:
+        """The run is over: everybody is idle."""
+        for member in self._members.all():
+            member.session, member.ready_run, member.version, member.fault = 0, "", None, None
+            member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
+        self._exchange.versions.clear()
+        self.forget_epoch()
+
+    def assign(self, member: Member) -> None:
+        """Puts a rollout or reward worker on the active run."""
+        run = self._exchange.active
+        assert run is not None
+        if run.prompts is not None:
+            member.direct(self._assignment(self._ledger.run(run.run_id), run.spec_yaml))
+
+    # Sessions
+
+    def learner(self) -> Member | None:
+        """Rank 0 of the learner that has the run's newest session. It keeps it over breaks of its stream, for as long as it is a
+        member."""
+        run = self._exchange.active
+        if run is None:
+            return None
+        session = self._ledger.run(run.run_id)["session"]
+        member = self._members.get(self._sessions.get((run.run_id, session), ""))
+        return member if member is not None and member.session == session else None
+
+    def had_session(self, member: Member, run_id: str, session: int) -> bool:
+        """Whether it was this member that the session was given to."""
+        return self._sessions.get((run_id, session)) == member.member_id
+
+    def claim_session(self, hello: worker_pb2.Hello) -> int:
+        """The session that a learner goes on with: the newest, if it is this learner's. After a restart that is whoever the
+        record names; where it names nobody, the first who says so. Nobody's when the ledger is behind it: a backup."""
+        run = self._exchange.active
+        assert run is not None
+        newest = int(self._ledger.run(run.run_id)["session"])
+        if hello.role != common_pb2.ROLE_LEARNER or hello.rank != 0 or not newest or hello.session != newest:
+            return 0
+        if hello.HasField("version") and not self._ledger.has_receipt(
+            run.run_id, newest, hello.version.step - 1
+        ):
+            log.warning("%s has receipts of session %d that this ledger has not", hello.member_id, newest)
+            return 0
+        holder = self._sessions.setdefault((run.run_id, newest), hello.member_id)
+        if holder != hello.member_id:
+            return 0
+        self._exchange.ranks = hello.world_size
+        return newest
+
+    def take_up_session(self) -> str | None:
+        """After a restart: the learner that has the newest session of the active run, by the record."""
+        run = self._exchange.active
+        member_id = self._ledger.session_holder(run.run_id) if run is not None else ""
+        if run is None or not member_id:
+            return None
+        return self._sessions.setdefault((run.run_id, self._ledger.run(run.run_id)["session"]), member_id)
+
+    def is_published(self, version: Version) -> bool:
+        """Whether a session of the active run can have published it. A version is out before its step's receipt is."""
+        run = self._exchange.active
+        row = self._ledger.run(run.run_id) if run is not None else None
+        return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
+
+    async def assign_learner(self) -> None:
+        """Gives the active run to a learner with a new session, unless one has it: also one whose stream broke."""
+        run = self._exchange.active
+        if run is None or not self._waiting(run):
+            return
+        await self._look_at_disk(run)
+        async with self._lock:
+            waiting = self._waiting(run)
+            if not waiting:
+                return
+            row = self._ledger.run(run.run_id)
+            try:
+                start, no_start = starting_point.starting_point(self._ledger, run), ""
+            except NotFound as error:
+                no_start = str(error)
+            else:
+                self._begin_session(waiting[-1], row, run.spec_yaml, start)
+        if no_start and (row["state"], row["message"]) != ("paused", no_start):
+            await self._pause(run.run_id, no_start)
+
+    def _waiting(self, run: ActiveRun) -> list[Member]:
+        """Learners that could be given a session; none while one has the newest."""
+        holder = self.learner()
+        if holder is not None and holder.fault is None:
+            return []
+        learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
+        return [m for m in learners if m.connected and not m.is_expected and m.fault is None]
+
+    async def _look_at_disk(self, run: ActiveRun) -> None:
+        """Hears of sessions that the folder of checkpoints names, and sets checkpoints aside that are ahead of the ledger."""
+        folder = starting_point.folder_of(self._ledger, run)
+        if folder.local is None:
+            return  # the learner looks too, and has the credentials
+        row = self._ledger.run(run.run_id)
+        known = self._ledger.checkpoint_paths(run.run_id)
+        # A `checkpoint_dir` elsewhere may have a namesake's of another ledger; one that was restored has its own there.
+        is_own = folder.local.is_relative_to(self._ledger.run_directory(run.run_id))
+        try:
+            found = await asyncio.to_thread(
+                look_at_disk,
+                folder.local,
+                (row["session"], row["next_step"]),
+                known,
+                move=is_own or self._ledger.was_restored,
+            )
+        except OSError as error:
+            log.warning("the checkpoints of run %s could not be looked at: %s", run.run_id, error)
+            return
+        self._numbers.hear(run.run_id, row["session"], found.session)
+        if found.moved:
+            message = (
+                f"checkpoints {', '.join(found.moved)} are ahead of the ledger, which is at session {row['session']} and "
+                f"step {row['next_step']}: it may be a backup. They are in {found.place} now, and nothing loads them"
+            )
+            log.warning("run %s: %s", run.run_id, message)
+            async with self._lock:
+                with self._ledger.transaction():
+                    self._ledger.add_event(run.run_id, "warning", {"message": message})
+
+    def hear(self, hello: worker_pb2.Hello) -> None:
+        """A member of the active run names sessions; the ledger of a backup may know less."""
+        run = self._exchange.active
+        assert run is not None
+        newest = self._ledger.run(run.run_id)["session"]
+        self._numbers.hear(run.run_id, newest, max(hello.session, hello.version.session))
+
+    async def outnumber_holder(self, member: Member) -> None:
+        """A worker says that it holds weights which the ledger knows nothing of: the learner's next session is above theirs.
+        Believed MAX_OUTNUMBERED times."""
+        run, session = self._exchange.active, member.ahead_session
+        if run is None or session < self._ledger.run(run.run_id)["session"]:
+            return
+        if self._num_outnumbered >= MAX_OUTNUMBERED:
+            log.warning(
+                "%s holds weights of session %d, which this ledger does not know; %d workers have said such a thing, and no "
+                "further one is believed. Restart it if it takes no weights",
+                member.member_id,
+                session,
+                MAX_OUTNUMBERED,
+            )
+            return
+        self._num_outnumbered += 1
+        await self.outnumber(session)
+
+    async def outnumber(self, session: int) -> None:
+        """Somebody holds weights or files of this session which the ledger knows nothing of: the learner's next one is above
+        it."""
+        run = self._exchange.active
+        if run is None:
+            return
+        newest = self._ledger.run(run.run_id)["session"]
+        if session < newest or not self._numbers.hear(run.run_id, newest, session):
+            return
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            learner.session = 0
+        await self.assign_learner()
+
+    def _begin_session(
+        self, member: Member, row: sqlite3.Row, spec_yaml: str, start: starting_point.Start
+    ) -> None:
+        session = self._numbers.next(row["run_id"], row["session"])
+        with self._ledger.transaction():
+            self._ledger.update_run(row["run_id"], session=session)
+            content = {"session": session, "step": start.step, "member_id": member.member_id}
+            self._ledger.add_event(row["run_id"], "session", content)
+        self._sessions[row["run_id"], session] = member.member_id
+        self._exchange.ranks = member.world_size
+        while len(self._sessions) > SESSIONS_KEPT:
+            self._sessions.pop(next(iter(self._sessions)))
+        member.session = session
+        member.direct(
+            self._assignment(
+                row,
+                spec_yaml,
+                session=session,
+                start_step=start.step,
+                checkpoint_path=start.path,
+                checkpoint_sha256=start.sha256,
+                chain=start.chain,
+                publish_from_step=max(0, row["published_step"]),
+            )
+        )
+        self.forget_epoch()
+        self.name_epoch()
+
+    def forget_epoch(self) -> None:
+        """The learner has to be told again who receives weights."""
+        self.named = ("", [])
+
+    def name_epoch(self) -> None:
+        """Tells the learner who receives weights, when that has changed."""
+        run = self._exchange.active
+        if run is None:
+            return
+        pinned = evaluation.pinned_member(self._exchange, run)
+        named = [
+            member.member_id
+            for member in self._members.of_role(common_pb2.ROLE_ROLLOUT)
+            if member.ready_run == run.run_id
+            and member.connected
+            and not member.suspected
+            and not member.expelled
+            and member.member_id != pinned
+        ]
+        if (run.run_id, named) == self.named:
+            return
+        before, self.named = self.named[1], (run.run_id, named)
+        self.epoch += 1
+        for member_id in set(named) - set(before):
+            if (newcomer := self._members.get(member_id)) is not None:
+                newcomer.named_in = self.epoch
+        log.info("epoch %d of run %s: %s", self.epoch, run.run_id, ", ".join(named) or "nobody")
+        directive = worker_pb2.Epoch(run_id=run.run_id, number=self.epoch, member_ids=named)
+        if (learner := self.learner()) is not None:
+            learner.direct(worker_pb2.ConnectResponse(epoch=directive))
+
+    def _assignment(self, row: sqlite3.Row, spec_yaml: str, **session: Any) -> worker_pb2.ConnectResponse:
+        """The run of a row of the ledger, with what a learner's session adds."""
+        run_id = row["run_id"]
+        assignment = worker_pb2.RunAssignment(
+            run_id=run_id,
+            spec_yaml=spec_yaml,
+            directory=str(self._ledger.run_directory(run_id)),
+            traceparent=step_traceparent(run_id, 0),
+            **session,
+        )
+        return worker_pb2.ConnectResponse(run=assignment)

@@ -1,0 +1,148 @@
+"""Who may report what: a report counts only from the role, and for a learner the session, that it belongs to.
+
+A member that reports something else is confused or lies. It is not believed, and the run goes on as if it had said nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from paceline.groups import Version
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import WARNINGS_KEPT, Member
+from services.coordinator.pool.assignments import Assignments
+from services.coordinator.text_limits import cut
+
+WARNINGS_PERIOD_S = 60.0
+"""In which a member may warn WARNINGS_KEPT times, and say as often why it cannot work."""
+
+MAX_HASH = 128
+"""Characters of a digest or a chain."""
+MAX_PATH_BYTES = 4096
+TEXTS = {
+    "weight_ack": ("message",),
+    "run_report": ("error", "warning"),
+    "publish": ("error",),
+    "leave": ("reason",),
+}
+"""Texts of a report that people are shown."""
+
+
+def cut_texts(report: worker_pb2.ConnectRequest) -> None:
+    """Cuts the texts that end up in events, messages and logs."""
+    kind = report.WhichOneof("report") or ""
+    for name in TEXTS.get(kind, ()):
+        said = getattr(report, kind)
+        setattr(said, name, cut(getattr(said, name)))
+
+
+class Authority:
+    """Decides over the reports of one coordinator's members."""
+
+    def __init__(self, assignments: Assignments, ledger: Ledger, exchange: Exchange):
+        self._assignments, self._ledger, self._exchange = assignments, ledger, exchange
+        self._checks: dict[str, Callable[[Member, worker_pb2.ConnectRequest, ActiveRun], str]] = {
+            "weight_offer": self._check_offer,
+            "weight_ack": self._check_ack,
+            "weight_progress": self._check_progress,
+            "run_report": self._check_run_report,
+            "checkpoint": self._check_checkpoint,
+            "staged": self._check_staged,
+            "publish": self._check_publish,
+        }
+
+    def refusal(self, member: Member, report: worker_pb2.ConnectRequest) -> str:
+        """Why a report of this member does not count; empty when it does."""
+        kind = report.WhichOneof("report")
+        if kind is None:
+            return "this coordinator does not know such a report; is it older than the worker?"
+        check = self._checks.get(kind)
+        if check is None:
+            return ""
+        run, run_id = self._exchange.active, getattr(report, kind).run_id
+        if run is None or run_id != run.run_id:
+            return f"run {run_id[:80]!r} is not the current one"
+        return check(member, report, run)
+
+    def _check_offer(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
+        return self._check_learner(member, report.weight_offer.version)
+
+    def _check_staged(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
+        return self._check_learner(member, report.staged.version)
+
+    def _check_publish(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
+        return self._check_learner(member, report.publish.version)
+
+    def _check_learner(self, member: Member, version: common_pb2.PolicyVersion) -> str:
+        session = self._session()
+        if self._assignments.learner() is not member:
+            return f"it does not have the learner's session {session}"
+        if version.session != session:
+            return f"version {version.step} is of session {version.session}, the newest is {session}"
+        return ""
+
+    def _check_ack(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
+        return self._check_receiver(member, report.weight_ack.member_id, report.weight_ack.version)
+
+    def _check_progress(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
+        said = report.weight_progress
+        return self._check_receiver(member, said.member_id, said.version)
+
+    def _check_receiver(self, member: Member, member_id: str, said: common_pb2.PolicyVersion) -> str:
+        version = Version(said.session, said.step)
+        if member.role != common_pb2.ROLE_ROLLOUT:
+            return f"a {member.role_name} worker receives no weights"
+        if member_id != member.member_id:
+            return f"it is about {member_id[:80]!r}"
+        if version not in member.offered:
+            return f"{tuple(version)} was not offered to it"
+        if not self._assignments.is_published(version):
+            return f"{tuple(version)} is a version that the run has not come to"
+        return ""
+
+    def _check_checkpoint(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
+        said = report.checkpoint
+        if not self._assignments.had_session(member, run.run_id, said.session):
+            return f"session {said.session} was not this worker's"
+        if max(len(said.sha256), len(said.chain)) > MAX_HASH or len(said.path.encode()) > MAX_PATH_BYTES:
+            return "its digest, chain or path is too long"
+        return ""
+
+    def _check_run_report(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
+        said, session = report.run_report, self._session()
+        if member.role == common_pb2.ROLE_LEARNER:
+            if said.session != session:
+                return f"session {said.session} is not the newest, {session}"
+            # The other ranks say what went wrong on theirs.
+            if self._exchange.ranks and member.rank >= self._exchange.ranks:
+                return f"rank {member.rank} is none of the learner's, which has {self._exchange.ranks}"
+            if not (said.error or said.warning) and self._assignments.learner() is not member:
+                return f"it does not have the learner's session {session}"
+            if len(said.export_path.encode()) > MAX_PATH_BYTES:
+                return "the path of its export is too long"
+        elif said.finished or said.export_path or said.vocab_size:
+            return f"a {member.role_name} worker exports nothing and has no vocabulary"
+        if said.warning:
+            return self._check_number("warned", member.warned_s)
+        if (
+            said.error and member.role != common_pb2.ROLE_LEARNER
+        ):  # a learner's ends its session, and there are few
+            known = member.fault is not None and member.fault.message == said.error
+            return "" if known else self._check_number("failed", member.failed_s)
+        return ""
+
+    def _check_number(self, what: str, said_s: deque[float]) -> str:
+        """Each one is an event of the run."""
+        now_s = time.monotonic()
+        if len(said_s) == WARNINGS_KEPT and now_s - said_s[0] < WARNINGS_PERIOD_S:
+            return f"it has {what} {WARNINGS_KEPT} times within {WARNINGS_PERIOD_S:g} s"
+        said_s.append(now_s)
+        return ""
+
+    def _session(self) -> int:
+        run = self._exchange.active
+        return int(self._ledger.run(run.run_id)["session"]) if run is not None else 0

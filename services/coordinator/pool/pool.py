@@ -1,0 +1,305 @@
+"""Who is there: workers join, are suspected, expelled and leave, and what their reports change.
+
+A worker that joins is put to work (`services/coordinator/pool/assignments.py`). A member that is not heard of is suspected after
+half the time-out, which takes it out of the epoch and lends out again what others wait for, and gone after all of it. One
+owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from paceline.errors import LedgerFault
+from paceline.groups import Version
+from paceline.rate_limited_log import unforeseen
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.exchange import evaluation, leases, overdue, quarantine
+from services.coordinator.exchange.batches import session_faults
+from services.coordinator.exchange.state import ActiveRun
+from services.coordinator.members.introduction import check_place
+from services.coordinator.members.loop_lag import LoopLag
+from services.coordinator.members.registry import Member, Members
+from services.coordinator.pool.assignments import Assignments
+from services.coordinator.pool.reports import Reports
+from services.coordinator.text_limits import cut, one_line
+
+if TYPE_CHECKING:
+    from services.coordinator.lifecycle.coordinator import Coordinator
+
+TOLD_S = 1.0
+"""Pauses of the coordinator that its log tells of."""
+
+LOOK_S = 5.0
+"""Between two looks at how long leases are out."""
+
+log = logging.getLogger(__name__)
+
+
+class Pool:
+    """The members of one coordinator; `runs` is told what their reports mean for the run."""
+
+    def __init__(self, runs: Coordinator, members: Members):
+        self.members = members
+        self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
+        self.lag = LoopLag()
+        self._looked_s = 0.0
+        """When the ages of leases were last looked at."""
+        self._runs = runs
+        self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
+        self._lock: asyncio.Lock = runs.lock
+        self._reports = Reports(runs, self)
+
+    def expect_holders(self) -> None:
+        """After a restart, once it can be reached: whoever holds leases, and the learner that has the newest session, has the usual
+        time to come back before they are taken away."""
+        for member_id, role in self._ledger.holders():
+            # As if its stream stood: one that broke would have half the time, less than a worker's longest back-off.
+            self._expect(member_id, role)
+        if (holder := self.assignments.take_up_session()) is not None:
+            self._expect(holder, common_pb2.ROLE_LEARNER, self._exchange.active)
+
+    def _expect(self, member_id: str, role: common_pb2.Role.ValueType, run: ActiveRun | None = None) -> None:
+        if self.members.get(member_id) is None:
+            session = self._ledger.run(run.run_id)["session"] if run is not None else 0
+            expected = Member(member_id, role, "", 0, time.monotonic(), session=session, is_expected=True)
+            self.members.add(expected)
+
+    async def look_after(self) -> None:
+        """Suspects and ends members that are not heard of."""
+        now_s = time.monotonic()
+        if pause_s := self.lag.take():
+            self.members.forgive(pause_s, now_s)
+            if pause_s > TOLD_S:
+                log.warning("the coordinator stood still for %.1f s: that is no member's silence", pause_s)
+        for member in self.members.silent(now_s):
+            with self._fault_of(member):
+                # A process that dies closes its stream; one that is stopped or cut off does not.
+                why = f"silent for {now_s - member.last_report_s:.0f} s"
+                await self.leave(member, why, crashed=not member.connected)
+        for member in self.members.quiet(now_s):
+            with self._fault_of(member):
+                await self._suspect(member, f"silent for {now_s - member.last_report_s:.0f} s")
+        await self.lend_again()
+        # Whoever left took the task with it in which the next learner was looked for.
+        await self.assignments.assign_learner()
+        await self._take_overdue()
+
+    @contextmanager
+    def _fault_of(self, member: Member) -> Iterator[None]:
+        """What nobody foresaw in a member's bookkeeping ends its stream and nothing else; a ledger's fault passes."""
+        try:
+            yield
+        except (LedgerFault, sqlite3.Error):
+            raise
+        except Exception as error:  # of this member alone: the others are looked after all the same
+            unforeseen.note("the bookkeeping of a member", error)
+            member.stream_error = error
+            member.end_stream()
+
+    async def join(self, hello: worker_pb2.Hello) -> Member:
+        """A worker joins, or comes back on a new stream. Raises PlaceTaken when its id is another one's."""
+        earlier = self.members.get(hello.member_id)
+        check_place(hello, earlier)
+        run = self._exchange.active
+        same_run = run is not None and hello.run_id == run.run_id
+        session = self.assignments.claim_session(hello) if same_run else 0
+        member = Member(
+            hello.member_id,
+            hello.role,
+            hello.address,
+            hello.rank,
+            time.monotonic(),
+            hello.http_address,
+            session=session,
+            world_size=hello.world_size,
+            shown_secret=hello.secret,
+        )
+        if earlier is not None:
+            member.offered.extend(earlier.offered)
+            member.warned_s.extend(earlier.warned_s)
+            member.failed_s.extend(earlier.failed_s)
+        if same_run:
+            self.assignments.hear(hello)
+        if same_run and hello.HasField("version") and member.role == common_pb2.ROLE_ROLLOUT:
+            self._take_version(member, hello.version)
+        self.members.add(member)
+        self._exchange.senders.enter(member)
+        self._exchange.suspected.discard(member.member_id)
+        log.info("%s %s %s", member.role_name, member.member_id, "is back" if earlier else "joined")
+        if run is not None and member.role != common_pb2.ROLE_LEARNER:
+            self.assignments.assign(member)
+        return member
+
+    def _take_version(self, member: Member, said: common_pb2.PolicyVersion) -> None:
+        """A version that the worker held before it joined; one that the run has not come to is none of it."""
+        version = Version(said.session, said.step)
+        if self.assignments.is_published(version):
+            member.version = self._exchange.versions[member.member_id] = version
+        else:
+            log.warning("%s holds %s, which this run has not published", member.member_id, tuple(version))
+            member.ahead_session = version.session
+
+    async def joined(self, member: Member) -> None:
+        """After Welcome is on its way: the rest of what a new member has to know."""
+        if member.role == common_pb2.ROLE_LEARNER:
+            await self.assignments.assign_learner()
+            self.assignments.forget_epoch()  # a learner that comes back has to be told who receives weights
+        if member.ahead_session:
+            await self.assignments.outnumber_holder(member)
+        self.assignments.name_epoch()
+        await self._add_member_event(member, "joined")
+
+    async def disconnected(self, member: Member) -> None:
+        """The member's stream broke; it has some time to come back."""
+        if self.members.get(member.member_id) is member:
+            member.connected = False
+            # What was on its way to it is lost; when it is back, it is named and offered again.
+            await self._suspect(member, "its stream broke")
+            if member.role == common_pb2.ROLE_LEARNER:
+                await self.assignments.assign_learner()
+
+    async def leave(self, member: Member, reason: str, *, crashed: bool = False) -> None:
+        """A member is gone: its leases and tasks go to others, the next epoch is without it."""
+        if self.members.get(member.member_id) is not member:
+            return
+        self.members.remove(member.member_id)
+        self._exchange.senders.leave(
+            member.member_id
+        )  # before anything is waited for: it may come back meanwhile
+        member.end_stream()
+        run = self._exchange.active
+        async with self._lock:
+            with self._kept_on_fault(member), self._ledger.transaction(synced=False):
+                released = leases.release_member(self._exchange, member.member_id, crashed=crashed)
+                if run is not None:
+                    evaluation.unpin_member(self._exchange, run, member.member_id)
+                notices = self._exchange.take_notices()
+                self._journal.write_down(notices)
+        log.warning(
+            "%s %s left (%s); %d leases taken back",
+            member.role_name,
+            member.member_id,
+            one_line(reason),
+            released,
+        )
+        self.assignments.name_epoch()
+        self._runs.server.wake("lease", "task")
+        await self._add_member_event(member, f"left: {reason}")
+        if member.role == common_pb2.ROLE_LEARNER:
+            await self.assignments.assign_learner()
+        await self._runs.act_on(notices)
+
+    @contextmanager
+    def _kept_on_fault(self, member: Member) -> Iterator[None]:
+        """A member whose leases could not be taken back stays one, silent and without a stream, and is looked at again."""
+        try:
+            yield
+        except BaseException:
+            member.connected = False
+            self.members.add(member)
+            raise
+
+    async def report(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
+        """Takes one report of a member; one that has left, or came back on another stream, has no say any more."""
+        if self.members.get(member.member_id) is not member:
+            return
+        member.last_report_s, member.is_heard = time.monotonic(), True
+        if member.suspected:
+            member.suspected = False
+            self._exchange.suspected.discard(member.member_id)
+            self.assignments.name_epoch()
+            await self._add_member_event(member, "heard of again")
+        if request.WhichOneof("report") == "leave":
+            reason = cut(request.leave.reason)
+            if member.session and not reason:
+                await self._note_left(member.session)
+            await self.leave(member, reason or "in good order", crashed=bool(reason))
+        else:
+            await self._reports.take(member, request)
+
+    async def _note_left(self, session: int) -> None:
+        """A learner ended its session in good order."""
+        run = self._exchange.active
+        if run is not None:
+            async with self._lock:
+                with self._ledger.transaction(synced=False):
+                    session_faults.note_left(self._exchange, run, session)
+
+    async def _suspect(self, member: Member, why: str) -> None:
+        """A member may be gone: the next epoch is without it, no batch waits for what it holds, and it is back as soon as it is
+        heard of."""
+        if member.suspected or self._runs.stopping:
+            return
+        member.suspected = True
+        self._exchange.suspected.add(member.member_id)
+        self._runs.server.wake("batch")
+        log.warning("%s %s is suspected: %s", member.role_name, member.member_id, why)
+        self.assignments.name_epoch()
+        await self._add_member_event(member, f"suspected: {why}")
+
+    async def _take_overdue(self) -> None:
+        """Gives others the leases and tasks of workers that are heard of and hand in nothing."""
+        run, now_s = self._exchange.active, time.monotonic()
+        if run is None or now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        found = overdue.look(self._exchange, run, now_s)
+        if not found:
+            return
+        async with self._lock:
+            with self._ledger.transaction():
+                overdue.take(self._exchange, run, found)
+                notices = self._exchange.take_notices()
+                self._journal.write_down(notices)
+        self._runs.server.wake("lease", "task")
+        await self._runs.act_on(notices)
+
+    async def lend_again(self) -> None:
+        """Lends what silent workers hold to others before their time-out: score tasks at once, leases when the learner waits,
+        as generating twice costs more. Not where the stream broke: that may be a crash, which what they hold may have caused.
+        """
+        silent = [member.member_id for member in self.members.all() if member.suspected and member.connected]
+        run = self._exchange.active
+        if run is None or not silent:
+            return
+        async with self._lock:
+            if not self._ledger.held().keys() & set(silent):
+                return
+            with self._ledger.transaction():
+                number = leases.lend_again(
+                    self._exchange, silent, with_leases=self._exchange.learner_waits(run)
+                )
+        if number:
+            log.info("%d groups of silent workers are lent again: %s", number, ", ".join(silent))
+            self._runs.server.wake("lease", "task")
+
+    async def expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
+        """A member missed a deadline of its weight link: the next epoch is without it, and it is told so."""
+        if member.expelled:
+            return
+        member.expelled = True
+        log.warning("%s %s is expelled from epoch %d", member.role_name, member.member_id, report.epoch)
+        expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
+        member.direct(worker_pb2.ConnectResponse(expelled=expelled))
+        self.assignments.name_epoch()
+        await self._add_member_event(member, f"expelled from epoch {report.epoch}: {report.error}")
+
+    async def _add_member_event(self, member: Member, what: str) -> None:
+        run = self._exchange.active
+        if run is not None:
+            async with self._lock:
+                with self._ledger.transaction(synced=False):  # nobody is told before a later sync
+                    if what == "joined":
+                        quarantine.forgive(self._exchange, member.member_id)
+                    self._ledger.add_event(
+                        run.run_id,
+                        "member",
+                        {"role": member.role_name, "member_id": member.member_id, "what": what},
+                    )
+            await self._runs.tell_watchers()

@@ -1,0 +1,178 @@
+"""What members' reports mean: weights that arrived, runs that are set up or cannot go on, checkpoints, publishes.
+
+`Pool` takes a report in, keeps the time of it and hands it on to here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import InvalidInput
+from paceline.files.run_folders import EXPORT
+from paceline.groups import Version
+from paceline.rate_limited_log import SeldomLog
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.exchange.batches import session_faults
+from services.coordinator.exchange.state import ActiveRun
+from services.coordinator.ledger.folders import stored
+from services.coordinator.members.registry import Member
+from services.coordinator.pool.authority import Authority, cut_texts
+from services.coordinator.sessions import retention, starting_point
+from services.coordinator.text_limits import finite_gauges, one_line
+
+if TYPE_CHECKING:
+    from services.coordinator.lifecycle.coordinator import Coordinator
+    from services.coordinator.pool.pool import Pool
+
+log = logging.getLogger(__name__)
+seldom = SeldomLog(log)
+
+
+class Reports:
+    """Those of one coordinator's members; `runs` is told what they mean for the run."""
+
+    def __init__(self, runs: Coordinator, pool: Pool):
+        self._runs, self._pool = runs, pool
+        self._members, self._assignments = pool.members, pool.assignments
+        self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
+        self._lock: asyncio.Lock = runs.lock
+        self._authority = Authority(pool.assignments, runs.ledger, runs.exchange)
+
+    async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
+        """Acts on one report, if it is this member's to make. Raises InvalidInput for a second Hello."""
+        kind = request.WhichOneof("report")
+        if kind == "hello":
+            raise InvalidInput("hello is the first message of a stream, and there is one")
+        cut_texts(request)
+        refusal = self._authority.refusal(member, request)
+        if refusal:
+            about = f"{kind} of {member.role_name} {member.member_id}"
+            seldom.warning(about, "ignored a %s: %s", about, one_line(refusal))
+            return
+        match kind:
+            case "heartbeat":
+                member.gauges = finite_gauges(request.heartbeat.gauges)
+                member.draining = request.heartbeat.draining
+            case "weight_offer":
+                receiver = self._members.get(request.weight_offer.member_id)
+                if receiver is not None and receiver.role == common_pb2.ROLE_ROLLOUT:
+                    version = _version(request.weight_offer.version)
+                    receiver.offered.append(version)
+                    self._exchange.offer(receiver.member_id, version)
+                    receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
+            case "weight_ack":
+                await self._on_weight_ack(member, request.weight_ack)
+            case "weight_progress":
+                if (learner := self._assignments.learner()) is not None:
+                    learner.direct(worker_pb2.ConnectResponse(weight_progress=request.weight_progress))
+            case "run_report":
+                await self._on_run_report(member, request.run_report)
+            case "checkpoint":
+                await self._on_checkpoint(member, request.checkpoint)
+            case "staged":
+                named = self._assignments.named[1]
+                self._journal.note_staged(request.staged, self._assignments.epoch, len(named))
+            case "publish":
+                await self._on_publish(request.publish)
+
+    async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
+        run = self._exchange.active
+        if run is not None and ack.ok:
+            member.version = _version(ack.version)
+            self._exchange.versions[member.member_id] = member.version
+            self._journal.note_pause(ack)
+            async with self._lock:
+                if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
+                    with self._ledger.transaction(synced=False):
+                        self._ledger.update_run(run.run_id, published_step=ack.version.step)
+            self._runs.server.wake("lease")
+        if (learner := self._assignments.learner()) is not None:
+            learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
+
+    async def _on_run_report(self, member: Member, report: worker_pb2.RunReport) -> None:
+        run = self._exchange.active
+        if run is None:
+            return
+        if report.warning:
+            await self._runs.warn([report.warning])
+            return
+        if report.fault == worker_pb2.FAULT_CHECKPOINT:
+            await self._assignments.fall_back(member, report)
+            return
+        if report.fault in (worker_pb2.FAULT_STEP, worker_pb2.FAULT_MEMORY):
+            await self._on_step_fault(run, member, report)
+            return
+        if report.error:
+            await self._runs.faults.on_error(member, report)
+            return
+        member.ready_run, member.expelled = run.run_id, False
+        await self._runs.faults.on_ready(member)
+        if report.vocab_size:
+            await self._update_run(run.run_id, vocab_size=report.vocab_size)
+        if report.finished:
+            export = self._ledger.run_directory(run.run_id) / EXPORT
+            path = stored(self._ledger.path.parent, str(export))
+            await self._update_run(run.run_id, export_path=path)
+            await self._runs.learner_finished(report.session)
+        self._assignments.name_epoch()
+
+    async def _update_run(self, run_id: str, **columns: Any) -> None:
+        async with self._lock:
+            with self._ledger.transaction(synced=False):
+                self._ledger.update_run(run_id, **columns)
+
+    async def _on_step_fault(self, run: ActiveRun, member: Member, report: worker_pb2.RunReport) -> None:
+        """A rank could not train its step: the session is over, and its processes end by themselves."""
+        if member.role != common_pb2.ROLE_LEARNER:
+            return
+        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
+            if learner.session == report.session:
+                learner.session, learner.ready_run = 0, ""
+        async with self._lock:
+            with self._ledger.transaction():
+                session_faults.on_report(self._exchange, run, report, member.rank)
+                notices = self._exchange.take_notices()
+                self._journal.write_down(notices)
+        await self._runs.act_on(notices)
+
+    async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
+        run = self._exchange.active
+        if run is None or report.run_id != run.run_id:
+            return
+        refusal = starting_point.refusal(self._ledger, run, report)
+        if refusal:
+            message = f"a checkpoint of session {report.session} is not registered: {refusal}"
+            await self._runs.warn([message])
+            return
+        async with self._lock:
+            with self._ledger.transaction():
+                # One that is known is what a learner says again after a restart: no news.
+                if self._ledger.add_checkpoint(report):
+                    content = {"step": report.step, "path": report.path, "seconds": report.seconds}
+                    self._ledger.add_event(report.run_id, "checkpoint", content)
+                retention.forget_surplus(self._ledger, run.run_id, run.spec.checkpointing)
+            kept = retention.kept_paths(self._ledger, report.run_id)
+        directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
+        member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))
+        await self._runs.tell_watchers()
+
+    async def _on_publish(self, report: worker_pb2.PublishReport) -> None:
+        self._journal.note_publish(report)
+        if report.ok:
+            return
+        log.warning(
+            "version %d did not reach %s: %s",
+            report.version.step,
+            report.member_id[:64],
+            one_line(report.error),
+        )
+        member = self._members.get(report.member_id)
+        missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
+        if missed and member is not None and report.epoch >= member.named_in:
+            await self._pool.expel(member, report)
+
+
+def _version(said: common_pb2.PolicyVersion) -> Version:
+    return Version(said.session, said.step)

@@ -1,0 +1,1 @@
+"""What a run tells: events, metrics, files, and why nothing moves."""

@@ -1,0 +1,83 @@
+"""What a run leaves to read: metrics.jsonl, TensorBoard events, summary.json. Flushed per step, each step once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from services.coordinator.reporting import metrics_lines
+
+log = logging.getLogger(__name__)
+METRICS_NAME = "metrics.jsonl"
+SUMMARY_NAME = "summary.json"
+
+
+class Recorder:
+    """Writes the metrics of one run into its directory. Raises OSError."""
+
+    def __init__(
+        self, directory: Path, *, tensorboard: bool, next_step: int, is_ahead: metrics_lines.IsAhead
+    ):
+        """`next_step` is the run's, by the ledger; `is_ahead` tells of lines that it does not know."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        path = directory / METRICS_NAME
+        number = metrics_lines.set_aside(path, is_ahead)
+        if number:
+            log.warning(
+                "%d lines of %s are ahead of the ledger; they are in %s.set-aside now", number, path, path
+            )
+        self._lines = path.open("a")
+        self._events = None
+        if tensorboard:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            try:
+                self._events = EventFileWriter(str(directory / "tensorboard"), flush_secs=10)
+            except OSError:
+                self._lines.close()
+                raise
+            if number:
+                self._hide_from(next_step)
+
+    def _hide_from(self, step: int) -> None:
+        """TensorBoard leaves out what it has of this step and later ones."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        started = SessionLog(status=SessionLog.START)
+        if self._events is not None:
+            self._events.add_event(Event(wall_time=time.time(), step=step, session_log=started))
+
+    def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl, and the same scalars for TensorBoard. Not-a-number becomes null."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
+        self._lines.flush()
+        if self._events is not None:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            scalars = [
+                Summary.Value(tag=f"{kind}/{name}", simple_value=value)
+                for name, value in values.items()
+                if value is not None
+            ]
+            self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def write_summary(directory: Path, summary: dict[str, Any]) -> None:
+    """Writes summary.json as one object: it is there whole or not at all."""
+    path = directory / SUMMARY_NAME
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.replace(path)

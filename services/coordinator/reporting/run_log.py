@@ -1,0 +1,215 @@
+"""What a run tells: its events, its metrics by step, its summary. The ledger holds them; files show them.
+
+`write_down` is called inside the transaction that something happened in, so an event is there exactly when its cause
+is. Metrics of a step come from several places: the batch, the learner's rank 0, the workers' heartbeats and the last
+publish; they meet here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.rate_limited_log import unforeseen
+from protos.paceline.v1 import worker_pb2
+from services.coordinator.exchange import evaluation
+from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import Members
+from services.coordinator.reporting.metrics_files import SUMMARY_NAME, Recorder, write_summary
+from services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
+from services.coordinator.reporting.weight_otel import WeightMeters
+from services.coordinator.text_limits import bounded_metrics, one_line, seconds
+
+TIME = "milliseconds"
+"""Counter of the time that a run was active."""
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """The history of the active run."""
+
+    def __init__(self, ledger: Ledger, exchange: Exchange, members: Members):
+        self._ledger = ledger
+        self._exchange = exchange
+        self._members = members
+        self._recorder: Recorder | None = None
+        self._learner: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+        self._versions = WeightRecords()
+        self._meters = WeightMeters()
+        self._run_id = ""
+        self._counted_s = time.monotonic()
+        """Until when the run's time is in the ledger, by the monotonic clock."""
+
+    def open(self, run_id: str, directory: Path, *, tensorboard: bool) -> None:
+        """Begins, or goes on with, the files of a run. Raises OSError."""
+        next_step = int(self._ledger.run(run_id)["next_step"])
+        evaluated = self._ledger.evaluated_steps(run_id)
+
+        def is_ahead(kind: str, step: int) -> bool:
+            if kind == "eval":
+                return step not in evaluated
+            return step >= next_step if kind == "train" else step > next_step
+
+        self._recorder = Recorder(directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead)
+        self._run_id, self._counted_s = run_id, time.monotonic()
+        self._learner, self._weights, self._versions = {}, {}, WeightRecords()
+
+    def close(self, summary: dict[str, Any] | None = None) -> None:
+        """Ends the files, with a summary if the run has ended."""
+        if self._recorder is not None:
+            self._write_versions(self._versions.close())
+            if summary is not None:
+                self._summarize(self._recorder.directory, summary)
+            self._recorder.close()
+            self._recorder = None
+
+    def summarize_if_missing(self, run_id: str) -> None:
+        """Writes the summary of an ended run that a kill prevented, or a folder that could not be written."""
+        directory = self._ledger.run_directory(run_id)
+        if os.path.isdir(directory) and not os.path.exists(directory / SUMMARY_NAME):
+            self._summarize(directory, self.summary(run_id))
+
+    def _summarize(self, directory: Path, summary: dict[str, Any]) -> None:
+        """The ledger has all of it: a folder that cannot be written keeps no run from its end."""
+        try:
+            write_summary(directory, summary)
+        except OSError as error:
+            log.warning(
+                "%s cannot be written: %s; the next start tries again", directory / SUMMARY_NAME, error
+            )
+
+    def write_down(self, notices: list[Notice]) -> None:
+        """Events, metrics and due evaluations of what the exchange noticed."""
+        run = self._exchange.active
+        if run is None:
+            return
+        for notice in notices:
+            match notice.kind:
+                case "metrics":
+                    self._learner = bounded_metrics(notice.content["metrics"])
+                case "step":
+                    self._on_step(run, notice.content["step"], notice.content["metrics"])
+                case "evaluated":
+                    self._ledger.add_event(run.run_id, "evaluation", notice.content)
+                    self._record("eval", notice.content["step"], _numbers(notice.content))
+                case "warning":
+                    log.warning("run %s: %s", run.run_id, one_line(notice.content["message"]))
+                    self._ledger.add_event(run.run_id, "warning", notice.content)
+
+    def note_staged(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> None:
+        """A version begins its way to the members of an epoch."""
+        self._weights |= {
+            "weights/gather_s": seconds(report.gather_s),
+            "weights/wait_s": seconds(report.wait_s),
+        }
+        self._write_versions(self._versions.stage(report, epoch, members))
+
+    def note_pause(self, ack: worker_pb2.WeightAck) -> None:
+        """How long a sampler stood still for a version."""
+        self._weights |= {"weights/pause_s": seconds(ack.pause_s), "weights/swap_s": seconds(ack.swap_s)}
+        self._versions.acknowledge(ack)
+
+    def note_publish(self, report: worker_pb2.PublishReport) -> None:
+        """How a version reached a member, or that it did not."""
+        self._write_versions(self._versions.publish(report))
+        if not report.ok:
+            return
+        self._weights["weights/publish_s"] = seconds(report.publish_s)
+        self._weights["weights/transfer_s"] = seconds(report.transfer_s)
+        self._weights["weights/size_bytes"] = float(report.size_bytes)
+
+    def summary(self, run_id: str) -> dict[str, Any]:
+        """What summary.json says: outcome, books, evaluations. Raises NotFound."""
+        row, books = self._ledger.run(run_id), self._ledger.token_books(run_id)
+        evaluations = self._ledger.evaluations(run_id)
+        rewards = [e["reward"] for e in evaluations if e.get("reward") is not None]
+        tokens = {
+            f"{name}_tokens": books[name] for name in ("generated", "trained", "dropped", "live", "wasted")
+        }
+        return {
+            "run_id": run_id,
+            "state": row["state"],
+            "message": row["message"],
+            "steps": row["next_step"],
+            "samples": self._ledger.trained_samples(run_id),
+            "seconds": self._seconds(run_id),
+            "reward_before": rewards[0] if len(rewards) > 1 else None,
+            "reward_after": rewards[-1] if rewards else None,
+            "evaluations": evaluations,
+            **tokens,
+            "groups": self._ledger.groups_by_state(run_id),
+            "learner_sessions": row["session"],
+            "chain": row["chain"],
+            "export_path": self._ledger.export_path(run_id),
+        }
+
+    def _seconds(self, run_id: str) -> float:
+        """For how long coordinators have had the run active, over all their lives. The wall clock may be set back."""
+        seconds = self._ledger.counters(run_id).get(TIME, 0) / 1000
+        if run_id == self._run_id and self._recorder is not None:
+            seconds += time.monotonic() - self._counted_s
+        return round(seconds, 3)
+
+    def _count_time(self) -> None:
+        """Inside a transaction."""
+        now_s = time.monotonic()
+        elapsed_ms = int((now_s - self._counted_s) * 1000)
+        self._ledger.count(self._run_id, TIME, elapsed_ms)
+        self._counted_s += elapsed_ms / 1000
+
+    def _on_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
+        """A step was trained: writes its metrics down and begins the evaluation that is due."""
+        self._count_time()
+        metrics = metrics | self._learner | self._weights | self._pool_gauges()
+        for state, number in self._ledger.groups_by_state(run.run_id).items():
+            metrics[f"groups/{state}"] = number
+        self._learner = {}
+        for prefix, version in (("validation_before/", step), ("validation/", step + 1)):
+            metrics = self._note_validation(run, metrics, prefix, version)
+        self._ledger.add_event(run.run_id, "step", {"step": step, **_numbers(metrics)})
+        self._record("train", step, metrics)
+        grpo, trained = run.spec.grpo, step + 1
+        final = trained == run.spec.max_num_steps
+        due = grpo.val_period and trained % grpo.val_period == 0
+        if run.validation is not None and (grpo.val_at_end if final else due):
+            evaluation.begin(self._exchange, run, trained)
+
+    def _write_versions(self, records: list[VersionRecord]) -> None:
+        for record in records:
+            self._meters.record(self._run_id, record)
+            self._record("weights", record.version.step, record.metrics())
+
+    def _note_validation(
+        self, run: ActiveRun, metrics: dict[str, float], prefix: str, version: int
+    ) -> dict[str, float]:
+        """Writes down what the learner measured on held-out examples at a version; the metrics without it."""
+        found = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
+        if found:
+            result = {"step": version, **_numbers(found)}
+            self._ledger.add_evaluation(run.run_id, version, result)
+            self._ledger.add_event(run.run_id, "evaluation", result)
+            self._record("eval", version, found)
+        return {name: value for name, value in metrics.items() if not name.startswith(prefix)}
+
+    def _pool_gauges(self) -> dict[str, float]:
+        """Sums of what the workers of each pool report."""
+        totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
+        for member in self._members.all():
+            for name, value in member.gauges.items():
+                totals[f"{member.role_name}/{name}"] = totals.get(f"{member.role_name}/{name}", 0.0) + value
+        return totals
+
+    def _record(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        if self._recorder is not None:
+            self._recorder.write(kind, step, metrics)
+
+
+def _numbers(content: dict[str, Any]) -> dict[str, float]:
+    return {k: float(v) for k, v in content.items() if isinstance(v, int | float) and math.isfinite(v)}

@@ -1,0 +1,61 @@
+"""A run as the control plane tells it, from the ledger's rows alone: no YAML is parsed, and a row that cannot be read is said
+to be one instead of hiding the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import time
+
+from paceline.errors import InvalidInput
+from paceline.rate_limited_log import SeldomLog
+from protos.paceline.v1 import run_pb2
+from services.coordinator.ledger.ledger import Ledger
+
+PAGE_SIZE = 100
+seldom = SeldomLog(logging.getLogger(__name__))
+
+
+def run_message(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
+    """What the row of a run says, with its books."""
+    run_id = row["run_id"]
+    return run_pb2.Run(
+        run_id=run_id,
+        state=run_pb2.RunState.Value(f"RUN_STATE_{row['state'].upper()}"),
+        message=row["message"],
+        step=row["next_step"],
+        max_num_steps=row["max_num_steps"],
+        directory=str(ledger.run_directory(run_id)),
+        groups=ledger.groups_by_state(run_id),
+        tokens=ledger.token_books(run_id),
+        age_s=max(0.0, time.time() - row["submitted_s"]),
+        warnings=json.loads(row["warnings_json"]),
+    )
+
+
+def page(ledger: Ledger, request: run_pb2.ListRequest) -> run_pb2.ListResponse:
+    """The page of runs that is asked for, oldest first. Raises InvalidInput for a token that is none."""
+    if not request.page_token.isascii() or not (request.page_token or "0").isdigit():
+        raise InvalidInput(
+            f"page_token {request.page_token[:40]!r} is none; send `next_page_token` of the answer before"
+        )
+    after = min(int((request.page_token or "0")[:19]), 1 << 62)
+    size = min(request.page_size or PAGE_SIZE, PAGE_SIZE)
+    rows = ledger.runs_after(after, size + 1)
+    response = run_pb2.ListResponse(runs=[_tolerant(ledger, row) for row in rows[:size]])
+    if len(rows) > size:
+        response.next_page_token = str(rows[size - 1]["sequence"])
+    return response
+
+
+def _tolerant(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
+    try:
+        return run_message(ledger, row)
+    except Exception as error:  # whatever a damaged row raises, it is about this run alone
+        run_id = str(row["run_id"])
+        seldom.warning(run_id, "the record of run %s cannot be read", run_id, error=error)
+        return run_pb2.Run(
+            run_id=run_id,
+            message=f"its record cannot be read ({type(error).__name__}); see `paceline ledger verify`",
+        )

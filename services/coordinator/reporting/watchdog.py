@@ -1,0 +1,130 @@
+"""Looks on while a run trains: says why nothing moves, and closes admission before the disk is full.
+
+The coordinator asks it at every tick and writes down what it says. It changes nothing but `Exchange.admission_closed`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from protos.paceline.v1 import common_pb2
+from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import Member, Members
+from services.coordinator.reporting import stall
+
+
+class Watchdog:
+    """What it remembers is how long things have been as they are; a restart begins anew."""
+
+    def __init__(
+        self, ledger: Ledger, exchange: Exchange, members: Members, directory: Path, min_free_bytes: int
+    ):
+        self._ledger = ledger
+        self._exchange = exchange
+        self._members = members
+        self._directory = directory
+        self._min_free_bytes = min_free_bytes
+        self._moving_s: float | None = None
+        """When a learner was there and the run was not paused, last."""
+        self._idle: tuple[int, int, float] | None = None
+        """Session and step whose batch nobody has asked for, though there is none to train, and since when."""
+        self._unreadable_data = ""
+        """What was last said of the data set."""
+        self._step = -1
+        self._next_warning_s = 0.0
+        """Seconds of waiting for `_step` after which to speak again."""
+
+    def look(self, now_s: float) -> list[str]:
+        """Warnings that are due, in sentences; each stall is told after `logger.stall_warning_s`, then after twice that
+        time, four times and so on."""
+        run = self._exchange.active
+        if run is None:
+            self._moving_s = None
+            return []
+        return [*self._check_disk(run), *self._check_data(), *self._check_stall(run, now_s)]
+
+    def _bytes_to_come(self, run: ActiveRun) -> int:
+        """What the groups that are admitted or leased will take, if they are like those that came last."""
+        groups = self._ledger.groups_by_state(run.run_id)
+        return int((groups["admitted"] + groups["leased"]) * self._ledger.mean_result_bytes(run.run_id))
+
+    def _check_disk(self, run: ActiveRun) -> list[str]:
+        free_bytes, to_come = shutil.disk_usage(self._directory).free, self._bytes_to_come(run)
+        was_closed = bool(self._exchange.admission_closed)
+        closed = free_bytes - to_come < self._min_free_bytes
+        free = f"{free_bytes >> 20} MB are free in {self._directory}"
+        if to_come >> 20:
+            free += f", {to_come >> 20} MB of which open groups will take"
+        limit = f"--min-free-mb is {self._min_free_bytes >> 20}"
+        self._exchange.admission_closed = f"{free} and {limit}" if closed else ""
+        if closed and not was_closed:
+            return [f"admission is closed: {free}, {limit}. What is open is still trained; make room"]
+        return [f"admission is open again: {free}"] if was_closed and not closed else []
+
+    def _check_data(self) -> list[str]:
+        """Says when the prompts of the run cannot be read any more, and when they can again."""
+        before, self._unreadable_data = self._unreadable_data, self._exchange.unreadable_data
+        if self._unreadable_data and not before:
+            return [
+                f"no prompt is admitted: {self._unreadable_data}. What is open is still trained; it is tried again by itself"
+            ]
+        return ["prompts are read again"] if before and not self._unreadable_data else []
+
+    def _check_stall(self, run: ActiveRun, now_s: float) -> list[str]:
+        row = self._ledger.run(run.run_id)
+        learners = [m for m in self._connected(common_pb2.ROLE_LEARNER) if m.session == row["session"]]
+        step = row["next_batch"] if run.prompts is not None else row["next_step"]
+        if self._moving_s is None or row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps:
+            self._moving_s, self._step = now_s, -1
+            return []
+        since_s, asked = self._moving_s, True
+        if learners:
+            asked_s = self._exchange.first_asked_s.get(step)
+            self._moving_s, asked = now_s, asked_s is not None
+            has_work = row["next_batch"] > row["next_step"] or run.prompts is None
+            if asked_s is None and has_work and any(m.ready_run == run.run_id for m in learners):
+                self._step, self._idle = -1, None
+                return []
+            since_s = self._idle_since(row["session"], step, now_s) if asked_s is None else asked_s
+        waited_s, warn_s = now_s - since_s, run.spec.logger.stall_warning_s
+        if step != self._step:
+            self._step, self._next_warning_s = step, warn_s
+        if waited_s < self._next_warning_s:
+            return []
+        while self._next_warning_s <= waited_s:
+            self._next_warning_s *= 2
+        return [stall.explain(self._facts(run, step, waited_s, len(learners), asked))]
+
+    def _idle_since(self, session: int, step: int, now_s: float) -> float:
+        """When this session was first seen to ask for nothing, though it has no batch to train."""
+        if self._idle is None or self._idle[:2] != (session, step):
+            self._idle = (session, step, now_s)
+        return self._idle[2]
+
+    def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int, asked: bool) -> stall.Facts:
+        rollouts, rewards = self._connected(common_pb2.ROLE_ROLLOUT), self._connected(common_pb2.ROLE_REWARD)
+        held = self._ledger.held()
+        groups = self._ledger.groups_by_state(run.run_id)
+        return stall.Facts(
+            waited_s=waited_s,
+            step=step,
+            learners=learners,
+            asked=asked,
+            rollouts=len(rollouts),
+            ready_rollouts=sum(member.ready_run == run.run_id for member in rollouts),
+            versions=tuple(version.step for version in self._exchange.versions.values()),
+            rewards=len(rewards),
+            leases=groups["leased"],
+            holders=sum(member.member_id in held for member in rollouts),
+            tasks=sum(held.get(member.member_id, 0) for member in rewards),
+            groups=groups,
+            batch=run.batch,
+            max_age=run.max_age,
+            admission_closed=self._exchange.admission_closed,
+            unreadable_data=self._exchange.unreadable_data,
+        )
+
+    def _connected(self, role: common_pb2.Role.ValueType) -> list[Member]:
+        return [member for member in self._members.of_role(role) if member.connected]

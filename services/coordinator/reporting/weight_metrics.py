@@ -1,0 +1,97 @@
+"""What each published version cost, put together from what the learner and the members say of it. Pure bookkeeping.
+
+The learner reports a version when it is staged and again for every member; a member reports its swap with its
+acknowledgement. A record is done when the whole epoch has acknowledged the version, or a few versions later: by then
+whoever is missing was brought to a newer one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.groups import Version
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.text_limits import seconds
+
+KEPT_OPEN = 4
+"""Newest versions whose late members are still waited for."""
+
+
+@dataclass
+class VersionRecord:
+    """One version; seconds are those of the slowest member."""
+
+    version: Version
+    epoch: int
+    members: int
+    """Named in the epoch when the version was staged."""
+    acknowledged: set[str] = field(default_factory=set)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def raise_to(self, **numbers: float) -> None:
+        """Keeps the largest of each."""
+        for name, value in numbers.items():
+            self.numbers[name] = max(value, self.numbers.get(name, 0.0))
+
+    def metrics(self) -> dict[str, float]:
+        """All of it as numbers by name."""
+        return {
+            "session": float(self.version.session),
+            "epoch": float(self.epoch),
+            "members": float(self.members),
+            "acknowledged": float(len(self.acknowledged)),
+            **self.numbers,
+        }
+
+
+class WeightRecords:
+    """The versions of a run that are still on their way."""
+
+    def __init__(self) -> None:
+        self._open: dict[Version, VersionRecord] = {}
+
+    def stage(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> list[VersionRecord]:
+        """A version begins; returns the records that this ends."""
+        record = VersionRecord(_version(report.version), epoch, members)
+        record.raise_to(gather_s=seconds(report.gather_s), wait_s=seconds(report.wait_s), failures=0.0)
+        self._open[record.version] = record
+        return [self._open.pop(version) for version in sorted(self._open)[:-KEPT_OPEN]]
+
+    def publish(self, report: worker_pb2.PublishReport) -> list[VersionRecord]:
+        """How it went with one member."""
+        record = self._open.get(_version(report.version))
+        if record is None:
+            return []
+        if not report.ok:
+            record.numbers["failures"] += 1.0
+            return []
+        record.raise_to(
+            size_bytes=float(report.size_bytes),
+            form_s=seconds(report.form_s),
+            transfer_s=seconds(report.transfer_s),
+            answer_s=seconds(report.ack_s),
+            publish_s=seconds(report.publish_s),
+        )
+        record.acknowledged.add(report.member_id)
+        return self._done(record)
+
+    def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
+        """A member samples from it."""
+        record = self._open.get(_version(ack.version))
+        if record is not None:
+            record.raise_to(swap_s=seconds(ack.swap_s), pause_s=seconds(ack.pause_s))
+
+    def close(self) -> list[VersionRecord]:
+        """The run is over."""
+        left, self._open = list(self._open.values()), {}
+        return left
+
+    def _done(self, record: VersionRecord) -> list[VersionRecord]:
+        if len(record.acknowledged) < record.members:
+            return []
+        del self._open[record.version]
+        return [record]
+
+
+def _version(version: common_pb2.PolicyVersion) -> Version:
+    return Version(version.session, version.step)

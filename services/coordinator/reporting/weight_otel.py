@@ -1,0 +1,74 @@
+"""What each published version cost, as OpenTelemetry metrics: the numbers of metrics.jsonl's `weights` lines, for a collector.
+
+Instruments are named `paceline.weights.*`. Seconds and bytes are histograms with one value for each version (that of the
+slowest member); epoch, version and members are gauges with the newest. All carry the attribute `paceline.run`.
+"""
+
+from __future__ import annotations
+
+from opentelemetry import metrics
+from opentelemetry.metrics import Meter
+
+from services.coordinator.reporting.weight_metrics import VersionRecord
+
+SECONDS = {
+    "gather_s": "The learner's ranks put a bucket together",
+    "wait_s": "The learner's next step waited for the copy",
+    "form_s": "A link to a member was formed",
+    "transfer_s": "The buckets were sent",
+    "answer_s": "From the last bucket to the member's acknowledgement",
+    "publish_s": "From the offer to the acknowledgement",
+    "swap_s": "The engine took over",
+    "pause_s": "The sampler stood still",
+}
+"""Instruments by the record's name; the instrument's name is without the unit's suffix."""
+SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
+"""From 1 KiB to 256 GiB."""
+
+
+class WeightMeters:
+    """Instruments of `meter`; by default of the process's provider, which does nothing where none is set up."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        meter = meter or metrics.get_meter("paceline")
+        self._seconds = {
+            name: meter.create_histogram(
+                f"paceline.weights.{name.removesuffix('_s')}",
+                unit="s",
+                description=description,
+                explicit_bucket_boundaries_advisory=SECONDS_BOUNDS,
+            )
+            for name, description in SECONDS.items()
+        }
+        self._bytes = meter.create_histogram(
+            "paceline.weights.size",
+            unit="By",
+            description="Sent to each member",
+            explicit_bucket_boundaries_advisory=BYTES_BOUNDS,
+        )
+        self._gauges = {
+            name: meter.create_gauge(f"paceline.weights.{name}", description=description)
+            for name, description in {
+                "version": "Newest step whose weights are out",
+                "epoch": "Number of the set of members that the version was for",
+                "members": "Members of the epoch",
+                "acknowledged": "Members that acknowledged the version",
+            }.items()
+        }
+        self._failures = meter.create_counter(
+            "paceline.weights.failures", description="Attempts to bring a version to a member that failed"
+        )
+
+    def record(self, run_id: str, record: VersionRecord) -> None:
+        """One version is done."""
+        about = {"paceline.run": run_id}
+        numbers = record.metrics() | {"version": float(record.version.step)}
+        for name, histogram in self._seconds.items():
+            if name in numbers:
+                histogram.record(numbers[name], about)
+        if "size_bytes" in numbers:
+            self._bytes.record(numbers["size_bytes"], about)
+        for name, gauge in self._gauges.items():
+            gauge.set(numbers[name], about)
+        self._failures.add(numbers.get("failures", 0.0), about)

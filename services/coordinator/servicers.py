@@ -1,0 +1,192 @@
+"""The control plane's two services: RunService for people, WorkerService for workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from paceline.errors import InvalidInput, Unavailable
+from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.common.grpc_server import with_status, with_stream_status
+from services.common.processes.file_limit import Capacity
+from services.coordinator.lifecycle.coordinator import Coordinator
+from services.coordinator.members.introduction import check_hello
+from services.coordinator.members.registry import Member
+from services.coordinator.reporting.run_messages import page, run_message
+from services.coordinator.text_limits import fitting_event
+
+HEARTBEAT_INTERVAL_S = 1.0
+HELLO_WAIT_S = 30.0
+"""For the first message of a stream."""
+EVENTS_AT_ONCE = 100
+ENDED = {"succeeded", "failed", "cancelled"}
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    """Submit, look at and steer runs."""
+
+    def __init__(self, coordinator: Coordinator):
+        self._coordinator = coordinator
+
+    @with_status
+    async def Submit(self, request: run_pb2.SubmitRequest, context: Context) -> run_pb2.SubmitResponse:
+        run_id = await self._coordinator.submit(request.spec_yaml, request.submission)
+        return run_pb2.SubmitResponse(run=self._run(run_id))
+
+    @with_status
+    async def Get(self, request: run_pb2.GetRequest, context: Context) -> run_pb2.GetResponse:
+        return run_pb2.GetResponse(run=self._run(request.run_id))
+
+    @with_status
+    async def List(self, request: run_pb2.ListRequest, context: Context) -> run_pb2.ListResponse:
+        return page(self._coordinator.committed, request)
+
+    @with_stream_status
+    async def Watch(
+        self, request: run_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[run_pb2.WatchResponse]:
+        ledger, after = self._coordinator.committed, request.after
+        ledger.run(request.run_id)
+        while True:
+            async with self._coordinator.changed:  # held from looking to waiting: no event falls in between
+                ended = ledger.run(request.run_id)["state"] in ENDED
+                events = ledger.events(request.run_id, after, EVENTS_AT_ONCE)
+                if not events and not ended and not self._coordinator.stopping:
+                    await self._coordinator.changed.wait()
+                    continue
+            await self._coordinator.ledger.sync_off_loop()  # what is told does not vanish with the power
+            for event in events:
+                after = event["sequence"]
+                text = fitting_event(event["json"])
+                yield run_pb2.WatchResponse(sequence=after, kind=event["kind"], json=text)
+            if ended and not events:
+                return
+            if self._coordinator.stopping:
+                raise Unavailable("the coordinator stops; watch on when it is back")
+
+    @with_status
+    async def Cancel(self, request: run_pb2.CancelRequest, context: Context) -> run_pb2.CancelResponse:
+        await self._coordinator.cancel(request.run_id)
+        return run_pb2.CancelResponse(run=self._run(request.run_id))
+
+    @with_status
+    async def Pause(self, request: run_pb2.PauseRequest, context: Context) -> run_pb2.PauseResponse:
+        await self._coordinator.pause(request.run_id)
+        return run_pb2.PauseResponse(run=self._run(request.run_id))
+
+    @with_status
+    async def Resume(self, request: run_pb2.ResumeRequest, context: Context) -> run_pb2.ResumeResponse:
+        await self._coordinator.resume(request.run_id)
+        return run_pb2.ResumeResponse(run=self._run(request.run_id))
+
+    @with_status
+    async def DropGroups(
+        self, request: run_pb2.DropGroupsRequest, context: Context
+    ) -> run_pb2.DropGroupsResponse:
+        await self._coordinator.drop_groups(request.run_id, list(request.group_ids))
+        return run_pb2.DropGroupsResponse(run=self._run(request.run_id))
+
+    def _run(self, run_id: str) -> run_pb2.Run:
+        row = self._coordinator.committed.run(run_id)
+        message = run_message(self._coordinator.committed, row)
+        message.spec_yaml = row["spec_yaml"]
+        return message
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """The stream by which workers belong."""
+
+    def __init__(self, coordinator: Coordinator, exchange_endpoint: str, capacity: Capacity | None = None):
+        """`capacity` says how many members fit; None is any number."""
+        self._coordinator = coordinator
+        self._exchange_endpoint = exchange_endpoint
+        self._capacity = capacity
+
+    @with_stream_status
+    async def Connect(
+        self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        hello = await _hello(request_iterator)
+        self._check_room(hello.member_id)
+        if self._coordinator.waits_for:
+            raise Unavailable(self._coordinator.waits_for)
+        member = await self._coordinator.pool.join(hello)
+        reports = asyncio.create_task(self._read(member, request_iterator))
+        try:
+            yield self._welcome(member)
+            await self._coordinator.pool.joined(member)
+            while (directive := await member.outbox.get()) is not None:
+                yield directive
+            if member.stream_error is not None:
+                raise member.stream_error
+        finally:
+            reports.cancel()
+            await self._coordinator.pool.disconnected(member)
+
+    @with_status
+    async def ListMembers(
+        self, request: worker_pb2.ListMembersRequest, context: Context
+    ) -> worker_pb2.ListMembersResponse:
+        now_s, response = time.monotonic(), worker_pb2.ListMembersResponse()
+        held = self._coordinator.committed.held()
+        for member in self._coordinator.members.all():
+            entry = response.members.add(
+                member_id=member.member_id,
+                role=member.role,
+                address=member.address,
+                silent_s=now_s - member.last_report_s,
+                held=held.get(member.member_id, 0),
+                http_address=member.http_address,
+            )
+            if member.version is not None:
+                entry.version.session, entry.version.step = member.version
+        return response
+
+    async def _read(self, member: Member, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
+        """Takes the member's reports; the end of its stream, and a report that ends in an error, ends ours."""
+        try:
+            with contextlib.suppress(grpc.aio.BaseError):  # the stream broke
+                async for report in reports:
+                    await self._coordinator.pool.report(member, report)
+        except Exception as error:  # `Connect` raises it, where it is told to the member and counted
+            member.stream_error = error
+        finally:
+            member.end_stream()
+
+    def _check_room(self, member_id: str) -> None:
+        """Raises Unavailable for a member too many; it tries again, and others may have left by then."""
+        members = self._coordinator.members
+        if self._capacity is None or members.get(member_id) is not None:
+            return
+        if refusal := self._capacity.refusal(len(members)):
+            raise Unavailable(refusal)
+
+    def _welcome(self, member: Member) -> worker_pb2.ConnectResponse:
+        return worker_pb2.ConnectResponse(
+            welcome=worker_pb2.Welcome(
+                term=self._coordinator.ledger.term,
+                exchange_endpoint=self._exchange_endpoint,
+                heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+                heartbeat_timeout_s=self._coordinator.members.timeout_s,
+                secret=member.secret,
+            )
+        )
+
+
+async def _hello(reports: AsyncIterator[worker_pb2.ConnectRequest]) -> worker_pb2.Hello:
+    """The first message of a stream. Raises InvalidInput, Conflict; Unavailable when none comes."""
+    try:
+        async with asyncio.timeout(HELLO_WAIT_S):
+            first = await anext(aiter(reports), None)
+    except TimeoutError:
+        raise Unavailable(f"no hello within {HELLO_WAIT_S:g} s") from None
+    if first is None or first.WhichOneof("report") != "hello":
+        raise InvalidInput("the first message of a stream has to be hello")
+    check_hello(first.hello)
+    return first.hello

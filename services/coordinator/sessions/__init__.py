@@ -1,0 +1,1 @@
+"""Sessions of the learner: their numbers, and the checkpoints that they begin from."""

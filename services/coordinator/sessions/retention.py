@@ -1,0 +1,86 @@
+"""Which checkpoints are kept: the newest ones, or the newest and the best by a metric.
+
+The ledger forgets first, then the learner deletes what the ledger forgot: whatever dies in between, a restart is never
+given a checkpoint that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from paceline.spec import CheckpointingSection
+from services.coordinator.ledger.ledger import Ledger
+
+
+class Candidate(NamedTuple):
+    """A complete checkpoint and what its step was worth."""
+
+    path: str
+    value: float | None
+    """Of the metric; None: it has none."""
+    pending: bool = False
+    """The evaluation that gives the value is not done yet."""
+
+
+def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
+    """The paths to keep, of `candidates` from oldest to newest.
+
+    Without a metric the newest `keep_top_k`. With one: the newest, which a restart needs, the `keep_top_k` best (of equal
+    ones the newer), and those whose value is still to come.
+    """
+    if settings.metric_name is None:
+        return [candidate.path for candidate in candidates[-settings.keep_top_k :]]
+    sign = 1.0 if settings.higher_is_better else -1.0
+    valued = [(sign * c.value, age, c.path) for age, c in enumerate(candidates) if c.value is not None]
+    best = {path for _, _, path in sorted(valued)[-settings.keep_top_k :]}
+    return [c.path for c in candidates if c.path in best or c.pending or c is candidates[-1]]
+
+
+def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
+    """Marks the checkpoints that are not to be kept as removed. Inside a transaction.
+
+    One that could not be loaded counts for nothing, and stays for as long as it is newer than the oldest that is kept.
+    """
+    known = ledger.checkpoints(run_id)
+    sound = [each for each in known if not each.damaged]
+    candidates = [Candidate(each.path, *_value(ledger, run_id, each.step, settings)) for each in sound]
+    keep = set(choose(candidates, settings))
+    resumable = ledger.newest_checkpoint(
+        run_id
+    )  # the newest may be ahead of the receipts, and so no help yet
+    if resumable is not None:
+        keep.add(resumable.path)
+    oldest = min((each.step for each in sound if each.path in keep), default=0)
+    keep |= {each.path for each in known if each.damaged and each.step > oldest}
+    ledger.db.executemany(
+        "UPDATE checkpoints SET removed = 1 WHERE run_id = ? AND session = ? AND step = ?",
+        [(run_id, each.session, each.step) for each in known if each.path not in keep],
+    )
+
+
+def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
+    """The checkpoints that the ledger counts on, oldest first, and those that could not be loaded: a person may."""
+    return [known.path for known in ledger.checkpoints(run_id)]
+
+
+def _value(
+    ledger: Ledger, run_id: str, step: int, settings: CheckpointingSection
+) -> tuple[float | None, bool]:
+    """The metric of the weights after `step` steps, and whether it is still to come."""
+    if settings.metric_name is None:
+        return None, False
+    kind, _, name = settings.metric_name.partition(":")
+    if kind == "val":
+        row = ledger.db.execute(
+            "SELECT done, result_json AS json FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step)
+        ).fetchone()
+        pending = row is not None and not row["done"]
+    else:
+        row = ledger.db.execute(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') = ?",
+            (run_id, step - 1),
+        ).fetchone()
+        pending = False
+    value = json.loads(row["json"]).get(name) if row is not None and not pending else None
+    return (None if value is None else float(value)), pending

@@ -1,0 +1,97 @@
+"""Which checkpoint a session begins from, and which reports of a new one are believed.
+
+The promise: a checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay, and
+the next session begins from the next older one, in the end from step 0. A person who resumes the run clears the marks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from paceline.errors import NotFound
+from paceline.files.run_folders import checkpoint_folder
+from paceline.files.storage import Folder
+from protos.paceline.v1.worker_pb2 import CheckpointReport, RunReport
+from services.coordinator.exchange.state import ActiveRun
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.sessions.session_numbers import session_of
+
+SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class Start(NamedTuple):
+    """Where a session begins. At step 0 there is no checkpoint: the weights are the model's."""
+
+    step: int = 0
+    path: str = ""
+    sha256: str = ""
+    chain: str = ""
+
+
+def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
+    """The newest checkpoint that can be loaded, or step 0. Raises NotFound when the samples from there on are gone."""
+    newest = ledger.newest_checkpoint(run.run_id)
+    start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
+    gone = None if run.spec.logger.keep_samples else _first_step_without_samples(ledger, run, start.step)
+    if gone is None:
+        return start
+    damaged = [known for known in reversed(ledger.checkpoints(run.run_id)) if known.damaged]
+    reasons = "; ".join(f"{known.path}: {known.damaged}" for known in damaged) or "none is registered"
+    raise NotFound(
+        f"no checkpoint can be loaded from which training could go on ({reasons}), and the samples of step {gone} were "
+        f"not kept (logger.keep_samples is false). Put a checkpoint back, then `paceline resume {run.run_id}`"
+    )
+
+
+def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
+    """No session begins from this checkpoint until the marks are cleared; False if it is none of the run's. Inside a
+    transaction."""
+    marked = [known for known in ledger.checkpoints(run_id) if known.path == path]
+    ledger.db.executemany(
+        "UPDATE checkpoints SET damaged = ? WHERE run_id = ? AND session = ? AND step = ?",
+        [(reason, run_id, known.session, known.step) for known in marked],
+    )
+    return bool(marked)
+
+
+def clear_marks(ledger: Ledger, run_id: str) -> None:
+    """Every checkpoint may be tried again. Inside a transaction."""
+    ledger.db.execute("UPDATE checkpoints SET damaged = '' WHERE run_id = ? AND damaged != ''", (run_id,))
+
+
+def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
+    """Why a report of a checkpoint is not believed; empty when it is. The next session would open what it names."""
+    expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
+    if report.path != str(expected):
+        return f"path {report.path[:200]!r} is not {str(expected)!r}"
+    if not SHA256.fullmatch(report.sha256):
+        return f"{report.sha256[:80]!r} is no SHA-256"
+    if not 0 <= report.step <= run.spec.max_num_steps:
+        return f"step {report.step} is beyond the run's last, {run.spec.max_num_steps}"
+    return ""
+
+
+def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
+    """Where the run's checkpoints are."""
+    return checkpoint_folder(run.spec.checkpointing, str(ledger.run_directory(run.run_id)), run.run_id)
+
+
+def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:
+    """The session of the folder that a learner found where its own checkpoints were to go, if it was that."""
+    path, _, name = report.checkpoint_path.rpartition("/")
+    session = session_of(name)
+    if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):
+        return None
+    return session
+
+
+def _first_step_without_samples(ledger: Ledger, run: ActiveRun, start: int) -> int | None:
+    """The first step from `start` that was trained and whose groups are not kept any more."""
+    row = ledger.db.execute(
+        "SELECT step FROM groups g INDEXED BY step_groups WHERE run_id = ? AND step IS NOT NULL AND step >= ?"
+        " AND step < ? AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id"
+        " AND p.kind = 'result') ORDER BY step LIMIT 1",
+        (run.run_id, start, ledger.run(run.run_id)["next_step"]),
+    ).fetchone()
+    return None if row is None else int(row["step"])
