@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "services": set(PACKAGES),
 }
 HEAVY = {"torch", "transformers", "vllm", "datasets", "grpc"}
-READS_PICKLE = "learner.listed_pickle"
+READS_PICKLE = "learner.checkpoints.listed_pickle"
 """Decodes torch's checkpoint metadata, with a list of the classes that it may name."""
 PICKLING = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 

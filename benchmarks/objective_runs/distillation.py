@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from learner.examples import ExampleSource
-from learner.export import export_pretrained
-from learner.gather import gather_weights
-from learner.trainer import Trainer
+from learner.batch.examples import ExampleSource
+from learner.checkpoints.export import export_pretrained
+from learner.step.trainer import Trainer
+from learner.weights.gather import gather_weights
 from objective_runs import examples, policy
 from paceline.data.tokens import load_tokenizer
 from paceline.spec import RunSpec

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from learner.batch import TrainSequence, pack_row
-from learner.examples import ExampleSource
-from learner.model import row_logprobs
-from learner.trainer import Trainer
+from learner.batch.examples import ExampleSource
+from learner.batch.samples import TrainSequence, pack_row
+from learner.model.policy import row_logprobs
+from learner.step.trainer import Trainer
 from paceline.data.tokens import encode_exchange, load_tokenizer
 from paceline.spec import RunSpec
 from services.demo.task import teach

@@ -18,11 +18,11 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from learner.batch import sequences_from_groups
-from learner.examples import ExampleSource
-from learner.export import export_pretrained
-from learner.gather import gather_weights
-from learner.trainer import Trainer
+from learner.batch.examples import ExampleSource
+from learner.batch.samples import sequences_from_groups
+from learner.checkpoints.export import export_pretrained
+from learner.step.trainer import Trainer
+from learner.weights.gather import gather_weights
 from paceline.data.tokens import encode_prompt
 from paceline.groups import Completion, Group, Version
 from paceline.spec import RunSpec

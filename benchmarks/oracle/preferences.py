@@ -10,7 +10,13 @@ from oracle.preference_cases import DPO_CASES, KTO, ORPO, REWARD_CASES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.preferences import PairLogRatios, kto_loss, orpo_loss, preference_loss, reward_model_loss
+from learner.objectives.preferences import (
+    PairLogRatios,
+    kto_loss,
+    orpo_loss,
+    preference_loss,
+    reward_model_loss,
+)
 
 LENGTHS = (12, 3, 7, 1, 5, 9, 4, 12)
 """Tokens of four chosen, then of their rejected completions."""

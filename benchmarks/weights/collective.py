@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learner.publisher import Publisher, PublishResult
+from learner.weights.publisher import Publisher, PublishResult
 from paceline.groups import Version
 from paceline.spec import WeightsSection
 from paceline.weights.link import serve_store

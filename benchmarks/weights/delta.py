@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from learner.rank_board import LocalBoard
-from learner.shards import whole_slices
-from learner.store_chain import Stored
-from learner.store_writer import StoreWriter
+from learner.weights.rank_board import LocalBoard
+from learner.weights.shards import whole_slices
+from learner.weights.store_chain import Stored
+from learner.weights.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import OptimizerSection
 from paceline.weights.object_store import WeightStore

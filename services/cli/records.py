@@ -157,7 +157,7 @@ def export(
         )
     import torch
 
-    from learner.export import export_checkpoint
+    from learner.checkpoints.export import export_checkpoint
 
     export_checkpoint(
         checkpoint.path,

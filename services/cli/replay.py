@@ -146,7 +146,7 @@ def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
     """The weights reached against those of the run's own checkpoint after the same steps, if it has one."""
     if plan.expected is None:
         return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
-    from learner.export import checkpoint_weights, compare_weights
+    from learner.checkpoints.export import checkpoint_weights, compare_weights
 
     policy, scoring = plan.spec.policy, plan.spec.algorithm == "rm"
     reached = checkpoint_weights(saved["checkpoint"], saved["sha256"], policy, scoring=scoring)

@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from learner import checkpoint as checkpoints
-from learner.checkpoint import Misfit
-from learner.checkpoint_writer import CheckpointWriter
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints.checkpoint import Misfit
+from learner.checkpoints.writer import CheckpointWriter
 from learner.collectives import any_over_ranks, broadcast_bytes, union_over_ranks, world_size
-from learner.gather import is_first_rank
-from learner.trainer import Trainer
+from learner.step.trainer import Trainer
+from learner.weights.gather import is_first_rank
 from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
 from paceline.files.run_folders import checkpoint_folder
 from paceline.spec import CheckpointingSection

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import SafetensorError
 
-from learner.batch import TrainSequence, sequences_from_groups
-from learner.channel import WeightChannel
-from learner.checkpoint import Misfit
+from learner.batch.examples import ExampleSource
+from learner.batch.samples import TrainSequence, sequences_from_groups
+from learner.batch.validate_examples import check_rows
+from learner.checkpoints.checkpoint import Misfit
+from learner.checkpoints.export import export_policy
+from learner.checkpoints.export_folder import remove_left_overs
 from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
-from learner.examples import ExampleSource
-from learner.export import export_policy
-from learner.export_folder import remove_left_overs
-from learner.gather import gather_export, merged_export
-from learner.row_check import check_rows
-from learner.trainer import Trainer
+from learner.step.trainer import Trainer
+from learner.weights.channel import WeightChannel
+from learner.weights.gather import gather_export, merged_export
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, PacelineError, Unavailable
 from paceline.files.run_folders import EXPORT, EXPORTS

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import grpc
 
-from learner.export import check_has_adapter
-from learner.export_folder import NAME
+from learner.checkpoints.export import check_has_adapter
+from learner.checkpoints.export_folder import NAME
 from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from services.common.grpc_server import with_status

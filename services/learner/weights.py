@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learner.catch_up import CatchUp
-from learner.channel import WeightChannel
-from learner.collective_channel import CollectiveChannel
 from learner.collectives import any_over_ranks
-from learner.delta_channel import DeltaChannel
-from learner.publish_result import PublishResult
-from learner.publisher import Publisher
-from learner.rank_board import make_board
-from learner.store_chain import Stored
-from learner.store_offers import StoreOffers
-from learner.store_writer import StoreWriter
+from learner.weights.catch_up import CatchUp
+from learner.weights.channel import WeightChannel
+from learner.weights.collective import CollectiveChannel
+from learner.weights.delta import DeltaChannel
+from learner.weights.publish_result import PublishResult
+from learner.weights.publisher import Publisher
+from learner.weights.rank_board import make_board
+from learner.weights.store_chain import Stored
+from learner.weights.store_offers import StoreOffers
+from learner.weights.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.weights.link import is_loopback

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learner.checkpoint_manifest import read_manifest
+from learner.checkpoints.manifest import read_manifest
 from paceline.errors import Conflict, NotFound
 from paceline.files.storage import Folder
 from paceline.groups import Group

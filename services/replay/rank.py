@@ -17,10 +17,10 @@ import click
 import torch
 import torch.distributed as dist
 
-from learner import checkpoint as checkpoints
-from learner.batch import TrainSequence, sequences_from_groups
-from learner.examples import ExampleSource
-from learner.trainer import Trainer
+from learner.batch.examples import ExampleSource
+from learner.batch.samples import TrainSequence, sequences_from_groups
+from learner.checkpoints import checkpoint as checkpoints
+from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
 from paceline.onednn import bound_caches

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from learner.advantages import Preset, advantages, weighted_rewards
+from learner.advantages.group import Preset, advantages, weighted_rewards
 
 NAN = math.nan
 

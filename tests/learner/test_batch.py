@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_policy import make_spec
 
-from learner.batch import TrainSequence, pack_row, sequences_from_groups
+from learner.batch.samples import TrainSequence, pack_row, sequences_from_groups
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Group, VersionSpan
 

@@ -11,16 +11,16 @@ import torch
 from tiny_policy import CPU, make_spec
 from torch import Tensor
 
-from learner.batch import sequences_from_groups
-from learner.batch_advantages import (
+from learner.advantages.whole_batch import (
     ScoredBatch,
     batch_advantages,
     clip_advantages,
     needs_whole_batch,
     whitened_token_advantages,
 )
-from learner.logprobs import chunked_logprobs
-from learner.update import m2_limit_of
+from learner.batch.samples import sequences_from_groups
+from learner.model.logprobs import chunked_logprobs
+from learner.step.update import m2_limit_of
 from paceline.groups import Completion, Group, VersionSpan
 from paceline.spec import RunSpec
 

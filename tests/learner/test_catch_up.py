@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from learner.catch_up import CatchUp
-from learner.publish_result import Failure, PublishResult
+from learner.weights.catch_up import CatchUp
+from learner.weights.publish_result import Failure, PublishResult
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import StoreOffer

@@ -14,10 +14,10 @@ import pytest
 import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner import checkpoint
-from learner.checkpoint import Checkpoint
-from learner.checkpoint_manifest import hash_files, read_manifest, write_manifest
-from learner.trainer import Trainer
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import Checkpoint
+from learner.checkpoints.manifest import hash_files, read_manifest, write_manifest
+from learner.step.trainer import Trainer
 from paceline.errors import Conflict, NotFound, Unavailable
 from paceline.files.storage import Folder
 

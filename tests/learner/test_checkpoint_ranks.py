@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner import checkpoint
-from learner.trainer import Trainer
+from learner.checkpoints import checkpoint
+from learner.step.trainer import Trainer
 
 WORKER = Path(__file__).parents[1] / "support" / "checkpoint_rank.py"
 ROOT = WORKER.parents[2]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner import checkpoint
-from learner.checkpoint_writer import CheckpointWriter
-from learner.trainer import Trainer
+from learner.checkpoints import checkpoint
+from learner.checkpoints.writer import CheckpointWriter
+from learner.step.trainer import Trainer
 from paceline.errors import Conflict, Unavailable
 
 DEADLINE_S = 60.0

@@ -12,9 +12,9 @@ import torch
 from pydantic import ValidationError
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner import checkpoint
-from learner.batch import TrainSequence, pack_row
-from learner.trainer import Trainer
+from learner.batch.samples import TrainSequence, pack_row
+from learner.checkpoints import checkpoint
+from learner.step.trainer import Trainer
 from paceline.errors import Conflict, NonFiniteLoss
 from paceline.spec import RunSpec
 

@@ -15,12 +15,12 @@ from ragged_batch import COUNTS, CURRENT, LOG_RHO, SHORT_LOG_R, TOKENS, batch, f
 from tiny_policy import CPU, make_batch, make_judged_batch, make_spec, save_tiny_policy
 from transformers import AutoModelForSequenceClassification, Qwen3ForCausalLM
 
-from learner.batch import TrainSequence, pack_row, sequences_from_groups
-from learner.example_objectives import distillation_advantages, objective_of, pairs_of
-from learner.examples import ExampleSource
-from learner.objectives import Denominators, TokenArrays
-from learner.reference import AskedReference
-from learner.trainer import Trainer
+from learner.batch.examples import ExampleSource
+from learner.batch.samples import TrainSequence, pack_row, sequences_from_groups
+from learner.objectives.per_algorithm import distillation_advantages, objective_of, pairs_of
+from learner.objectives.policy import Denominators, TokenArrays
+from learner.step.reference import AskedReference
+from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, NonFiniteLoss
 from paceline.groups import Completion, Group, VersionSpan

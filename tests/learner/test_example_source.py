@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_policy import CPU
 
-from learner.examples import Asked, ExampleSource
-from learner.row_check import check_rows
+from learner.batch.examples import Asked, ExampleSource
+from learner.batch.validate_examples import check_rows
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 from services.demo.model import make_tokenizer

@@ -11,10 +11,10 @@ import torch
 from tiny_policy import CPU, VOCABULARY, make_batch, make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from learner import checkpoint
-from learner.export import export_checkpoint, export_pretrained
-from learner.gather import gather_weights
-from learner.trainer import Trainer
+from learner.checkpoints import checkpoint
+from learner.checkpoints.export import export_checkpoint, export_pretrained
+from learner.step.trainer import Trainer
+from learner.weights.gather import gather_weights
 from paceline.errors import Conflict, InvalidInput
 from paceline.files.run_folders import EXPORT_MANIFEST
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from learner import export_folder
-from learner.export_folder import NAME, remove_left_overs, written_beside
+from learner.checkpoints import export_folder
+from learner.checkpoints.export_folder import NAME, remove_left_overs, written_beside
 from paceline.errors import Conflict
 
 

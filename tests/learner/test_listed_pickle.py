@@ -12,7 +12,7 @@ import torch.distributed.distributed_c10d as collectives
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from learner import checkpoint
+from learner.checkpoints import checkpoint
 from paceline.errors import Conflict
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.logprobs import chunked_logprobs
+from learner.model.logprobs import chunked_logprobs
 
 
 def full(

@@ -13,15 +13,16 @@ from safetensors.torch import load_file
 from tiny_policy import CPU, VOCABULARY, make_batch, make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from learner import checkpoint
-from learner.adapter import adapter_off, export_adapter, is_part_of_adapter
-from learner.batch import pack_row
-from learner.checkpoint import read_state, verify
-from learner.export import check_has_adapter, export_checkpoint, export_pretrained
-from learner.gather import gather_merged, gather_weights
-from learner.model import load_policy, load_reference, row_logprobs
-from learner.reference import AskedReference
-from learner.trainer import Trainer
+from learner.batch.samples import pack_row
+from learner.checkpoints import checkpoint
+from learner.checkpoints.adapter_export import export_adapter
+from learner.checkpoints.checkpoint import read_state, verify
+from learner.checkpoints.export import check_has_adapter, export_checkpoint, export_pretrained
+from learner.model.adapter import adapter_off, is_part_of_adapter
+from learner.model.policy import load_policy, load_reference, row_logprobs
+from learner.step.reference import AskedReference
+from learner.step.trainer import Trainer
+from learner.weights.gather import gather_merged, gather_weights
 from paceline.errors import InvalidInput, SpecError
 from paceline.spec.reading import parse_spec
 from paceline.weights.lora_names import FINGERPRINT, fingerprint

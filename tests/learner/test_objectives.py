@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.batch import TrainSequence, pack_row
-from learner.objectives import (
+from learner.batch.samples import TrainSequence, pack_row
+from learner.objectives.policy import (
     Denominators,
     TokenArrays,
     kl_to_reference,

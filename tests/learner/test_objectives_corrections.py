@@ -26,7 +26,7 @@ from ragged_batch import (
     solve,
 )
 
-from learner.objectives import Denominators, TokenArrays, policy_loss
+from learner.objectives.policy import Denominators, TokenArrays, policy_loss
 from paceline.spec import LossSection
 from paceline.spec.presets import PresetName
 

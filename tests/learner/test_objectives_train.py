@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny_policy import CPU, VOCABULARY, make_spec, save_tiny_policy
 
-from learner.batch import pack_row, sequences_from_groups
-from learner.model import row_logprobs
-from learner.trainer import Trainer
+from learner.batch.samples import pack_row, sequences_from_groups
+from learner.model.policy import row_logprobs
+from learner.step.trainer import Trainer
 from paceline.groups import Completion, Group, VersionSpan
 from paceline.spec.presets import PresetName
 

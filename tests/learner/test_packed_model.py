@@ -23,10 +23,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from learner.attention import SequenceLayout, packed_attention
-from learner.batch import pack_row
-from learner.cpu_linear import use_onednn_linear
-from learner.model import load_policy, load_reference, row_logprobs
+from learner.batch.layout import SequenceLayout
+from learner.batch.samples import pack_row
+from learner.model.attention import packed_attention
+from learner.model.cpu_linear import use_onednn_linear
+from learner.model.policy import load_policy, load_reference, row_logprobs
 from paceline.errors import InvalidInput
 
 SMALL = {
@@ -172,7 +173,8 @@ def test_onednn_linear_takes_what_was_cast_after_loading() -> None:
     linear.bfloat16()
     inputs = torch.randn(3, 5, dtype=torch.bfloat16)
     with patch(
-        "learner.cpu_linear.product", side_effect=RuntimeError("could not create a primitive descriptor")
+        "learner.model.cpu_linear.product",
+        side_effect=RuntimeError("could not create a primitive descriptor"),
     ):
         assert torch.equal(linear(inputs), torch.nn.functional.linear(inputs, linear.weight, linear.bias))
 

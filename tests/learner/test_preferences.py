@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.preferences import (
+from learner.objectives.preferences import (
     PairLogRatios,
     kto_loss,
     orpo_loss,

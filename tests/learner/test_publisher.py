@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.member_link import FIRST_BACKOFF_S
-from learner.publisher import Publisher, PublishResult
+from learner.weights.member_link import FIRST_BACKOFF_S
+from learner.weights.publisher import Publisher, PublishResult
 from paceline.errors import Conflict, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
@@ -437,7 +437,9 @@ def test_a_swap_longer_than_the_longest_silence_neither_fails_nor_is_sent_again(
 
 
 def test_a_member_that_reports_for_ever_is_given_up(hasty: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.member_link.longest_s", lambda max_wait_s, size_bytes: 2 * max_wait_s)
+    monkeypatch.setattr(
+        "learner.weights.member_link.longest_s", lambda max_wait_s, size_bytes: 2 * max_wait_s
+    )
     ended = threading.Event()
 
     def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
@@ -513,7 +515,7 @@ def test_refused_attempts_leave_no_threads_and_no_descriptors(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, forms: bool
 ) -> None:
     """Whether the member refuses at once, so that the learner waits for it in vain, or after it got everything."""
-    monkeypatch.setattr("learner.member_link.FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr("learner.weights.member_link.FIRST_BACKOFF_S", 0.0)
     bench.publisher.close()
     bench = Bench(max_wait_s=600.0)
     refused, enough = 0, threading.Event()

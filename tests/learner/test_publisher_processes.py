@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.publisher import Publisher, PublishResult
+from learner.weights.publisher import Publisher, PublishResult
 from paceline.groups import Version
 from paceline.weights.manifest import WeightOffer
 
@@ -213,7 +213,7 @@ def test_a_member_killed_in_the_middle_is_reported_and_a_joiner_gets_the_newest(
 
 STUCK = """
 import threading
-from learner.publisher import Publisher
+from learner.weights.publisher import Publisher
 from paceline.groups import Version
 import torch
 offered = threading.Event()

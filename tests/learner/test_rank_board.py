@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from learner import rank_board
-from learner.rank_board import LocalBoard, _TcpBoard
+from learner.weights import rank_board
+from learner.weights.rank_board import LocalBoard, _TcpBoard
 
 
 class Store:

@@ -22,11 +22,11 @@ import torch
 from tiny_policy import make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from learner.publish_result import PublishResult
-from learner.rank_board import make_board
-from learner.shards import local_slices, plan_tensors
-from learner.store_offers import StoreOffers
-from learner.store_writer import StoreWriter
+from learner.weights.publish_result import PublishResult
+from learner.weights.rank_board import make_board
+from learner.weights.shards import local_slices, plan_tensors
+from learner.weights.store_offers import StoreOffers
+from learner.weights.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import StoreOffer

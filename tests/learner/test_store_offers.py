@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from learner.publish_result import PublishResult
-from learner.store_chain import Stored
-from learner.store_offers import MAX_ANCHORS, StoreOffers
+from learner.weights.publish_result import PublishResult
+from learner.weights.store_chain import Stored
+from learner.weights.store_offers import MAX_ANCHORS, StoreOffers
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.store_format import StoredObject, StoreOffer

@@ -12,8 +12,8 @@ import torch
 from tiny_policy import CASES, CPU, VOCABULARY, batch_of, make_batch, make_spec, run_case, save_tiny_policy
 from transformers import Qwen3ForCausalLM
 
-from learner.batch import TrainSequence
-from learner.trainer import Trainer
+from learner.batch.samples import TrainSequence
+from learner.step.trainer import Trainer
 from paceline.errors import NonFiniteLoss
 
 

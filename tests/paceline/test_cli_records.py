@@ -259,7 +259,7 @@ def test_export_gives_the_weights_of_the_newest_checkpoint(writer: Writer, tmp_p
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    from learner import checkpoint
+    from learner.checkpoints import checkpoint
 
     config = Qwen3Config(
         vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,

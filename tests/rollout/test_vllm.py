@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
-from learner.batch import TrainSequence, pack_row
-from learner.model import load_policy, row_logprobs
+from learner.batch.samples import TrainSequence, pack_row
+from learner.model.policy import load_policy, row_logprobs
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, Version
 from paceline.spec import PolicySection, RunSpec

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from learner import checkpoint
-from learner.checkpoint import Checkpoint, Misfit
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.errors import CheckpointFault, Unavailable
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2

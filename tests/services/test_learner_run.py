@@ -13,8 +13,8 @@ import torch
 from exchange_drivers import make_spec
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner import gather
 from learner.collectives import FailedElsewhere
+from learner.weights import gather
 from paceline.errors import Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2

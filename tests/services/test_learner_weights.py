@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from learner.channel import WeightChannel
+from learner.weights.channel import WeightChannel
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml

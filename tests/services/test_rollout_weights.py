@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from learner.publish_result import PublishResult
-from learner.publisher import Publisher
+from learner.weights.publish_result import PublishResult
+from learner.weights.publisher import Publisher
 from paceline.groups import Version
 from paceline.weights.manifest import WeightOffer
 from paceline.weights.packing import plan

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_policy import CPU, make_batch, make_spec, whole
 
-from learner import checkpoint
-from learner.gather import gather_weights
-from learner.trainer import Trainer
+from learner.checkpoints import checkpoint
+from learner.step.trainer import Trainer
+from learner.weights.gather import gather_weights
 from paceline.errors import Conflict
 from paceline.process import end_process
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learner import checkpoint
+from learner.checkpoints import checkpoint
 from paceline.errors import CheckpointFault, PacelineError
 from paceline.process import end_process
 from paceline.spec import CheckpointingSection

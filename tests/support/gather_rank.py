@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from learner import gather
+from learner.weights import gather
 from paceline.process import end_process
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from learner import gather
+from learner.weights import gather
 from paceline.errors import PacelineError
 from paceline.process import end_process
 from paceline.spec.reading import parse_spec, spec_to_yaml

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives import Denominators, LossResult, TokenArrays, policy_loss
+from learner.objectives.policy import Denominators, LossResult, TokenArrays, policy_loss
 from paceline.spec import LossSection
 
 LENGTHS = [3, 2, 1]

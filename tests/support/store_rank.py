@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from tiny_policy import CPU, make_batch, make_spec
 
 from learner.collectives import any_over_ranks
-from learner.gather import gather_weights
-from learner.rank_board import make_board
-from learner.shards import local_slices, plan_tensors
-from learner.store_chain import Stored
-from learner.store_writer import StoreWriter
-from learner.trainer import Trainer
+from learner.step.trainer import Trainer
+from learner.weights.gather import gather_weights
+from learner.weights.rank_board import make_board
+from learner.weights.shards import local_slices, plan_tensors
+from learner.weights.store_chain import Stored
+from learner.weights.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.process import end_process
 from paceline.weights.object_store import WeightStore

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.batch import TrainSequence, Verdict
-from learner.trainer import Trainer
+from learner.batch.samples import TrainSequence, Verdict
+from learner.step.trainer import Trainer
 from paceline.spec import RunSpec
 
 VOCABULARY = 23

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, run_case
 from torch.distributed.tensor import DTensor
 
+from learner.batch.examples import ExampleSource
+from learner.batch.validate_examples import check_rows
 from learner.collectives import FailedElsewhere, succeed_on_all_ranks
-from learner.examples import ExampleSource
-from learner.row_check import check_rows
-from learner.trainer import Trainer
+from learner.step.trainer import Trainer
 from paceline.errors import InvalidInput, NonFiniteLoss, Unreadable
 from paceline.process import end_process
 from services.demo.model import make_tokenizer

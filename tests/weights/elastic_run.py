@@ -20,8 +20,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.checkpoint import load
-from learner.checkpoint_manifest import read_manifest
+from learner.checkpoints.checkpoint import load
+from learner.checkpoints.manifest import read_manifest
 from paceline.client import Client
 from paceline.files.storage import Folder
 from paceline.groups import Version

@@ -1,0 +1,1 @@
+"""Advantages: within a group, over the whole batch, and by a value model."""

@@ -1,0 +1,160 @@
+"""Advantages that take the whole batch: statistics over all groups, and rewards less the KL to the reference.
+
+Promise: the result depends on the global batch alone, not on how ranks, updates or micro-batches split it; rows without
+a reward stay outside every statistic and get 0.
+
+Suffixes: S sequences of the global batch, F reward functions, N active tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from learner.advantages.group import (
+    TRL_STD_EPSILON,
+    Float64Array,
+    advantages,
+    clipped,
+    group_preset,
+    weighted_rewards,
+)
+from learner.collectives import sum_over_ranks
+from paceline.spec import RunSpec
+
+TOKEN_WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
+MIN_VARIANCE = 1e-8
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """The global batch as its advantages see it."""
+
+    group_ids_S: npt.NDArray[np.int64]
+    rewards_SF: Float64Array
+    """NaN where a function said None."""
+    penalties_S: Float64Array
+    """β · the sum of the sequence's KL estimates, in units of the reward; 0 without KL in the reward."""
+
+
+def needs_whole_batch(spec: RunSpec) -> bool:
+    """Whether advantages can only be had once the whole batch, or the reference, was asked."""
+    return spec.examples is None and (
+        spec.grpo.advantage in ("trl_batch", "gdpo", "gae", *TOKEN_WHITENED) or spec.loss_fn.use_kl_in_reward
+    )
+
+
+def batch_advantages(batch: ScoredBatch, spec: RunSpec) -> Float64Array:
+    """[S] advantages, before clipping; for REINFORCE++ the base that `whitened_token_advantages` takes, NaN where
+    there is no reward.
+
+    - group presets: as `advantages`, of reward - β·ΣKL (RLOO in TRL).
+    - `trl_batch`: (r - group mean) / (std of the batch's r + 1e-4) (TRL's `scale_rewards="batch"`, Liu et al. 2025,
+      arXiv 2508.08221).
+    - `gdpo`: z_f = (r_f - group mean) / (group std + 1e-4) for each function, Σ_f weight_f·z_f, then less the batch's
+      mean, over the batch's std + 1e-4 (arXiv 2601.05242; TRL's `normalize_then_sum`).
+    - `reinforce_pp`: r. `reinforce_pp_baseline`: r - group mean (Hu et al. 2025, arXiv 2501.03262).
+    """
+    weights_F = [reward.weight for reward in spec.rewards]
+    totals_S = weighted_rewards(batch.rewards_SF, weights_F)
+    name = spec.grpo.advantage
+    if name == "reinforce_pp":
+        return totals_S
+    if name == "gdpo":
+        scores_SF = np.stack(
+            [_by_group(batch.group_ids_S, column, "trl") for column in batch.rewards_SF.T], 1
+        )
+        scores_SF[np.isnan(batch.rewards_SF)] = np.nan
+        scores_S = weighted_rewards(scores_SF, weights_F)
+        mean = np.nanmean(scores_S) if (~np.isnan(scores_S)).any() else 0.0
+        return np.nan_to_num((scores_S - mean) / (_sample_std(scores_S) + TRL_STD_EPSILON), nan=0.0)
+    if name == "reinforce_pp_baseline":
+        centred_S = _by_group(batch.group_ids_S, totals_S, "dr_grpo")
+        return np.where(np.isnan(totals_S), np.nan, centred_S)
+    totals_S = totals_S - batch.penalties_S
+    if name == "trl_batch":
+        centred_S = _by_group(batch.group_ids_S, totals_S, "dr_grpo")
+        advantages_S = centred_S / (_sample_std(totals_S) + TRL_STD_EPSILON)
+    else:
+        advantages_S = _by_group(batch.group_ids_S, totals_S, name)
+    # A KL that is not a number must stop the step, not pass for a missing reward.
+    return np.where(np.isfinite(batch.penalties_S), advantages_S, np.nan)
+
+
+def whitened_token_advantages(
+    bases: list[Tensor], penalties: list[Tensor | None], sequences: list[Tensor], device: torch.device
+) -> list[Tensor]:
+    """REINFORCE++: A_t = base - Σ_{i≥t} penalty_i, whitened over all tokens of the global batch.
+
+    Args:
+        bases: one [N] per micro-batch of this rank; NaN for tokens of sequences without a reward, which get 0.
+        penalties: [N] β·KL of each token, or None.
+        sequences: [N] index of the token's sequence; a sequence's tokens are neighbours.
+    """
+    raw = [
+        base_N if penalty_N is None else base_N - _sums_to_the_end(penalty_N, sequence_N)
+        for base_N, penalty_N, sequence_N in zip(bases, penalties, sequences, strict=True)
+    ]
+    return whitened(raw, [~base_N.isnan() for base_N in bases], device)
+
+
+def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> list[Tensor]:
+    """(A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, the variance divided by their
+    number (OpenRLHF); 0 for the others.
+
+    Args:
+        raw: one [N] per micro-batch of this rank.
+        scored: [N] False where there is no reward.
+    """
+    values = [raw_N.double()[scored_N] for raw_N, scored_N in zip(raw, scored, strict=True)]
+    count, total = sum_over_ranks(
+        torch.stack([_moments(values, device, 0.0, power=0), _moments(values, device, 0.0, power=1)])
+    ).tolist()
+    mean = total / max(count, 1.0)
+    squares = sum_over_ranks(_moments(values, device, mean, power=2)).item()
+    std = math.sqrt(max(squares / max(count, 1.0), MIN_VARIANCE))
+    return [
+        torch.where(scored_N, (raw_N.double() - mean) / std, 0.0).to(raw_N.dtype)
+        for raw_N, scored_N in zip(raw, scored, strict=True)
+    ]
+
+
+def clip_advantages(advantages_S: Float64Array, spec: RunSpec) -> Float64Array:
+    """Held within grpo.advantage_clip_low and advantage_clip_high."""
+    return clipped(advantages_S, spec.grpo.advantage_clip_low, spec.grpo.advantage_clip_high)
+
+
+def _by_group(group_ids_S: npt.NDArray[np.int64], values_S: Float64Array, name: str) -> Float64Array:
+    preset = group_preset(name)
+    result_S = np.zeros_like(values_S)
+    for group_id in np.unique(group_ids_S):
+        of_group_S = group_ids_S == group_id
+        result_S[of_group_S] = advantages(values_S[of_group_S], preset)
+    return result_S
+
+
+def _sample_std(values_S: Float64Array) -> float:
+    valid_S = values_S[~np.isnan(values_S)]
+    return float(valid_S.std(ddof=1)) if len(valid_S) > 1 else 0.0
+
+
+def _moments(values: list[Tensor], device: torch.device, mean: float, power: int) -> Tensor:
+    """Σ (x - mean)^power over all values."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for value_N in values:
+        total = total + (value_N - mean).pow(power).sum()
+    return total
+
+
+def _sums_to_the_end(values_N: Tensor, sequence_N: Tensor) -> Tensor:
+    """[N] Σ_{i≥t} of the values of the token's own sequence."""
+    backwards_N = values_N.double().flip(0).cumsum(0).flip(0)
+    # What the cumulative sum holds of later sequences: its value right after the sequence's last token.
+    ends_N = torch.searchsorted(sequence_N, sequence_N, right=True)
+    padded = torch.cat((backwards_N, backwards_N.new_zeros(1)))
+    return (backwards_N - padded[ends_N]).to(values_N.dtype)

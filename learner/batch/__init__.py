@@ -1,0 +1,1 @@
+"""From groups and examples to packed batches."""

@@ -1,0 +1,212 @@
+"""The sequence the trainer takes, how it is made from groups or examples, and how several become one packed row.
+
+Promise: advantages are taken within whole groups, before any split; a packed row holds each sequence up to its last
+but one token (the last is only ever predicted), so nothing is computed that no loss reads.
+
+Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N completion
+tokens in it, S sequences in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.advantages.group import advantages, group_preset, weighted_rewards
+from learner.advantages.whole_batch import clip_advantages, needs_whole_batch
+from learner.batch.layout import SequenceLayout
+from paceline.errors import InvalidInput
+from paceline.groups import FloatArray, Group, IntArray
+from paceline.spec import RunSpec
+
+
+class Verdict(NamedTuple):
+    """What a preference data set says of a completion. Sequences of one prompt share their group id."""
+
+    good: bool
+    """Chosen or desirable, against rejected or undesirable."""
+    margin: float = 0.0
+    """By how much the chosen completion is better (`rm`)."""
+    mismatched: bool = False
+    """A completion of another prompt: nothing is trained on it, KTO's KL is measured on it."""
+    reference_logprob: float | None = None
+    """Σ_t log π_ref, precomputed; None asks the reference in the step."""
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One prompt with one completion, ready to train."""
+
+    group_id: int
+    prompt_ids: IntArray
+    """[P], P > 0: the first completion token is predicted from the prompt's last."""
+    completion_ids: IntArray
+    """[T]; T = 0 trains nothing but counts as a sequence."""
+    behaviour_logprobs_T: FloatArray | None = None
+    """[T] log μ in nats; None for supervised data."""
+    advantage: float = 0.0
+    versions_T: IntArray | None = None
+    """[T] step of the version that sampled each token; None for supervised data."""
+    rewards_F: FloatArray | None = None
+    """[F] rewards as given, NaN for None: what advantages over the whole batch are computed from."""
+    trained_T: np.ndarray | None = None
+    """[T] bool: which completion tokens train; None is all. The others are read, and nothing more."""
+    verdict: Verdict | None = None
+    """What the data set says of the completion; None where it says nothing (`grpo`, `sft`)."""
+    reference_logprobs_T: FloatArray | None = None
+    """[T] log π_ref (of a teacher or of the policy as it was), where the reward pool has asked for it."""
+    truncated: bool = False
+    """Cut off at its token limit: the value of its last state stands for what was still to come (`gae`)."""
+
+    def __post_init__(self) -> None:
+        if len(self.prompt_ids) == 0:
+            raise InvalidInput(f"group {self.group_id} has an empty prompt; nothing predicts its first token")
+        for name in ("behaviour_logprobs_T", "versions_T", "reference_logprobs_T", "trained_T"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.completion_ids):
+                raise InvalidInput(
+                    f"group {self.group_id}: {name} has {len(values)} values for "
+                    f"{len(self.completion_ids)} completion tokens"
+                )
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Completion tokens that train."""
+        return len(self.completion_ids) if self.trained_T is None else int(self.trained_T.sum())
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens that the sequence takes in a packed row; 0 when it has nothing to train."""
+        return len(self.prompt_ids) + len(self.completion_ids) - 1 if self.num_trained_tokens else 0
+
+
+def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainSequence]:
+    """All completions of scored groups, with advantages relative to their group.
+
+    Where advantages take the whole batch (`needs_whole_batch`), they are 0 here and set in the step. With
+    grpo.overlong_filtering a completion that was cut off keeps its place, but no token.
+
+    Raises:
+        InvalidInput: a group without rewards, or with another number of them than the spec has functions; one without
+            the reference's log-probabilities where the reward pool has to serve them.
+    """
+    weights_F = [reward.weight for reward in spec.rewards]
+    sequences = []
+    for group in groups:
+        if group.rewards_CF is None or group.rewards_CF.shape != (len(group.completions), len(weights_F)):
+            shape = None if group.rewards_CF is None else group.rewards_CF.shape
+            raise InvalidInput(
+                f"group {group.group_id} has rewards of shape {shape}, "
+                f"expected ({len(group.completions)}, {len(weights_F)})"
+            )
+        advantages_C = np.zeros(len(group.completions))
+        if not needs_whole_batch(spec):
+            totals_C = weighted_rewards(group.rewards_CF, weights_F)
+            advantages_C = clip_advantages(advantages(totals_C, group_preset(spec.grpo.advantage)), spec)
+        for completion, advantage, rewards_F in zip(
+            group.completions, advantages_C, group.rewards_CF, strict=True
+        ):
+            cut_off = spec.grpo.overlong_filtering and completion.finish_reason == "length"
+            trained = slice(0, 0 if cut_off else None)
+            reference_T = completion.reference_logprobs
+            if spec.pool_serves_reference and reference_T is None:
+                raise InvalidInput(
+                    f"group {group.group_id} has no log-probabilities of the reference, which the reward pool serves"
+                )
+            sequences.append(
+                TrainSequence(
+                    group.group_id,
+                    group.prompt_ids,
+                    completion.token_ids[trained],
+                    completion.logprobs[trained],
+                    float(advantage),
+                    completion.versions()[trained],
+                    rewards_F,
+                    reference_logprobs_T=None if reference_T is None else reference_T[trained],
+                    truncated=completion.finish_reason == "length",
+                )
+            )
+    return sequences
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Sequences of one micro-batch end to end, on the training device."""
+
+    input_ids: Tensor
+    """[1, R] int64."""
+    position_ids: Tensor
+    """[1, R] int64, from 0 in each sequence."""
+    layout: SequenceLayout
+    predictors_N: Tensor
+    """Index in the row of the token whose hidden state predicts completion token n."""
+    targets_N: Tensor
+    """The completion tokens, int64."""
+    lengths_N: Tensor
+    """float32: completion tokens of the token's sequence."""
+    sequence_N: Tensor
+    """Index in [0, S) of the token's sequence."""
+    behaviour_N: Tensor | None
+    advantages_N: Tensor | None
+    group_ids_S: tuple[int, ...]
+    versions_N: Tensor | None = None
+    """int64: step of the version that sampled the token; None for supervised data."""
+    reference_N: Tensor | None = None
+    """log π_ref where it came with the batch; None where it is asked in the step, or nobody needs it."""
+    verdicts_S: tuple[Verdict, ...] = ()
+    """What the data set says of each sequence; empty where it says nothing."""
+
+
+def pack_row(sequences: Sequence[TrainSequence], device: torch.device) -> PackedRow:
+    """Lays sequences (each with at least one completion token that trains) end to end, in the given order."""
+    row_lengths_S = np.array([s.num_row_tokens for s in sequences])
+    lengths_S = np.array([s.num_trained_tokens for s in sequences])
+    ends_S = np.cumsum(row_lengths_S)
+    # Completion token t of a sequence is predicted from row position end - T + t.
+    predictors_N = np.concatenate(
+        [
+            _trained(np.arange(end - len(s.completion_ids), end), s)
+            for end, s in zip(ends_S, sequences, strict=True)
+        ]
+    )
+    tokens = [np.concatenate((s.prompt_ids, s.completion_ids[:-1])) for s in sequences]
+    supervised = any(s.behaviour_logprobs_T is None for s in sequences)
+
+    def integers(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+    def floats(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.float32)).to(device, non_blocking=True)
+
+    return PackedRow(
+        input_ids=integers(np.concatenate(tokens))[None],
+        position_ids=integers(np.concatenate([np.arange(n) for n in row_lengths_S]))[None],
+        layout=SequenceLayout.of(row_lengths_S.tolist(), device),
+        predictors_N=integers(predictors_N),
+        targets_N=integers(np.concatenate([_trained(s.completion_ids, s) for s in sequences])),
+        lengths_N=floats(np.repeat(lengths_S, lengths_S)),
+        sequence_N=integers(np.repeat(np.arange(len(sequences)), lengths_S)),
+        behaviour_N=None
+        if supervised
+        else floats(np.concatenate([_trained(s.behaviour_logprobs_T, s) for s in sequences])),
+        advantages_N=floats(np.repeat([s.advantage for s in sequences], lengths_S)),
+        group_ids_S=tuple(s.group_id for s in sequences),
+        versions_N=None
+        if any(s.versions_T is None for s in sequences)
+        else integers(np.concatenate([_trained(s.versions_T, s) for s in sequences])),
+        reference_N=None
+        if any(s.reference_logprobs_T is None for s in sequences)
+        else floats(np.concatenate([_trained(s.reference_logprobs_T, s) for s in sequences])),
+        verdicts_S=tuple(s.verdict for s in sequences if s.verdict is not None),
+    )
+
+
+def _trained(values_T: np.ndarray | None, sequence: TrainSequence) -> np.ndarray:
+    """The values at the tokens that train."""
+    assert values_T is not None
+    return values_T if sequence.trained_T is None else values_T[sequence.trained_T]

@@ -1,0 +1,1 @@
+"""What the learner leaves on disk: checkpoints and exports."""

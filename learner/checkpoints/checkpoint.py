@@ -1,0 +1,403 @@
+"""Checkpoints of the learner: model, optimizer, generators and position, written by all ranks, complete or worthless.
+
+A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
+of every other file; a folder without it is torn and nobody takes it for a checkpoint. The promise: what `load` accepts
+is, byte for byte, what `save` wrote, and training goes on from it as if it had never stopped (bit for bit on CPUs at the
+same world size and thread count, both of which are recorded).
+
+Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares every
+file with the manifest, and the manifest with a hash from elsewhere, before it opens one; pass only a hash that the ledger
+gave you, as a hash computed from the folder itself proves nothing. And what is decoded then may name classes of
+checkpoint metadata alone (`learner/checkpoints/metadata.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_collectively
+from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
+
+from learner.checkpoints.files import files_of_all_ranks
+from learner.checkpoints.listed_pickle import restrict_rank_objects
+from learner.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    check_files,
+    read_manifest,
+    write_manifest,
+)
+from learner.checkpoints.metadata import METADATA, StatePlanner, decode_metadata, state_reader
+from learner.collectives import max_over_ranks, world_size
+from learner.model.adapter import has_adapter, is_part_of_adapter
+from learner.step.critic import Critic
+from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
+from paceline.files.storage import Folder
+
+restrict_rank_objects()  # before any rank says anything to another
+
+NAME = re.compile(r"(\d+)-(\d+)")
+
+FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
+    (Unavailable, "checkpoint {} cannot be read: another rank cannot read it"),
+    (NotFound, "no checkpoint at {}: another rank does not find it"),
+    (Conflict, "checkpoint {} refused: another rank found it damaged"),
+)
+"""What a rank may find out about a checkpoint, the gravest last, and what the others say then."""
+
+Location = str | os.PathLike[str]
+"""A local path or an fsspec URL."""
+
+
+class Misfit(Conflict):
+    """A checkpoint that is whole, and of another model or optimizer."""
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint, as far as its folder shows without reading the state."""
+
+    path: Folder
+    manifest_sha256: str
+    """What the ledger registers and what `load` asks for."""
+    manifest: CheckpointManifest
+
+
+class Verified(NamedTuple):
+    """A checkpoint whose files are those that the expected manifest lists."""
+
+    folder: Folder
+    manifest: CheckpointManifest
+    metadata: Metadata
+
+
+def save(
+    directory: Location,
+    *,
+    session: int,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None = None,
+    chain_hash: str = "",
+    extra: Mapping[str, Any] | None = None,
+) -> Checkpoint | None:
+    """Writes the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
+
+    `chain_hash` is the position in the ledger's hash chain and `extra` anything that JSON can hold. The learning rate
+    is a function of the step, so there is no scheduler state. Returns the checkpoint on rank 0, once everything is
+    on disk, and None on the others. Raises Conflict when that checkpoint exists and is complete, Unavailable when writing
+    failed (a full disk), which leaves it torn.
+    """
+    folder = prepare(directory, session, step)
+    return write(
+        whole_state(model, optimizer, critic),
+        folder,
+        session=session,
+        step=step,
+        chain_hash=chain_hash,
+        extra=extra,
+    )
+
+
+def prepare(directory: Location, session: int, step: int) -> Folder:
+    """The empty folder of a checkpoint to be, made by rank 0. Raises Conflict when it exists and is complete."""
+    folder = Folder(directory) / f"{session}-{step}"
+    if _rank() == 0:
+        if folder.exists(MANIFEST):
+            raise Conflict(f"checkpoint {folder} exists and is complete")
+        folder.remove()  # torn, of this session, so nobody else's
+        folder.make()  # another rank's writer may make it in the meantime
+    return folder
+
+
+def whole_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, critic: Critic | None = None
+) -> dict[str, Any]:
+    """All that a checkpoint holds of this rank; the tensors are those that training goes on with."""
+    return _state(model, optimizer) | _value_state(critic) | {"rng": {str(_rank()): _generators(model)}}
+
+
+def write(
+    state: dict[str, Any],
+    folder: Folder,
+    *,
+    session: int,
+    step: int,
+    chain_hash: str = "",
+    extra: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    num_threads: int | None = None,
+) -> Checkpoint | None:
+    """Writes `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
+
+    `num_threads` are those that computed the state, when another thread calls. Returns the checkpoint on rank 0 and None
+    on the others. Raises Unavailable.
+    """
+    _save_state(state, folder, group)
+    files = files_of_all_ranks(folder, _rank(), group)
+    if _rank() != 0:
+        return None
+    manifest = CheckpointManifest(
+        session=session,
+        step=step,
+        chain_hash=chain_hash,
+        world_size=world_size(),
+        num_threads=num_threads or torch.get_num_threads(),
+        torch_version=str(torch.__version__),
+        extra=dict(extra or {}),
+        files=files,
+    )
+    return Checkpoint(folder, write_manifest(folder, manifest), manifest)
+
+
+def load(
+    path: Location,
+    *,
+    expected_sha256: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    critic: Critic | None = None,
+) -> CheckpointManifest:
+    """Puts a checkpoint into `model`, `optimizer` and `critic` and returns its manifest. A collective call of all ranks.
+
+    Works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
+    it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
+    manifest is not the expected one or a file is not the manifest's, Unavailable when the disk or store cannot be read
+    now, on all ranks the same; nothing was unpickled then. Raises Misfit when it is whole and of another model.
+    """
+    rank, ranks = _rank(), world_size()
+    verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
+    manifest = verified.manifest
+    state = _state(model, optimizer) | _value_state(critic)
+    if ranks == manifest.world_size:
+        state["rng"] = {str(rank): _generators(model)}
+    read_state(verified, state)
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not has_adapter(model)))
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if critic is not None:
+        set_model_state_dict(critic.model, state["value_model"])
+        set_optimizer_state_dict(critic.model, critic.optimizer, state["value_optimizer"])
+    if ranks == manifest.world_size:
+        _restore_generators(model, state["rng"][str(rank)])
+    return manifest
+
+
+def verify(
+    path: Location,
+    expected_sha256: str,
+    rank: int = 0,
+    ranks: int = 1,
+    device: torch.device | None = None,
+) -> Verified:
+    """Compares the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
+
+    Raises NotFound, Conflict or Unavailable as `load` does: of several findings the gravest, on every rank.
+    """
+    problem: PacelineError | None = None
+    verified = None
+    try:
+        verified = _verify_part(Folder(path), expected_sha256, rank, ranks)
+    except (NotFound, Conflict) as error:
+        problem = error
+    except Exception as error:  # the clients of object stores have errors of their own, without a common base
+        problem = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
+        problem.__cause__ = error
+    problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
+    if problem is not None:
+        raise problem
+    assert verified is not None
+    return verified
+
+
+def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) -> Verified:
+    manifest, manifest_sha256 = read_manifest(folder)
+    if manifest_sha256 != expected_sha256:
+        raise Conflict(
+            f"checkpoint {folder} refused: its manifest has SHA-256 {manifest_sha256}, "
+            f"expected was {expected_sha256}"
+        )
+    check_files(folder, manifest, part=rank, parts=ranks)
+    data = folder.read(METADATA)  # by every rank, so that each decodes the bytes that it has checked
+    listed = {file.path: file.sha256 for file in manifest.files}
+    if hashlib.sha256(data).hexdigest() != listed.get(METADATA):
+        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} is not the manifest's")
+    try:
+        return Verified(folder, manifest, decode_metadata(data, listed))
+    except Conflict as error:
+        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r}: {error}") from error
+
+
+def _gravest_of_ranks(
+    own: PacelineError | None, path: Location, device: torch.device | None
+) -> PacelineError | None:
+    """This rank's own finding, or, where another rank's is graver, one of that kind."""
+    kinds = [kind for kind, _ in FINDINGS]
+    place = -1 if own is None else kinds.index(type(own))
+    gravest = int(max_over_ranks(torch.tensor([place], dtype=torch.int32, device=device)).item())
+    if gravest == place:
+        return own
+    kind, text = FINDINGS[gravest]
+    return kind(text.format(path))
+
+
+def list_complete(directory: Location) -> list[Checkpoint]:
+    """The checkpoints of `directory` that have a manifest and files of its sizes, oldest (session, step) first.
+
+    Torn and foreign folders are passed over; contents are compared by `load`, not here.
+    """
+    found = []
+    for folder in _folders(directory):
+        try:
+            manifest, manifest_sha256 = read_manifest(folder)
+            check_files(folder, manifest, contents=False)
+        except (NotFound, Conflict):
+            continue
+        if folder.name == f"{manifest.session}-{manifest.step}":
+            found.append(Checkpoint(folder, manifest_sha256, manifest))
+    return found
+
+
+def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
+    """(session, step) and folder of what has the name of a checkpoint and is not torn, oldest first."""
+    return [(_position(folder), folder) for folder in _folders(directory) if folder.exists(MANIFEST)]
+
+
+def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
+    """Deletes the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; returns which.
+
+    `keep` has paths as `str(checkpoint.path)` gives them. What is newer may be in the making, and stays, as do those of `spared`.
+    """
+    folders = _folders(directory)
+    newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
+    deleted = []
+    for folder in folders:
+        if newest is None or _position(folder) >= newest or str(folder) in keep or str(folder) in spared:
+            continue
+        # The manifest first: should this be interrupted, what is left is torn and not a lie.
+        folder.delete(MANIFEST)
+        folder.remove()
+        deleted.append(str(folder))
+    return deleted
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    weights = get_model_state_dict(model)
+    if has_adapter(model):  # the base is where it came from
+        weights = {name: tensor for name, tensor in weights.items() if is_part_of_adapter(name)}
+    state: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        fresh = not optimizer.state
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        if fresh:
+            # torch fills a fresh optimizer's state by a step with zero gradients at rate 0, which counts as a step
+            # in the bias correction; unlike that step, this checkpoint must not be felt.
+            for moments in optimizer.state.values():
+                moments["step"].zero_()
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def _value_state(critic: Critic | None) -> dict[str, Any]:
+    if critic is None:
+        return {}
+    return {f"value_{name}": part for name, part in _state(critic.model, critic.optimizer).items()}
+
+
+def read_state(verified: Verified, state: dict[str, Any]) -> None:
+    """Fills the tensors of `state` from a checkpoint that `verify` has looked at. A collective call of all ranks.
+
+    Raises Misfit when the checkpoint has not what `state` asks for, Unavailable when its files cannot be read now.
+    """
+    with _as_error(
+        Misfit,
+        f"checkpoint {verified.folder} refused: it does not fit the model (put the one back that it was trained from)",
+    ):
+        load_collectively(
+            state,
+            storage_reader=state_reader(verified.folder, verified.metadata),
+            planner=StatePlanner(),
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup | None) -> None:
+    with _as_error(Unavailable, f"checkpoint {folder} could not be written"):
+        if folder.local is not None:
+            writer = FileSystemWriter(folder.local, sync_files=True)
+        else:
+            writer = FsspecWriter(
+                folder.url, sync_files=False
+            )  # a store's object is durable once it is closed
+        save_collectively(
+            state,
+            storage_writer=writer,
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+@contextmanager
+def _as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
+    """torch's failure as one of ours: its own is no Exception and would pass every handler on its way out.
+
+    Also keeps quiet about a process without a process group, which is a way of running that is meant.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            reasons = {f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()}
+            if any(isinstance(failure[0], OSError) for failure in error.failures.values()):
+                raise Unavailable(f"{what}: {'; '.join(sorted(reasons))}") from error
+            raise kind(f"{what}: {'; '.join(sorted(reasons))}") from error
+
+
+def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
+    """State of this rank's torch generators: the CPU's and, where the model is on a GPU, that GPU's."""
+    device = next(model.parameters()).device
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_generators(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], next(model.parameters()).device)
+
+
+def _folders(directory: Location) -> list[Folder]:
+    """The folders of checkpoints, complete or torn, oldest (session, step) first."""
+    return sorted((f for f in Folder(directory).folders() if NAME.fullmatch(f.name)), key=_position)
+
+
+def _position(folder: Folder) -> tuple[int, int]:
+    session, step = folder.name.split("-")
+    return int(session), int(step)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

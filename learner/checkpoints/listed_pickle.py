@@ -1,0 +1,84 @@
+"""Pickles that torch makes, decoded without letting them name anything but what they consist of.
+
+torch.distributed.checkpoint pickles twice: the file `.metadata` (metadata.py decodes it), and the plans that the
+ranks exchange when they save or load. Both are decoded by a list of the classes that may be named.
+"""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed.distributed_c10d as collectives
+
+from paceline import errors
+from paceline.errors import Conflict
+
+METADATA = {
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.serialization": {"_get_layout"},
+}
+"""What `.metadata` may name, by module; besides, of `torch`, the dtypes."""
+
+PLANS = {
+    **METADATA,
+    "torch.distributed.checkpoint.api": {"CheckpointException"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "LoadItemType",
+        "LoadPlan",
+        "ReadItem",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch.distributed.checkpoint.storage": {"WriteResult"},
+    "traceback": {"FrameSummary", "StackSummary"},
+}
+"""What ranks may name to each other; besides, the exceptions of Python and of `paceline.errors`."""
+
+
+class ListedUnpickler(pickle.Unpickler):
+    """Raises Conflict for a name that is not on the list."""
+
+    allowed: ClassVar[dict[str, set[str]]] = METADATA
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of that name, if it is on the list."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name in self.allowed.get(module, ()) or is_dtype:
+            return super().find_class(module, name)
+        raise Conflict(f"it names {module}.{name}, which is no part of a checkpoint")
+
+
+class _PlanUnpickler(ListedUnpickler):
+    allowed = PLANS
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = {"builtins": builtins, "paceline.errors": errors}.get(module)
+        found = getattr(known, name, None) if known is not None else None
+        if isinstance(found, type) and issubclass(found, Exception):
+            return found
+        return super().find_class(module, name)
+
+
+def restrict_rank_objects() -> None:
+    """Lets torch's collectives over Python objects decode checkpoint plans and nothing else, in this process."""
+    collectives._unpickler = _PlanUnpickler

@@ -1,0 +1,80 @@
+"""The `.metadata` of torch.distributed.checkpoint: a pickle, decoded without letting it name anything but what it consists of.
+
+The promise: whatever the bytes are, decoding them calls nothing but classes of checkpoint metadata, and what comes out refers
+to no file outside of the checkpoint. `state_reader` and `StatePlanner` hand it to torch, which would unpickle the file itself,
+and keep objects in the state to what torch's own restricted loader takes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from learner.checkpoints.listed_pickle import ListedUnpickler
+from paceline.errors import Conflict
+from paceline.files.storage import Folder
+
+METADATA = ".metadata"
+
+
+def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
+    """What `.metadata` says, of a checkpoint that has these files. Raises Conflict for anything else than metadata."""
+    try:
+        metadata = ListedUnpickler(io.BytesIO(data)).load()
+        named = files_of(metadata)
+    except Conflict:
+        raise
+    except Exception as error:  # whatever bytes that are no metadata make of themselves
+        raise Conflict(f"it cannot be decoded: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise Conflict(f"it is a {type(metadata).__name__}, not a Metadata")
+    if foreign := sorted(named - set(files)):
+        raise Conflict(f"it refers to {foreign[0]!r}, which is no file of this checkpoint")
+    return metadata
+
+
+def files_of(metadata: Metadata) -> set[str]:
+    """The files that hold the state."""
+    return {str(info.relative_path) for info in metadata.storage_data.values()}
+
+
+def state_reader(folder: Folder, metadata: Metadata) -> FileSystemReader:
+    """torch's reader of a checkpoint's files, by metadata that were decoded before."""
+    if folder.local is not None:
+        return _LocalReader(folder.local, metadata)
+    return _StoreReader(folder.url, metadata)
+
+
+class _LocalReader(FileSystemReader):
+    def __init__(self, path: Any, metadata: Metadata):
+        super().__init__(path)
+        self._decoded = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._decoded
+
+
+class _StoreReader(FsspecReader):
+    def __init__(self, path: str, metadata: Metadata):
+        super().__init__(path)
+        self._decoded = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._decoded
+
+
+class StatePlanner(DefaultLoadPlanner):
+    """Takes objects from a state only if torch's restricted loader does: numbers, texts, containers and tensors."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)

@@ -1,0 +1,110 @@
+"""Checkpoints written while training goes on: the state is copied to host memory, then a thread writes the copy.
+
+Invariants. One checkpoint is in the making at a time; the next one waits for it. `begin` and `finish` are called by all
+ranks at the same point, and `begin` returns when the copy is made, so that what is written is the state after that step
+whatever is trained meanwhile. The writing threads of the ranks agree over a process group of their own, because the
+default one belongs to the training step. The manifest is written last, on rank 0: a process that dies in between leaves
+a torn folder, which nobody takes for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints.checkpoint import Checkpoint, Location
+from learner.step.critic import Critic
+from paceline.files.storage import Folder
+
+
+class CheckpointWriter:
+    """One rank's writer for one session of a run."""
+
+    def __init__(self, directory: Location, session: int):
+        self._directory = directory
+        self._session = session
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._written: Checkpoint | None = None
+        self._error: BaseException | None = None
+        self._started_s = 0.0
+        self.step = -1
+        """Of the checkpoint that was begun last."""
+        self.seconds = 0.0
+        """From `begin` to the manifest, of the one that was finished last."""
+
+    def begin(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        chain_hash: str = "",
+        critic: Critic | None = None,
+    ) -> None:
+        """Copies the state after `step` steps and starts to write it. A collective call, after `finish`.
+
+        Raises Conflict when that checkpoint exists and is complete.
+        """
+        if self._thread is not None:
+            raise RuntimeError("a checkpoint is still being written; finish it first")
+        self._started_s = time.perf_counter()
+        folder = Folder(self._directory) / f"{self._session}-{step}"
+        with contextlib.suppress(OSError):
+            # Raised here it would part the ranks; writing meets it again, on all of them.
+            checkpoints.prepare(self._directory, self._session, step)
+        staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer, critic))
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        self.step = step
+        self._written = self._error = None
+        arguments = (staged, folder, step, chain_hash, torch.get_num_threads())
+        self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint {step}")
+        self._thread.start()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a checkpoint was begun that nobody has finished."""
+        return self._thread is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `finish` would return at once, on this rank."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def finish(self) -> Checkpoint | None:
+        """Waits for the checkpoint that was begun, if any, and returns it on rank 0.
+
+        Raises Unavailable when it could not be written (a full disk), which leaves it torn.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+        return self._written
+
+    def _write(
+        self, staged: dict[str, Any], folder: Folder, step: int, chain_hash: str, num_threads: int
+    ) -> None:
+        try:
+            self._written = checkpoints.write(
+                staged,
+                folder,
+                session=self._session,
+                step=step,
+                chain_hash=chain_hash,
+                group=self._group,
+                num_threads=num_threads,
+            )
+        except BaseException as error:  # `finish` raises it where it can be answered
+            self._error = error
+        self.seconds = time.perf_counter() - self._started_s

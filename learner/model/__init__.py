@@ -1,0 +1,1 @@
+"""The policy as a module: packed attention, log-probabilities, adapters."""

@@ -1,0 +1,125 @@
+"""A LoRA adapter on the policy: put on, switched off for the reference, taken off for publishing and export.
+
+The promise: the base's weights never change and have no gradient; what is trained, checkpointed and published is A and
+B of each adapted layer, nothing else. The modules are peft's, injected in place, so the model stays a transformers
+model and is sharded like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import InvalidInput
+from paceline.spec import LoraSection
+from paceline.weights.lora_names import FINGERPRINT, fingerprint, merged, wire_names
+
+NAME = "default"
+BASE = ".base_layer."
+
+
+def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
+    """Freezes `model` and puts an adapter on the layers that `lora` names: A random by `seed`, B zero.
+
+    Raises InvalidInput when no layer is meant, or one that is no plain linear layer inside the model.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    _refuse_targets(model, lora, lambda module: module in ends or type(module) is not nn.Linear)
+    base = fingerprint(model.state_dict())
+    config = LoraConfig(
+        r=lora.dim,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules) or "all-linear",
+        exclude_modules=list(lora.exclude_modules) or None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        # Every rank starts from the same adapter, whatever its generators have done before.
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, model, adapter_name=NAME)
+        except ValueError as error:
+            raise InvalidInput(
+                f"policy.lora_cfg.target_modules {list(lora.target_modules)}: {first_line(error)}"
+            ) from None
+    for name, layer in _adapted(model):
+        if type(layer.base_layer) is not nn.Linear:
+            raise InvalidInput(
+                f"policy.lora_cfg would adapt {name!r}, a {type(layer.base_layer).__name__}, not a linear layer; "
+                "name others in target_modules"
+            )
+    model.base_fingerprint = base
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether `add_adapter` was called on it."""
+    return hasattr(model, "base_fingerprint")
+
+
+@contextlib.contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """The base model alone, which is π_ref. Does nothing to a model without an adapter."""
+    layers = [layer for _, layer in _adapted(model)] if has_adapter(model) else []
+    # Not peft's enable_adapters, which also takes the gradient away from parameters that FSDP holds.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A and B of every adapted layer by the names that travel, and the base's fingerprint. The tensors are live."""
+    weights: dict[str, Tensor] = {}
+    for name, layer in _adapted(model):
+        name_a, name_b = wire_names(name)
+        weights[name_a], weights[name_b] = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    base: Any = model.base_fingerprint
+    return weights | {FINGERPRINT: base}
+
+
+def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The architecture's own state dict from a whole one of the adapted `model`; tied names stay one tensor."""
+    merged_by_name: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        layer_name = name.removesuffix(f"{BASE}weight")
+        if layer_name != name:
+            layer: Any = model.get_submodule(layer_name)
+            a_RI, b_OR = (state[f"{layer_name}.lora_{part}.{NAME}.weight"] for part in "AB")
+            tensor = merged(tensor, a_RI, b_OR, float(layer.scaling[NAME]))
+        if not is_part_of_adapter(name):
+            merged_by_name[name.replace(BASE, ".")] = tensor
+    return merged_by_name
+
+
+def is_part_of_adapter(name: str) -> bool:
+    """Whether a state-dict name is A's or B's of some layer."""
+    return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
+
+
+def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+def _refuse_targets(model: nn.Module, lora: LoraSection, unfit: Callable[[nn.Module], bool]) -> None:
+    for name, module in model.named_modules():
+        if name.split(".")[-1] in lora.target_modules and unfit(module):
+            raise InvalidInput(
+                f"policy.lora_cfg.target_modules would adapt {name!r}, a {type(module).__name__}; only linear layers "
+                "below the LM head can be"
+            )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,134 @@
+"""Attention over packed rows: many sequences laid end to end in one row, none of which sees another.
+
+Promise: everything outside attention runs on exactly the real tokens, no mask is ever built, and no token attends
+across a sequence's border. Registered with transformers as the implementation `paceline_packed`; the layout of the
+row comes with each call as the keyword argument `layout`, which transformers hands through to every layer (so it is
+there again when activation checkpointing recomputes a layer).
+
+Two paths. CUDA in bfloat16 or float16: `torch.nn.attention.varlen` (flash attention, one kernel for the row).
+Otherwise: runs of sequences of equal length are views [n, H, L, D] of the row, each one scaled_dot_product_attention
+with is_causal. Packing puts equal lengths side by side, so this needs neither padding nor gathering; measured on
+a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than copying q, k and v.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from learner.batch.layout import SequenceLayout
+
+IMPLEMENTATION = "paceline_packed"
+
+UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "s_aux", "sinks")
+"""What some architectures pass to attention and neither path computes."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: SequenceLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of a packed row, in the shape transformers asks of an implementation.
+
+    Dropout is not applied: a policy's log-probabilities must be those of the sampler.
+
+    Args:
+        query: [1, H, T, D].
+        key: [1, K, T, D], K dividing H (grouped queries).
+        value: [1, K, T, D].
+        layout: the row's sequences.
+        sliding_window: tokens that a token sees, itself included; None sees all before it.
+
+    Returns:
+        ([1, T, H, D], None).
+    """
+    for name in UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} needs {name!r}, which packed attention has not"
+            )
+    window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _flash(query, key, value, layout, scaling, window), None
+    return _by_runs(query, key, value, layout, scaling, window), None
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _flash_asks_for_gqa() else {}
+    out_THD = varlen_attn(
+        q[0].transpose(0, 1),
+        k[0].transpose(0, 1),
+        v[0].transpose(0, 1),
+        layout.starts,
+        layout.starts,
+        layout.max_length,
+        layout.max_length,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    assert isinstance(out_THD, Tensor)
+    return out_THD.unsqueeze(0)
+
+
+@functools.cache
+def _flash_asks_for_gqa() -> bool:
+    """Older releases of PyTorch take grouped queries without being told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _by_runs(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float | None, window: int | None
+) -> Tensor:
+    if q.is_cuda and q.shape[1] != k.shape[1]:
+        # CUDA's float32 kernel knows no grouped queries; without this SDPA falls back to materialised scores.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    run_tokens = [count * length for count, length in layout.runs]
+    q_runs, k_runs, v_runs = (torch.split(x[0].transpose(0, 1), run_tokens) for x in (q, k, v))
+    outs_THD = []
+    for (count, length), q_THD, k_THD, v_THD in zip(layout.runs, q_runs, k_runs, v_runs, strict=True):
+        q_nHLD, k_nKLD, v_nKLD = (
+            x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
+        )
+        mask_LL = None if window is None or length <= window else _band(length, window, q.device)
+        out_nHLD = scaled_dot_product_attention(
+            q_nHLD,
+            k_nKLD,
+            v_nKLD,
+            attn_mask=mask_LL,
+            is_causal=mask_LL is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outs_THD.append(out_nHLD.transpose(1, 2).reshape(count * length, q.shape[1], -1))
+    return torch.cat(outs_THD).unsqueeze(0)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """[L, L] bool: token i sees tokens (i - window, i]."""
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril() & ones.triu(1 - window)
+
+
+# transformers builds no mask for an implementation that AttentionMaskInterface does not know, so none is registered.
+AttentionInterface.register(IMPLEMENTATION, packed_attention)

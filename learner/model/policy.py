@@ -1,0 +1,212 @@
+"""The policy: a Hugging Face causal LM that turns packed rows into log-probabilities, sharded by FSDP2.
+
+Promise: parameters keep their Hugging Face names and float32 masters; the LM head runs inside the model's forward,
+where FSDP has gathered it, and never holds the full logits.
+
+FSDP2 wraps each decoder layer and the root (embedding, final norm, LM head; tied or not). One rank in float32 is left
+unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks cost about 3 ms an update and
+2 ms a further micro-batch (2 layers, CPU), a quarter of a step on 32 short sequences.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from learner.batch.samples import PackedRow
+from learner.collectives import world_size
+from learner.model.adapter import add_adapter
+from learner.model.attention import IMPLEMENTATION
+from learner.model.cpu_linear import use_onednn_linear
+from learner.model.logprobs import chunked_logprobs
+from paceline.errors import InvalidInput, Unreadable
+from paceline.models import check_head
+from paceline.spec import PolicySection
+
+
+def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """The model to train, with float32 masters, on `device`, sharded over the default process group if there is one.
+
+    With policy.lora_cfg it is frozen and has an adapter, whose first values follow from `seed`.
+
+    Every rank reads the checkpoint by itself, in full: host memory must hold one float32 copy for each rank.
+
+    Raises:
+        InvalidInput: no such folder or hub name, or an architecture whose forward cannot be packed.
+    """
+    model = _load(policy.model_name, torch.float32)
+    if policy.lora_cfg.enabled:
+        add_adapter(model, policy.lora_cfg, seed)
+    return _prepared(model, policy, device)
+
+
+def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrainedModel:
+    """As `load_policy`, with a head of one score in place of the LM head: what `rm` trains.
+
+    A model that has such a head keeps it; else its weights are drawn from torch's generator, so seed all ranks alike.
+    Its forward gives (scores, zeros) where a policy's gives (log-probabilities, entropies).
+
+    Raises:
+        InvalidInput: as `load_policy`, or an architecture without sequence classification.
+    """
+    return _prepared(_load(policy.model_name, torch.float32, scoring=True), policy, device)
+
+
+def _prepared(model: Any, policy: PolicySection, device: torch.device) -> PreTrainedModel:
+    """Ready to train: activation checkpointing where asked for, placed."""
+    if policy.activation_checkpointing:
+        for layer in _decoder_layers(model):
+            # Around the layer's forward, so that FSDP's hooks stay outside and do not run again in the recomputation.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    model.train()
+    return _placed(model, policy, device, resharded=device.type == "cuda")
+
+
+def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedModel:
+    """The model as it was before training, frozen, in the compute type: π_ref of a KL penalty, or a teacher."""
+    model: Any = _load(policy.model_name, compute_dtype(policy, device))
+    model.requires_grad_(False).eval()
+    return _placed(model, policy, device, resharded=True)
+
+
+def row_logprobs(
+    model: PreTrainedModel,
+    row: PackedRow,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """([N] log-probabilities of the row's completion tokens, [N] entropies), float32, in nats; the entropies have a
+    gradient only where asked for."""
+    logprobs_N, entropy_N = model(
+        row=row, temperature=temperature, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient
+    )
+    return logprobs_N, entropy_N
+
+
+def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
+    """The type of forward and backward: policy.precision, where `auto` is bfloat16 on CUDA and float32 elsewhere."""
+    if policy.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
+
+
+def _forward(
+    model: Any, row: PackedRow, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    hidden_1RH = model.base_model(
+        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+    ).last_hidden_state
+    return chunked_logprobs(
+        hidden_1RH[0].index_select(0, row.predictors_N),
+        model.get_output_embeddings().weight,
+        row.targets_N,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        entropy_gradient=entropy_gradient,
+    )
+
+
+def _score(model: Any, row: PackedRow, **_: Any) -> tuple[Tensor, Tensor]:
+    """Scores at the places where a policy predicts."""
+    hidden_1RH = model.base_model(
+        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+    ).last_hidden_state
+    scores_N = model.score(hidden_1RH[0].index_select(0, row.predictors_N)).float()[:, 0]
+    return scores_N, torch.zeros_like(scores_N)
+
+
+def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrainedModel:
+    path = Path(name).expanduser()
+    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if looks_local and not (path / "config.json").is_file():
+        raise Unreadable(f"policy.model_name {name!r}: no such folder with a config.json in it")
+    source = str(path) if path.is_dir() else name
+    try:
+        _check_architecture(AutoConfig.from_pretrained(source), name)
+        kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
+        options = {"num_labels": 1} if scoring else {}
+        model: Any = kind.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION, **options)
+    except (OSError, ValueError) as error:
+        kind_of_fault = Unreadable if isinstance(error, OSError) else InvalidInput
+        raise kind_of_fault(f"policy.model_name {name!r} cannot be loaded: {error}") from error
+    head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise InvalidInput(f"policy.model_name {name!r}: its head is not a plain matrix")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # the sampler has none, and the ratio compares with the sampler
+    # An instance attribute: FSDP's hooks run around it, as around any forward, so the LM head is gathered inside it.
+    model.forward = partial(_score if scoring else _forward, model)
+    return model  # type: ignore[no-any-return]
+
+
+def _check_architecture(config: PretrainedConfig, name: str) -> None:
+    """Refuses what would train on wrong numbers in silence."""
+    check_head(config, name)
+    foreign = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if foreign:
+        raise InvalidInput(
+            f"policy.model_name {name!r}: layers of type {', '.join(sorted(foreign))} would carry state from one "
+            "packed sequence into the next"
+        )
+
+
+def _placed(model: Any, policy: PolicySection, device: torch.device, resharded: bool) -> PreTrainedModel:
+    """On the device; sharded where that does anything."""
+    dtype = compute_dtype(policy, device)
+    use_onednn_linear(model, device, dtype)
+    if not _needs_sharding(policy, device):
+        return model.to(device)  # type: ignore[no-any-return]
+    options: dict[str, Any] = {
+        "mesh": _mesh(device),
+        "reshard_after_forward": resharded,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if _offloads(policy, device) else OffloadPolicy(),
+    }
+    for layer in _decoder_layers(model):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model  # type: ignore[no-any-return]
+
+
+def _decoder_layers(model: Any) -> list[Any]:
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _needs_sharding(policy: PolicySection, device: torch.device) -> bool:
+    return world_size() > 1 or compute_dtype(policy, device) != torch.float32 or _offloads(policy, device)
+
+
+def _offloads(policy: PolicySection, device: torch.device) -> bool:
+    """On a CPU the parameters are in host memory as they are."""
+    return policy.cpu_offload and device.type == "cuda"
+
+
+def _mesh(device: torch.device) -> DeviceMesh:
+    """All ranks of the default process group; a group of one is made where there is none."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return init_device_mesh(device.type, (dist.get_world_size(),))

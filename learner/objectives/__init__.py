@@ -1,0 +1,1 @@
+"""Losses: what makes completions likelier, as pure functions, and which algorithm takes which."""

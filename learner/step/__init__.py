@@ -1,0 +1,1 @@
+"""One training step, from its plan to the optimizer."""

@@ -1,0 +1,131 @@
+"""Which sequences go through which pass of which update: the plan of a step that all ranks follow together.
+
+Promise: a group's update is the same whatever rank its sequences are on; every rank makes as many passes for an update as
+the others, with dummies of zero weight where it has nothing left; an update's counts are those of the global batch.
+
+All ranks call `plan_updates`, `plan_one` and `workload` together, each with its own part of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from learner.batch.packing import pack, pack_whole
+from learner.batch.samples import TrainSequence, Verdict, pack_row
+from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
+from learner.objectives.policy import Denominators
+from learner.step.update import MicroBatch, Update
+from paceline.spec import RunSpec
+
+
+def plan_updates(
+    batch: Sequence[TrainSequence], step: int, spec: RunSpec, device: torch.device
+) -> list[Update]:
+    """The batch of `step` as `policy.num_updates_per_step` updates of whole groups, in order of their id."""
+    count = spec.policy.num_updates_per_step
+    if count == 1:
+        return _plan(batch, step, [range(len(batch))], spec, device)
+    group_ids = union_over_ranks([s.group_id for s in batch], device)
+    update_of = {group_id: i * count // len(group_ids) for i, group_id in enumerate(group_ids)}
+    parts = [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(count)]
+    return _plan(batch, step, parts, spec, device)
+
+
+def plan_one(batch: Sequence[TrainSequence], spec: RunSpec, device: torch.device) -> Update:
+    """Everything as one update, for what is only measured."""
+    (update,) = _plan(batch, 0, [range(len(batch))], spec, device)
+    return update
+
+
+def workload(
+    batch: Sequence[TrainSequence], updates: Sequence[Update], step: int, spec: RunSpec, device: torch.device
+) -> dict[str, float]:
+    """How much was trained, how full the micro-batches were, how old the tokens were."""
+    rows = [micro for update in updates for micro in update.micro_batches]
+    versions = [s.versions_T for s in batch if s.versions_T is not None]
+    ages = step - np.concatenate(versions) if versions else np.zeros(0)
+    own = [
+        sum(m.row.input_ids.numel() for m in rows if not m.is_dummy),
+        sum(not m.is_dummy for m in rows),
+        float(ages.sum()),
+        len(ages),
+    ]
+    row_tokens, real_rows, age_sum, aged_tokens = sum_over_ranks(
+        torch.tensor(own, dtype=torch.float64, device=device)
+    ).tolist()
+    # Rows are dense; what is empty is the budget of passes that were not full (dummies included).
+    room = len(rows) * world_size() * spec.policy.train_mb_tokens
+    metrics = {
+        "tokens": float(sum(u.denominators.tokens for u in updates)),
+        "sequences": float(sum(u.denominators.sequences for u in updates)),
+        "row_tokens": row_tokens,
+        "micro_batches": real_rows,
+        "unfilled_fraction": max(1.0 - row_tokens / room, 0.0),
+    }
+    return metrics | ({"age": age_sum / aged_tokens} if aged_tokens else {})
+
+
+def _plan(
+    batch: Sequence[TrainSequence],
+    step: int,
+    parts: Sequence[Sequence[int]],
+    spec: RunSpec,
+    device: torch.device,
+) -> list[Update]:
+    """One update for each part, of indices in the batch."""
+    packed = [_pack(batch, part, spec.policy.train_mb_tokens) for part in parts]
+    counts_U4 = torch.tensor(
+        [
+            [
+                sum(batch[i].num_trained_tokens for i in part),
+                len(part),
+                len(micro_batches),
+                len({batch[i].group_id for i in part}),
+            ]
+            for part, micro_batches in zip(parts, packed, strict=True)
+        ],
+        device=device,
+    )
+    passes_U = max_over_ranks(counts_U4[:, 2].clone()).tolist()
+    updates = []
+    for part, micro_batches, passes, (tokens, sequences, total, prompts) in zip(
+        parts, packed, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
+    ):
+        rows = [
+            _micro_batch(batch, tuple(part[i] for i in indices), step, device) for indices in micro_batches
+        ]
+        rows += [_dummy(spec, device) for _ in range(max(passes, 1) - len(rows))]
+        max_tokens = spec.policy.generation.max_new_tokens
+        updates.append(Update(rows, Denominators(tokens, sequences, max_tokens, total, prompts)))
+    return updates
+
+
+def _pack(batch: Sequence[TrainSequence], part: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Places in `part`, by micro-batch; a prompt's chosen and rejected completions are not separated."""
+    lengths = [batch[i].num_row_tokens for i in part]
+    if any(batch[i].verdict is not None for i in part):
+        return pack_whole(lengths, [batch[i].group_id for i in part], budget_tokens)
+    return pack(lengths, budget_tokens)
+
+
+def _micro_batch(
+    batch: Sequence[TrainSequence], places: tuple[int, ...], step: int, device: torch.device
+) -> MicroBatch:
+    row = pack_row([batch[i] for i in places], device)
+    return MicroBatch(row, places, ages_N=None if row.versions_N is None else step - row.versions_N)
+
+
+def _dummy(spec: RunSpec, device: torch.device) -> MicroBatch:
+    """With all that any objective or reference reads."""
+    zero, known_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    sequences = [TrainSequence(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)]
+    if spec.algorithm == "sft":
+        sequences = [TrainSequence(-1, zero, zero)]
+    elif spec.examples is not None:
+        verdicts = [Verdict(good, reference_logprob=0.0) for good in (True, False)]
+        sequences = [TrainSequence(-1, zero, zero, verdict=verdict) for verdict in verdicts]
+    row = pack_row(sequences, device)
+    return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)

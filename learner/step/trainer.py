@@ -1,0 +1,275 @@
+"""One training step: a batch of sequences becomes one or more optimizer updates.
+
+Promise: loss and gradient are those of the global batch, however it is split over micro-batches and ranks (`bnpo`
+excepted); either every rank steps its optimizer or none does.
+
+All ranks call `train_step` together, each with its own part of the batch (which may be empty). Inside, they meet in
+this order: counts of the batch; then for each update every rank runs the same number of forward and backward passes
+(a rank with fewer micro-batches fills up with a dummy of zero weight, since under FSDP each pass is a collective),
+agrees on sums and gradient norm, and steps. Nothing else in the process may use the default group meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from learner.batch.samples import PackedRow, TrainSequence
+from learner.collectives import sum_over_ranks, union_over_ranks, world_size
+from learner.model.policy import load_policy, load_reward_model, row_logprobs
+from learner.objectives.per_algorithm import example_metrics, objective_of
+from learner.objectives.policy import LossResult, TokenArrays, metrics_from_sums
+from learner.step.critic import Critic
+from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
+from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
+from learner.step.plan import plan_one, plan_updates, workload
+from learner.step.reference import reference_of
+from learner.step.stopwatch import Stopwatch
+from learner.step.update import MicroBatch, Update, needs_proximal, settle
+from paceline.errors import NonFiniteLoss
+from paceline.spec import RunSpec
+
+
+class Trainer:
+    """Model, optimizer and the step. One per rank, after the process group was made (if there is more than one rank).
+
+    `model` (a transformers model, its parameters DTensors when sharded), `optimizer` and PPO's `critic` are public:
+    checkpoints, export and publishing read them between steps. So is `reference`: it prepares the examples of a run.
+    """
+
+    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.device = device
+        self.world_size = world_size()
+        self.model: PreTrainedModel = (
+            load_reward_model(spec.policy, device)
+            if spec.algorithm == "rm"
+            else load_policy(spec.policy, device, spec.seed)
+        )
+        self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
+        self.reference = reference_of(spec, self.model, device, self._temperature)
+        self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
+        self.critic = Critic(spec, device) if spec.uses_value_model else None
+        self.skipped: list[NonFiniteLoss] = []
+        """Updates of the last step that were left out."""
+        self._objective = objective_of(spec)
+
+    def train_step(self, batch: Sequence[TrainSequence], step: int) -> dict[str, float]:
+        """Trains this rank's part of the batch of `step`; returns metrics of the global batch, equal on all ranks.
+
+        Raises:
+            NonFiniteLoss: loss or gradient norm is NaN or infinite. Raised on every rank, the optimizer untouched by
+                that update and the gradients cleared; earlier updates of the same step stay. With
+                policy.skip_non_finite_updates it is left in `skipped` instead, and the step goes on.
+        """
+        started_s = time.perf_counter()
+        watch = Stopwatch(self.device)
+        factor = lr_factor(step, self.spec.max_num_steps, self.spec.policy.scheduler)
+        lr = self.spec.policy.optimizer.lr * factor
+        set_learning_rate(self.optimizer, lr)
+        measured = [s for s in batch if s.verdict is not None and s.verdict.mismatched]
+        batch = [s for s in batch if s.verdict is None or not s.verdict.mismatched]
+        updates = plan_updates(batch, step, self.spec, self.device)
+        with watch.measure("frozen_s"):
+            self._ask_frozen_policies(updates)
+            settle(batch, updates, self.spec, self.device)
+            self._measure_batch_kl(measured, updates)
+            if self.critic is not None:
+                self.critic.look(batch, updates)
+                self.critic.settle(batch, updates)
+        sums: dict[str, float] = {}
+        grad_norms = []
+        self.skipped = []
+        for update in updates:
+            self._accumulate_gradients(update, watch)
+            update_sums = self._sum_metrics(update)
+            try:
+                grad_norms.append(self._clip_gradients(update, update_sums["loss"]))
+            except NonFiniteLoss as error:
+                if not self.spec.policy.skip_non_finite_updates:
+                    raise
+                self.skipped.append(error)
+                continue
+            with watch.measure("optimizer_s"):
+                if self.critic is not None:
+                    self.critic.step(factor)
+                if step >= self._policy_starts:
+                    self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+            for name, value in update_sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+        learnt = {} if not grad_norms else self._metrics(sums, grad_norms, updates)
+        return {
+            "lr": lr,
+            **learnt,
+            **({"skipped_updates": float(len(self.skipped))} if self.skipped else {}),
+            **workload(batch, updates, step, self.spec, self.device),
+            **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
+        }
+
+    def _metrics(
+        self, sums: dict[str, float], grad_norms: list[float], updates: Sequence[Update]
+    ) -> dict[str, float]:
+        """Of the updates that were made: means over their tokens, and over them."""
+        made = len(grad_norms)
+        return {
+            "loss": sums["loss"] / made,
+            "grad_norm": sum(grad_norms) / made,
+            **metrics_from_sums(sums),
+            **example_metrics({**sums, **self._batch_kl(updates)}, made),
+            **({} if self.critic is None else self.critic.metrics(made)),
+        }
+
+    @torch.no_grad()
+    def evaluate(self, held_out: Sequence[TrainSequence]) -> dict[str, float]:
+        """The objective on held-out examples, this rank's share of them; metrics as of a step, equal on all ranks.
+
+        All ranks call it together. Nothing changes, no random number is drawn.
+        """
+        measured = [s for s in held_out if s.verdict is not None and s.verdict.mismatched]
+        examples = [s for s in held_out if s.verdict is None or not s.verdict.mismatched]
+        update = plan_one(examples, self.spec, self.device)
+        updates = [update]
+        self.model.train(False)  # an adapter may drop inputs while it is trained
+        self._ask_frozen_policies(updates)
+        self._measure_batch_kl(measured, updates)
+        update.results = [self._loss(micro, update) for micro in update.micro_batches]
+        self.model.train()
+        sums = self._sum_metrics(update)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward pass nothing else does, and checkpoints read shards
+        metrics = {"loss": sums["loss"], "sequences": float(update.denominators.sequences)}
+        return {**metrics, **metrics_from_sums(sums), **example_metrics({**sums, **self._batch_kl(updates)})}
+
+    @property
+    def _policy_starts(self) -> int:
+        return 0 if self.critic is None else self.spec.value.policy_training_start_step
+
+    @torch.no_grad()
+    def _ask_frozen_policies(self, updates: list[Update]) -> None:
+        """π_prox where it is not π itself or is needed before the loss, π_ref where it is needed token by token."""
+        for micro in (micro for update in updates for micro in update.micro_batches):
+            if needs_proximal(self.spec):
+                micro.proximal_N = self._logprobs(micro.row)[0]
+            micro.reference_N = self.reference.logprobs(micro.row)
+
+    @torch.no_grad()
+    def _measure_batch_kl(self, measured: Sequence[TrainSequence], updates: Sequence[Update]) -> None:
+        """KTO's KL: mean Σ_t log π - log π_ref of completions of other prompts, over the global batch."""
+        if self.spec.algorithm != "kto":
+            return
+        update = plan_one(measured, self.spec, self.device)
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for micro in update.micro_batches:
+            log_sum = self._logprobs(micro.row)[0].sum(dtype=torch.float64)
+            log_sum = log_sum - self.reference.total(micro.row)
+            if not micro.is_dummy:
+                total += log_sum
+        kl = sum_over_ranks(total).item() / max(update.denominators.sequences, 1)
+        for one in updates:
+            one.batch_kl = kl
+
+    @staticmethod
+    def _batch_kl(updates: Sequence[Update]) -> dict[str, float]:
+        kl = updates[0].batch_kl
+        return {} if kl is None else {"batch_kl": kl}
+
+    def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> None:
+        """Forward and backward of every micro-batch; afterwards the gradients are those of the global batch."""
+        for i, micro in enumerate(update.micro_batches):
+            is_last = i == len(update.micro_batches) - 1
+            set_gradient_sync(self.model, self.device, is_last)
+            with watch.measure("forward_s"):
+                result = self._loss(micro, update)
+            with watch.measure("backward_s"):
+                # FSDP averages gradients over ranks, the loss is a sum over them.
+                (result.loss * self.world_size).backward()  # type: ignore[no-untyped-call]
+            update.results.append(replace(result, loss=result.loss.detach()))
+            if self.critic is not None:
+                with watch.measure("value_s"):
+                    self.critic.accumulate(update, micro, self.world_size, is_last=is_last)
+
+    def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
+        with_bonus = self.spec.examples is None and self.spec.loss_fn.entropy_bonus > 0
+        logprobs_N, entropy_N = self._logprobs(micro.row, entropy_gradient=with_bonus)
+        tokens = TokenArrays(
+            current_N=logprobs_N,
+            entropy_N=entropy_N,
+            lengths_N=micro.row.lengths_N,
+            sequence_N=micro.row.sequence_N,
+            num_sequences=len(micro.row.group_ids_S),
+            behaviour_N=micro.row.behaviour_N,
+            proximal_N=micro.proximal_N,
+            reference_N=micro.reference_N,
+            advantages_N=micro.row.advantages_N,
+            ages_N=micro.ages_N,
+            m2_limit=update.m2_limit,
+            batch_kl=update.batch_kl,
+        )
+        result = self._objective(tokens, micro.row, update.denominators)
+        if not micro.is_dummy:
+            return result
+        return LossResult(
+            result.loss * 0.0,
+            {name: torch.zeros_like(value) for name, value in result.sums.items()},
+            result.token_losses_N,
+        )
+
+    def _logprobs(self, row: PackedRow, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        return row_logprobs(
+            self.model,
+            row,
+            temperature=self._temperature,
+            chunk_tokens=self.spec.policy.logprob_chunk_tokens,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def _sum_metrics(self, update: Update) -> dict[str, float]:
+        """The metric sums over micro-batches and ranks."""
+        names = list(update.results[0].sums)
+        totals = torch.stack(
+            [torch.stack([result.sums[name].double() for name in names]) for result in update.results]
+        ).sum(0)
+        return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
+
+    def _clip_gradients(self, update: Update, loss: float) -> float:
+        """Clips to the global norm and returns it as it was. Loss and norms are the same numbers on every rank, so
+        every rank takes the same branch."""
+        norm = gradient_norm(self.model)
+        value_norm = 0.0 if self.critic is None else self.critic.gradient_norm()
+        if not all(map(math.isfinite, (loss, norm, value_norm))):
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.discard()
+            raise self._non_finite(update, loss, norm, value_norm)
+        clip_gradients(self.model, self.spec.policy.max_grad_norm, norm)
+        return norm
+
+    def _non_finite(self, update: Update, loss: float, norm: float, value_norm: float) -> NonFiniteLoss:
+        suspects: set[int] = set()
+        for micro, result in zip(update.micro_batches, update.results, strict=True):
+            bad_N = ~result.token_losses_N.isfinite()
+            suspects.update(micro.row.group_ids_S[i] for i in micro.row.sequence_N[bad_N].tolist())
+        group_ids = union_over_ranks([g for g in suspects if g >= 0], self.device)
+        norms = f"gradient norm {norm}" + ("" if self.critic is None else f", the value model's {value_norm}")
+        if group_ids:
+            return NonFiniteLoss(f"loss {loss} ({norms}) from groups {group_ids}", tuple(group_ids))
+        everyone = [g for micro in update.micro_batches if not micro.is_dummy for g in micro.row.group_ids_S]
+        group_ids = union_over_ranks(everyone, self.device)
+        return NonFiniteLoss(
+            f"loss {loss}, {norms}; every token's loss is finite, the update had groups {group_ids}",
+            tuple(group_ids),
+        )
+
+    def _mean_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
+        tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        means = (sum_over_ranks(tensor) / self.world_size).tolist()
+        return dict(zip(values, means, strict=True))

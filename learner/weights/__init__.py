@@ -1,0 +1,1 @@
+"""Publishing weights: over links to each member, or through the store."""

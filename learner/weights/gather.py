@@ -1,0 +1,249 @@
+"""Gathering the model's weights on rank 0, as a copy that later optimizer steps do not touch.
+
+The ranks share the work: each converts its own shards to the wire's type and packs them, and only rank 0 receives. The
+promise: every rank goes through the same buckets in the same order and all have ended when the call returns, so no
+gather is ever left half-done behind another collective; only rank 0 keeps anything. Names are those of the Hugging Face
+model, whatever wraps its modules here, and tied weights appear under each of their names but exist once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from learner.collectives import FailedElsewhere, succeed_on_all_ranks
+from learner.model.adapter import adapter_weights, has_adapter, merged_state
+from paceline.errors import Unavailable
+from paceline.host_memory import available_bytes
+from paceline.weights.manifest import TensorPlan, WeightManifest
+from paceline.weights.packing import empty_flat, views
+
+BUCKET_BYTES = 64 << 20
+"""Of a rank's own shards that travel at a time."""
+
+WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What wrappers put into state-dict names; the model that receives the weights has none of them."""
+
+
+def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """All that is published, whole, on rank 0, in host memory (pinned when the model is on a GPU); empty on other ranks.
+
+    A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
+    converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
+    `paceline.weights.packing.plan` does, so a publisher sends them without another copy.
+    """
+    tensors = named_weights(model)
+    return _gather(tensors, dtype, _room(tensors, dtype))
+
+
+def gather_export(
+    model: nn.Module, device: torch.device, *, adapter_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """What an export is made of, as `gather_weights` gives it: the whole state dict, an adapter not yet merged
+    (`merged_export`), or with `adapter_only` that alone. `device` is where the ranks agree.
+
+    Raises, on every rank and before anything travels, when rank 0 has no memory for it: Unavailable there, FailedElsewhere on
+    the others. The model is as it was.
+    """
+    tensors = named_weights(model) if adapter_only else _state(model)
+    copies = 2 if has_adapter(model) and not adapter_only else 1
+    gathered: dict[str, torch.Tensor] = {}
+
+    def make_room() -> None:
+        _check_memory(tensors, copies)
+        gathered.update(_room(tensors, None))
+
+    try:
+        succeed_on_all_ranks(make_room, device)
+    except FailedElsewhere:
+        raise
+    except Exception as error:  # the host's memory, the driver's pinned memory: each has errors of its own
+        raise Unavailable(
+            f"there is no memory for a copy of the whole model ({type(error).__name__}: {error}); `paceline export` makes "
+            "one of the newest checkpoint, on any machine"
+        ) from error
+    return _gather(tensors, None, gathered)
+
+
+def _check_memory(tensors: dict[str, torch.Tensor], copies: int) -> None:
+    """Raises MemoryError on rank 0 when `copies` of the tensors are more than this host has left."""
+    if not is_first_rank():
+        return
+    once = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors.values()}
+    needed, left = copies * sum(once.values()), available_bytes()
+    if needed > left:
+        raise MemoryError(f"it takes {needed >> 20} MB, and this host has {left >> 20} MB left")
+
+
+def merged_export(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """On rank 0: the state dict as the architecture has it, of what `gather_export` gave."""
+    return merged_state(model, tensors) if has_adapter(model) else tensors
+
+
+def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole state dict as the architecture has it, an adapter merged into its base. Otherwise like `gather_weights`."""
+    if not has_adapter(model):
+        return gather_weights(model, None)
+    state = _state(model)
+    whole = _gather(state, None, _room(state, None))
+    return merged_state(model, whole) if whole else {}
+
+
+def _room(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Memory for what is gathered, on the rank that keeps it."""
+    return _allocate(tensors, dtype) if is_first_rank() else {}
+
+
+def _gather(
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, gathered: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Fills `gathered`, which is what `_room` gave, and returns it."""
+    wanted = is_first_rank()
+    sharded: list[tuple[str, DTensor]] = []
+    done: set[int] = set()
+    for name, kept in tensors.items():
+        if id(kept) in done:
+            continue
+        done.add(id(kept))
+        tensor = kept.detach()
+        if isinstance(tensor, DTensor) and _is_split_by_rows(tensor):
+            sharded.append((name, tensor))
+        elif isinstance(tensor, DTensor):
+            whole = _converted(tensor, dtype).full_tensor()
+            if wanted:
+                gathered[name].copy_(whole)
+        elif wanted:
+            gathered[name].copy_(tensor)
+    previous: _Gathering | None = None
+    for bucket in _buckets(sharded):
+        current = _Gathering(bucket, dtype)
+        if previous is not None:
+            previous.finish(gathered)
+        previous = current
+    if previous is not None:
+        previous.finish(gathered)
+    return gathered
+
+
+class _Gathering:
+    """A bucket on its way to rank 0: every rank's shards of some tensors, one behind the other.
+
+    Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; what a rank has
+    too little is padding, since a gather needs equal sizes.
+    """
+
+    def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> None:
+        self._bucket = bucket
+        mesh = bucket[0][1].device_mesh
+        self._size = mesh.size()
+        shards = [_converted(tensor.to_local(), dtype).contiguous().view(-1) for _, tensor in bucket]
+        num_bytes = [
+            -(-tensor.shape[0] // self._size) * _row_bytes(tensor, shard.dtype)
+            for (_, tensor), shard in zip(bucket, shards, strict=True)
+        ]
+        self._own = torch.zeros(sum(num_bytes), dtype=torch.uint8, device=shards[0].device)
+        start = 0
+        for shard, length in zip(shards, num_bytes, strict=True):
+            self._own[start : start + shard.nbytes].copy_(shard.view(torch.uint8))
+            start += length
+        self._all: list[torch.Tensor] | None = None
+        if is_first_rank():
+            self._all = [torch.empty_like(self._own) for _ in range(self._size)]
+        # Two in flight: while this one travels, rank 0 unpacks the one before and every rank packs the next.
+        self._work: Any = dist.gather(self._own, self._all, dst=0, group=mesh.get_group(), async_op=True)
+
+    def finish(self, gathered: dict[str, torch.Tensor]) -> None:
+        """Waits for the bucket and, on rank 0, writes its rows where they belong."""
+        self._work.wait()
+        if self._all is None:
+            return
+        for rank, received in enumerate(self._all):
+            start = 0
+            for name, tensor in self._bucket:
+                target = gathered[name]
+                rows = -(-tensor.shape[0] // self._size)
+                here = target[rank * rows : (rank + 1) * rows]
+                here.view(-1).view(torch.uint8).copy_(received[start : start + here.nbytes])
+                start += rows * _row_bytes(tensor, target.dtype)
+
+
+def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
+    """`sharded` in order, in parts of at most BUCKET_BYTES a rank (a larger tensor goes alone), one mesh each."""
+    part: list[tuple[str, DTensor]] = []
+    filled = 0
+    for name, tensor in sharded:
+        size = -(-tensor.nbytes // tensor.device_mesh.size())
+        if part and (filled + size > BUCKET_BYTES or part[0][1].device_mesh != tensor.device_mesh):
+            yield part
+            part, filled = [], 0
+        part.append((name, tensor))
+        filled += size
+    if part:
+        yield part
+
+
+def _is_split_by_rows(tensor: DTensor) -> bool:
+    """Whether the ranks hold consecutive rows, as FSDP2 does: then a shard is one run of the tensor's bytes."""
+    (*others, last) = tensor.placements
+    return not others and isinstance(last, Shard) and last.dim == 0 and tensor.numel() > 0
+
+
+def _row_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() // tensor.shape[0] * dtype.itemsize
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is published, by the names that travel: the adapter alone where the model has one, else parameters and
+    persistent buffers by their unwrapped names. Tied names give the identical object."""
+    return adapter_weights(model) if has_adapter(model) else _state(model)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return {unwrapped(name): tensor for name, tensor in state.items()}
+
+
+def unwrapped(name: str) -> str:
+    """A state-dict name without the parts that wrappers add."""
+    for part in WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name
+
+
+def is_first_rank() -> bool:
+    """Whether this process keeps what is gathered: rank 0, or the only process."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _converted(tensor: Any, dtype: torch.dtype | None) -> Any:
+    """`tensor` as it travels: half the bytes on the wire where that is a 16-bit type."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _allocate(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    names: dict[int, str] = {}
+    plans = []
+    on_gpu = False
+    for name, tensor in tensors.items():
+        wire = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        first = names.setdefault(id(tensor), name)
+        plans.append(
+            TensorPlan(
+                name,
+                str(wire).removeprefix("torch."),
+                tuple(tensor.shape),
+                first if first != name else None,
+            )
+        )
+        on_gpu = on_gpu or tensor.is_cuda
+    layout = WeightManifest.plan(plans, bucket_bytes=1 << 28)
+    flat = empty_flat(layout)
+    if on_gpu:
+        flat = flat.pin_memory()
+    flat.zero_()
+    return views(flat, layout)

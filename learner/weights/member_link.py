@@ -1,0 +1,368 @@
+"""The sending side of one rollout member: a thread that keeps that member at the newest staged version.
+
+Who waits for whom: the link's thread waits for a newer version, then for its transfer with a deadline, then backs off
+after a failure. A deadline is the longest silence: each bucket moves it, and after the last one each report of the member
+that it is still working, up to a bound that grows with the bytes. A member that works on a version is offered no other
+one until it has answered or fallen silent. The transfer runs in a second thread, because forming and sending block outside Python and may outlast
+every time-out; the link's thread never enters them. A transfer that fails or passes its deadline is left behind with
+its group, and the next attempt starts with a fresh prefix. Nobody else waits for either thread.
+
+State is guarded by one condition per member. Only the member's own answer counts as delivered.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from learner.weights.publish_result import Failure, PublishResult
+from learner.weights.staged import StagedWeights
+from paceline.errors import PacelineError
+from paceline.groups import Version
+from paceline.rate_limited_log import unforeseen
+from paceline.tracing import span, version_traceparent
+from paceline.weights.link import SENDER, WeightLink, first_line, form_link
+from paceline.weights.manifest import WeightOffer, longest_s
+from paceline.weights.shared_memory_link import SharedLink
+
+FIRST_BACKOFF_S = 0.2
+MAX_BUSY = 4
+"""Versions that a member is believed to work on at one time."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """What all links of a publisher share."""
+
+    run_id: str
+    backend: str
+    host: str
+    """This side's address for the member, and where the store is."""
+    store_host: str
+    """The store as this process reaches it."""
+    store_port: int
+    prefix: str
+    """Unique for the publisher; each attempt adds to it."""
+    max_wait_s: float
+    send_offer: Callable[[WeightOffer], None]
+    on_result: Callable[[PublishResult], None]
+
+
+@dataclass(frozen=True)
+class LinkHistory:
+    """What a member's earlier links leave to its next one: prefixes must not repeat, a member that was expelled and named
+    again must not be tried in a hurry, and a way that did not lead to it is not tried again."""
+
+    attempts: int = 0
+    failures: int = 0
+    """Attempts in a row that failed."""
+    backend: str = ""
+    """Empty: that of the settings."""
+
+
+@dataclass
+class _Transfer:
+    """One attempt under way. Written by its thread, read by the link's, both under the link's condition."""
+
+    staged: StagedWeights
+    attempt: int
+    link: WeightLink | SharedLink | None
+    phase: str = "pack"
+    deadline: float = math.inf
+    last_deadline: float = math.inf
+    """However often the member reports, not later."""
+    heard: bool = False
+    """The member said that it works on this version: it has the offer, and will answer."""
+    phase_started: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    size_bytes: int = 0
+    failure: Failure = ""
+    error: str = ""
+
+
+@dataclass
+class _Busy:
+    last_s: float
+    """However often the member reports, not later."""
+    until_s: float = 0.0
+
+
+class MemberLink:
+    """Keeps one member at the newest version, until `leave`. `before` is what the same member's earlier links left."""
+
+    def __init__(self, settings: LinkSettings, member_id: str, epoch: int, before: LinkHistory) -> None:
+        self._settings = settings
+        self.member_id = member_id
+        self.epoch = epoch
+        self.attempt = before.attempts
+        self._failures = before.failures
+        self._backend = before.backend or settings.backend
+        self.held: Version | None = None
+        self._changed = threading.Condition()
+        self._newest: StagedWeights | None = None
+        self._transfer: _Transfer | None = None
+        self._busy: dict[Version, _Busy] = {}
+        """Versions that the member works on without a transfer from here: what an attempt that was given up left."""
+        self._answer: tuple[bool, str] | None = None
+        self._link: WeightLink | SharedLink | None = None
+        self._left = False
+        self._thread = threading.Thread(target=self._run, name=f"weights-{member_id}", daemon=True)
+        self._transfer_threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def publish(self, staged: StagedWeights) -> None:
+        """Makes `staged` what the member should hold. Returns at once; a version not begun yet is overtaken."""
+        with self._changed:
+            self._newest = staged
+            self._changed.notify_all()
+
+    def answer(self, version: Version, ok: bool, message: str) -> None:
+        """The member's word on `version`. A late yes counts too: the member does hold it."""
+        late = None
+        with self._changed:
+            if self._busy.pop(version, None) is not None:
+                self._changed.notify_all()
+            transfer = self._transfer
+            if transfer is not None and transfer.staged.version == version and self._answer is None:
+                self._answer = (ok, message)
+                self._changed.notify_all()
+            elif ok and not self._left and self._is_news(version):
+                self.held = version
+                late = PublishResult(self.member_id, self.epoch, self.attempt, version, ok=True)
+        if late is not None:
+            self._report(late)
+
+    def progress(self, version: Version) -> None:
+        """The member says that it still works on `version`."""
+        with self._changed:
+            now, transfer = time.monotonic(), self._transfer
+            if transfer is not None and transfer.staged.version == version:
+                transfer.heard = True
+                if transfer.phase == "answer":
+                    transfer.deadline = now + self._settings.max_wait_s
+            elif self.held is None or version > self.held:
+                size_bytes = self._newest.size_bytes if self._newest is not None else 0
+                last_s = now + longest_s(self._settings.max_wait_s, size_bytes)
+                busy = self._busy.setdefault(version, _Busy(last_s))
+                if len(self._busy) > MAX_BUSY:
+                    del self._busy[next(iter(self._busy))]
+                busy.until_s = min(now + self._settings.max_wait_s, busy.last_s)
+
+    def interrupt(self, reason: str) -> None:
+        """The control plane was away. A transfer whose offer may be lost is given up and tried again with a fresh link; a
+        member that was heard of with this version says its answer again by itself."""
+        with self._changed:
+            transfer = self._transfer
+            if transfer is None or self._answer is not None or transfer.error:
+                return
+            transfer.failure = "interrupted"
+            if not transfer.heard:
+                transfer.error = reason
+                self._changed.notify_all()
+            elif transfer.phase == "answer":
+                transfer.deadline = time.monotonic() + self._settings.max_wait_s
+
+    @property
+    def history(self) -> LinkHistory:
+        """For this member's next link."""
+        return LinkHistory(self.attempt, self._failures, self._backend)
+
+    def leave(self) -> None:
+        """Ends the link without waiting for anything."""
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+
+    def join(self, deadline: float) -> bool:
+        """Waits for the threads up to the monotonic instant `deadline`; False when one is still stuck."""
+        for thread in (self._thread, *self._transfer_threads):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in (self._thread, *self._transfer_threads))
+
+    def _run(self) -> None:
+        self._back_off()
+        while (staged := self._next_version()) is not None:
+            result = self._deliver(staged)
+            if result is None:
+                break
+            self._failures = 0 if result.ok else self._failures + 1
+            if result.failure in ("link", "refused") and self._backend == "shared":
+                self._backend, self._link = "gloo", None  # it may be on another host, which TCP reaches
+                result = replace(result, fallback="gloo")
+            self._report(result)
+            self._back_off()
+        self._link = None
+
+    def _next_version(self) -> StagedWeights | None:
+        with self._changed:
+            while not self._left:
+                if not self._is_behind():
+                    # No deadline: a member may be up to date for as long as a step takes. `leave` ends it.
+                    self._changed.wait()
+                elif (busy_s := self._busy_s()) > 0:
+                    self._changed.wait(busy_s)
+                else:
+                    return self._newest
+            return None
+
+    def _busy_s(self) -> float:
+        """For how long the member is still given time with what it works on."""
+        return max((busy.until_s - time.monotonic() for busy in self._busy.values()), default=0.0)
+
+    def _is_news(self, version: Version) -> bool:
+        """Whether a member may hold `version`, and was not known to: nothing is newer than what was published."""
+        published = self._newest is not None and version <= self._newest.version
+        return published and (self.held is None or version > self.held)
+
+    def _is_behind(self) -> bool:
+        return self._newest is not None and (self.held is None or self._newest.version > self.held)
+
+    def _back_off(self) -> None:
+        """After failures in a row waits for 0.2 s, 0.4 s, … max_wait_s, or until it is told to leave."""
+        if not self._failures:
+            return
+        seconds = min(FIRST_BACKOFF_S * 2.0 ** min(self._failures - 1, 20), self._settings.max_wait_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._left, seconds)
+
+    def _deliver(self, staged: StagedWeights) -> PublishResult | None:
+        """One attempt; None when the member left in the middle."""
+        with self._changed:
+            if self._link is None:
+                self.attempt += 1
+            transfer = _Transfer(staged, self.attempt, self._link, phase_started=time.monotonic())
+            self._transfer, self._answer, self._link = transfer, None, None
+            thread = threading.Thread(
+                target=self._carry, args=(transfer,), name=f"weights-{self.member_id}-send", daemon=True
+            )
+            self._transfer_threads = [t for t in self._transfer_threads if t.is_alive()] + [thread]
+            thread.start()
+            self._wait_while(transfer, lambda: self._answer is None and not transfer.error)
+            left, answer = self._left, self._answer
+            if answer is not None and answer[0]:
+                self.held = staged.version
+                # The answer may overtake this side's own completion by a moment; the link is good only after it.
+                grace = min(1.0, self._settings.max_wait_s)
+                transfer.deadline = min(transfer.deadline, time.monotonic() + grace)
+                self._wait_while(transfer, lambda: transfer.phase != "answer" and not transfer.error)
+                if transfer.phase == "answer" and not transfer.error:
+                    self._link = transfer.link
+            self._transfer = None
+            if left and answer is None:
+                return None
+            return self._result(transfer, answer)
+
+    def _wait_while(self, transfer: _Transfer, pending: Callable[[], bool]) -> None:
+        while pending() and not self._left:
+            remaining = min(transfer.deadline, transfer.last_deadline) - time.monotonic()
+            if remaining <= 0:
+                return
+            self._changed.wait(None if remaining == math.inf else remaining)
+
+    def _result(self, transfer: _Transfer, answer: tuple[bool, str] | None) -> PublishResult:
+        seconds = dict(transfer.seconds)
+        seconds[transfer.phase] = seconds.get(transfer.phase, 0.0) + time.monotonic() - transfer.phase_started
+        silent: Failure = "silent" if transfer.phase == "answer" else "link"
+        failure = transfer.failure or ("link" if transfer.error else silent)
+        error = transfer.error or f"{transfer.phase}: nothing within {self._settings.max_wait_s} s"
+        if not transfer.error and transfer.last_deadline < transfer.deadline:
+            error = f"answer: not loaded {seconds[transfer.phase]:.0f} s after the last byte, though still working"
+        if answer is not None:
+            failure = "" if answer[0] else "refused"
+            error = "" if answer[0] else f"the member refused: {answer[1]}"
+        return PublishResult(
+            self.member_id,
+            self.epoch,
+            transfer.attempt,
+            transfer.staged.version,
+            ok=answer is not None and answer[0],
+            form_s=seconds.get("form", 0.0),
+            transfer_s=seconds.get("transfer", 0.0),
+            ack_s=seconds.get("answer", 0.0),
+            size_bytes=transfer.size_bytes,
+            failure=failure,
+            error=error,
+        )
+
+    def _report(self, result: PublishResult) -> None:
+        try:
+            self._settings.on_result(result)
+        except Exception as error:  # of whatever the listener calls: the member must not lose its link by it
+            unforeseen.note("what follows from a publish", error)
+
+    def _carry(self, transfer: _Transfer) -> None:
+        """The transfer's thread: every call in here may block outside Python."""
+        try:
+            version = transfer.staged.version
+            about: dict[str, str | int] = {"member": self.member_id, "attempt": transfer.attempt}
+            trace = version_traceparent(self._settings.run_id, version.step)
+            with span("weights.prepare", trace, session=version.session, step=version.step):
+                manifest, manifest_bytes, flat = transfer.staged.ready()
+            transfer.size_bytes = manifest.total_bytes
+            self._enter(transfer, "offer")
+            offer = self._offer(transfer, manifest_bytes)
+            self._settings.send_offer(offer)
+            link = transfer.link
+            if link is None:
+                self._enter(transfer, "form")
+                with span("weights.form", trace, epoch=offer.epoch, **about):
+                    link = self._form(offer, transfer)
+            self._enter(transfer, "transfer")
+            with span("weights.transfer", trace, epoch=offer.epoch, bytes=manifest.total_bytes, **about):
+                link.send(flat, manifest, lambda _: self._enter(transfer, "transfer"))
+            transfer.link = link
+            self._enter(transfer, "answer")
+        except (
+            Exception
+        ) as error:  # of torch, the store and the listener: it fails this attempt, with its text
+            if not isinstance(error, PacelineError | RuntimeError | OSError):
+                unforeseen.note("bringing weights to a member", error)
+            with self._changed:
+                transfer.error = f"{transfer.phase}: {first_line(error)}"
+                self._changed.notify_all()
+
+    def _enter(self, transfer: _Transfer, phase: str) -> None:
+        now = time.monotonic()
+        with self._changed:
+            spent = transfer.seconds.get(transfer.phase, 0.0) + now - transfer.phase_started
+            transfer.seconds[transfer.phase] = spent
+            transfer.phase, transfer.phase_started = phase, now
+            transfer.deadline = now + self._settings.max_wait_s
+            if phase == "answer":
+                transfer.last_deadline = now + longest_s(self._settings.max_wait_s, transfer.size_bytes)
+            self._changed.notify_all()
+
+    def _offer(self, transfer: _Transfer, manifest_bytes: bytes) -> WeightOffer:
+        settings, version = self._settings, transfer.staged.version
+        return WeightOffer(
+            run_id=settings.run_id,
+            epoch=self.epoch,
+            member_id=self.member_id,
+            attempt=transfer.attempt,
+            backend=self._backend,
+            store_host=settings.host,
+            store_port=settings.store_port,
+            prefix=f"{settings.prefix}/{self.member_id}/{transfer.attempt}",
+            session=version.session,
+            step=version.step,
+            manifest=manifest_bytes,
+        )
+
+    def _form(self, offer: WeightOffer, transfer: _Transfer) -> WeightLink | SharedLink:
+        return form_link(
+            backend=offer.backend,
+            store_host=self._settings.store_host,
+            store_port=offer.store_port,
+            prefix=offer.prefix,
+            rank=SENDER,
+            max_wait_s=self._settings.max_wait_s,
+            host=self._settings.host,
+            given_up=lambda: self._transfer is not transfer,
+        )

@@ -1,0 +1,182 @@
+"""Publishing weights to the rollout members, each over a link of its own. Lives on rank 0 of the learner.
+
+The promise: `stage` returns at once whatever the members do. Every member is brought to the newest staged version by a
+thread of its own; versions that were overtaken before they began are skipped; a member that fails, stops or dies is
+reported and tried again with a fresh link while it is in the set, and the others do not notice. `close` does not wait
+for a stuck member.
+
+The control plane belongs to the caller: `send_offer` must bring the offer to the member (it is called from the links'
+threads and should return within max_wait_s), and the member's answer must come back through `acknowledge`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from learner.weights.member_link import LinkHistory, LinkSettings, MemberLink
+from learner.weights.publish_result import PublishResult
+from learner.weights.staged import StagedWeights
+from paceline.errors import Conflict
+from paceline.groups import Version
+from paceline.weights.link import is_loopback, reachable_from_here, serve_store
+from paceline.weights.manifest import Algorithm, WeightManifest, WeightOffer
+
+__all__ = ["PublishResult", "Publisher"]
+
+CLOSE_WAIT_S = 2.0
+MAX_HISTORIES = 4096
+"""Members that left and may come back; those that left first are forgotten first."""
+
+
+class Publisher:
+    """Brings staged versions to members.
+
+    `bind_host` is where the store listens and `advertise_host` (default: the same) how members reach this machine;
+    `port` 0 takes a free one. Beyond loopback the tensors' checksums are SHA-256, as the offer is then the only thing
+    that vouches for bytes on an unprotected connection.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        send_offer: Callable[[WeightOffer], None],
+        on_result: Callable[[PublishResult], None],
+        bucket_bytes: int,
+        max_wait_s: float,
+        bind_host: str = "127.0.0.1",
+        advertise_host: str | None = None,
+        port: int = 0,
+        backend: str = "gloo",
+    ) -> None:
+        host = advertise_host or reachable_from_here(bind_host)
+        self._store, store_port = serve_store(bind_host, port, max_wait_s)
+        self.store_address = (host, store_port)
+        """Host and port of the store, as members reach it."""
+        self._bucket_bytes = bucket_bytes
+        self._algorithm: Algorithm = "xxh3_64" if is_loopback(host) else "sha256"
+        self._settings = LinkSettings(
+            run_id=run_id,
+            backend=backend,
+            host=host,
+            store_host=reachable_from_here(bind_host),
+            store_port=store_port,
+            # A publisher that starts again on the same port must not meet keys or members of its predecessor.
+            prefix=f"{run_id}/{secrets.token_hex(8)}",
+            max_wait_s=max_wait_s,
+            send_offer=send_offer,
+            on_result=on_result,
+        )
+        self._lock = threading.Lock()
+        self._links: dict[str, MemberLink] = {}
+        self._before: dict[str, LinkHistory] = {}
+        """What links that ended leave to the next one, by member."""
+        self._left: list[MemberLink] = []
+        self._staged: StagedWeights | None = None
+        self._closed = False
+
+    def set_members(
+        self, epoch: int, member_ids: Iterable[str], held: Mapping[str, Version] | None = None
+    ) -> None:
+        """Makes exactly these members the set of `epoch`: leavers' links end, joiners get what is staged.
+
+        A member that stays keeps its link. `held` is what joiners have got already in another way. Returns at once.
+        """
+        wanted = set(member_ids)
+        with self._lock:
+            self._check_open()
+            for member_id in self._links.keys() - wanted:
+                self._drop(member_id)
+            for member_id in wanted - self._links.keys():
+                link = MemberLink(
+                    self._settings, member_id, epoch, self._before.get(member_id, LinkHistory())
+                )
+                link.held = held.get(member_id) if held else None
+                self._links[member_id] = link
+                if self._staged is not None:
+                    link.publish(self._staged)
+                link.start()
+            for link in self._links.values():
+                link.epoch = epoch
+
+    def stage(
+        self,
+        version: Version,
+        tensors: Mapping[str, torch.Tensor],
+        manifest: WeightManifest | None = None,
+    ) -> None:
+        """Makes `version` the one that every member should hold. Returns at once, never waiting for a member.
+
+        `tensors` belong to the publisher from here on: nobody may write to them again (`gather_weights` makes such a
+        copy). A `manifest` with checksums saves computing them. Raises Conflict when `version` is not newer.
+        """
+        with self._lock:
+            self._check_open()
+            if self._staged is not None and version <= self._staged.version:
+                raise Conflict(f"version {tuple(version)} is staged after {tuple(self._staged.version)}")
+            self._staged = StagedWeights(
+                version,
+                tensors,
+                bucket_bytes=self._bucket_bytes,
+                algorithm=self._algorithm,
+                manifest=manifest,
+            )
+            for link in self._links.values():
+                link.publish(self._staged)
+
+    def acknowledge(self, member_id: str, version: Version, ok: bool, message: str = "") -> None:
+        """The member's own word that it serves `version`, or why not. Unknown members are ignored: they left."""
+        with self._lock:
+            link = self._links.get(member_id)
+        if link is not None:
+            link.answer(version, ok, message)
+
+    def progress(self, member_id: str, version: Version) -> None:
+        """The member's word that it still works on `version`."""
+        with self._lock:
+            link = self._links.get(member_id)
+        if link is not None:
+            link.progress(version)
+
+    def interrupt(self, reason: str) -> None:
+        """Begins every transfer anew whose offer may be lost: the control plane was away."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            link.interrupt(reason)
+
+    def held(self) -> dict[str, Version | None]:
+        """The version that each member of the set acknowledged last."""
+        with self._lock:
+            return {member_id: link.held for member_id, link in self._links.items()}
+
+    def close(self) -> None:
+        """Ends all links. Waits a moment for threads that can end, never for a stuck member. May be called twice."""
+        with self._lock:
+            self._closed = True
+            for member_id in list(self._links):
+                self._drop(member_id)
+            left, self._left = self._left, []
+            # Without its server every wait of a link that is being formed ends now.
+            self._store = None
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        for link in left:
+            link.join(deadline)
+
+    def _drop(self, member_id: str) -> None:
+        link = self._links.pop(member_id)
+        link.leave()
+        self._before.pop(member_id, None)
+        self._before[member_id] = link.history
+        if len(self._before) > MAX_HISTORIES:
+            del self._before[next(iter(self._before))]
+        self._left = [old for old in self._left if not old.join(0.0)] + [link]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Conflict("this publisher is closed")

@@ -1,0 +1,84 @@
+"""Versions that wait to be stored, the same ones in the same order on all ranks.
+
+Promise: of the jobs that no rank has begun only the newest is kept, so a slow store is overtaken and memory stays bounded:
+the kept copy, the version being written, and one that waits. Whether a job was begun anywhere is decided by one small
+collective in `put`, during which it may not begin here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from learner.weights.shards import LocalSlice
+from paceline.groups import Version
+
+
+@dataclass
+class Job:
+    """A version to store, or with `wants_anchor` also an anchor of it."""
+
+    number: int
+    version: Version
+    slices: list[LocalSlice] | None
+    """None: only an anchor of the newest version."""
+    wants_anchor: bool
+    staged_s: float
+    begun: bool = False
+    held: bool = False
+    """`put` is deciding about it; it may not begin."""
+
+
+class StoreJobs:
+    """One rank's; `any_rank` says whether a fact is true on any rank."""
+
+    def __init__(self, any_rank: Callable[[bool], bool]) -> None:
+        self.closed = threading.Event()
+        self._any_rank = any_rank
+        self._jobs: deque[Job] = deque()
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def put(self, version: Version, slices: list[LocalSlice] | None, wants_anchor: bool) -> None:
+        """One more, or an overtaking of the last. A collective call."""
+        with self._changed:
+            last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
+            if last is not None:
+                last.held = True
+        overtakes = not self._any_rank(last is None)
+        with self._changed:
+            if overtakes and last is not None:
+                if slices is not None:
+                    last.version, last.slices = version, slices
+                last.wants_anchor |= wants_anchor
+            else:
+                self._count += 1
+                self._jobs.append(Job(self._count, version, slices, wants_anchor, time.monotonic()))
+            if last is not None:
+                last.held = False
+            self._changed.notify_all()
+
+    def begin(self) -> Job | None:
+        """Waits for the next one, with no deadline: it comes when the learner has one. None once closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.closed.is_set() or (len(self._jobs) > 0 and not self._jobs[0].held)
+            )
+            if self.closed.is_set():
+                return None
+            self._jobs[0].begun = True
+            return self._jobs[0]
+
+    def end(self) -> None:
+        """The one that was begun is stored."""
+        with self._changed:
+            self._jobs.popleft()
+
+    def close(self) -> None:
+        """No further one begins."""
+        self.closed.set()
+        with self._changed:
+            self._changed.notify_all()

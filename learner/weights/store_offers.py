@@ -1,0 +1,229 @@
+"""Telling members which version is in the store, until they have it. Lives on rank 0 of the learner.
+
+A member costs nothing here but an offer and its answer: it reads by itself, at its own pace, and may skip versions. An
+offer without an answer is made again after `max_wait_s` of silence, which is harmless: a member that is reading goes on, one that
+holds the version says so. An offer that was refused is made again after a growing pause.
+
+Who waits for whom: one thread waits for a new version, an answer, a change of members, or the next offer's time. Nobody
+waits for it. State is guarded by one condition.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from learner.weights.publish_result import PublishResult
+from learner.weights.store_chain import Stored
+from paceline.groups import Version
+from paceline.rate_limited_log import unforeseen
+from paceline.weights.manifest import Algorithm
+from paceline.weights.store_format import StoreOffer
+
+FIRST_BACKOFF_S = 0.2
+MAX_ANCHORS = 3
+"""Anchors in a row that are written because of one member; then it waits for those that come anyway."""
+
+
+@dataclass
+class _Member:
+    held: Version | None = None
+    offered: Stored | None = None
+    offered_s: float = 0.0
+    next_s: float = 0.0
+    """When it may be offered something again, unless a newer version comes."""
+    failures: int = 0
+    damaged: int = 0
+    """Anchors in a row that did not help it."""
+    attempt: int = 0
+
+
+class StoreOffers:
+    """Keeps members at the newest stored version. `send` and `on_result` are called from the thread."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        url: str,
+        algorithm: Algorithm,
+        max_wait_s: float,
+        send: Callable[[StoreOffer], None],
+        on_result: Callable[[PublishResult], None],
+    ) -> None:
+        self._run_id = run_id
+        self._url = url
+        self._algorithm: Algorithm = algorithm
+        self._max_wait_s = max_wait_s
+        self._send = send
+        self._on_result = on_result
+        self._members: dict[str, _Member] = {}
+        self._epoch = 0
+        self._newest: Stored | None = None
+        self._results: list[PublishResult] = []
+        self._wants_anchor = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="weight-offers", daemon=True)
+        self._thread.start()
+
+    @property
+    def wants_anchor(self) -> bool:
+        """Whether a member cannot make the newest version of what is stored."""
+        return self._wants_anchor
+
+    def tell(self, stored: Stored) -> None:
+        """A version, or an anchor of it, is complete in the store."""
+        with self._changed:
+            if self._newest is None or stored.anchor_version > self._newest.anchor_version:
+                # Whoever was stuck may try at once.
+                for member in self._members.values():
+                    if member.failures:
+                        member.next_s = 0.0
+            self._newest = stored
+            self._changed.notify_all()
+
+    def set_members(self, epoch: int, member_ids: Iterable[str]) -> None:
+        """Makes exactly these the members that get offers."""
+        with self._changed:
+            self._epoch = epoch
+            self._members = {member_id: self._members.get(member_id) or _Member() for member_id in member_ids}
+            self._changed.notify_all()
+
+    def answer(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
+        """A member's answer. Unknown members are ignored: they left."""
+        with self._changed:
+            member = self._members.get(member_id)
+            if member is None:
+                return
+            published = self._newest is not None and version <= self._newest.version
+            if ok and published and (member.held is None or version > member.held):
+                member.held, member.failures, member.damaged = version, 0, 0
+            offered = member.offered
+            if offered is None or offered.version != version:
+                return
+            now = time.monotonic()
+            member.next_s = now  # the next version may follow at once
+            if not ok:
+                member.failures += 1
+                pause_s = FIRST_BACKOFF_S * 2.0 ** min(member.failures - 1, 20)
+                member.next_s = now + min(pause_s, self._max_wait_s)
+                newest = self._newest
+                # One anchor for each round of offers that fails, and none while a newer one waits to be tried.
+                if damaged and newest is not None and newest.anchor == offered.anchor:
+                    member.damaged += 1
+                    self._wants_anchor = self._wants_anchor or member.damaged <= MAX_ANCHORS
+            self._results.append(
+                PublishResult(
+                    member_id,
+                    self._epoch,
+                    member.attempt,
+                    version,
+                    ok=ok,
+                    ack_s=now - member.offered_s,
+                    size_bytes=offered.size_bytes,
+                    failure="" if ok else "refused",
+                    error="" if ok else self._explained(message, damaged),
+                )
+            )
+            member.offered = None
+            self._changed.notify_all()
+
+    def progress(self, member_id: str) -> None:
+        """A member's word that it still works on what it was offered."""
+        with self._changed:
+            member = self._members.get(member_id)
+            if member is not None and member.offered is not None:
+                member.next_s = time.monotonic() + self._max_wait_s
+
+    def interrupt(self) -> None:
+        """Offers everything again that is unanswered."""
+        with self._changed:
+            for member in self._members.values():
+                member.next_s, member.offered = 0.0, None
+            self._changed.notify_all()
+
+    def oldest_held(self) -> Version | None:
+        """What the slowest member holds; None when none holds anything."""
+        with self._changed:
+            return min((m.held for m in self._members.values() if m.held is not None), default=None)
+
+    def anchor_ordered(self) -> None:
+        """The anchor that is wanted is being written."""
+        self._wants_anchor = False
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _explained(self, message: str, damaged: bool) -> str:
+        if damaged:
+            return message
+        return (
+            f"{message} (weights are at {self._url}: a worker that does not share it cannot read them; "
+            "set weights.store to a place that all reach)"
+        )
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                offers = self._due()
+                results, self._results = self._results, []
+                if not offers and not results:
+                    if self._closed:
+                        return
+                    # No deadline without members that are behind: a version may take as long as a step does.
+                    self._changed.wait(self._seconds_to_next())
+                    continue
+            for result in results:
+                self._guarded(self._on_result, result)
+            for offer in offers:
+                self._guarded(self._send, offer)
+
+    def _guarded(self, call: Callable[..., None], argument: PublishResult | StoreOffer) -> None:
+        try:
+            call(argument)
+        except (
+            Exception
+        ) as error:  # of whatever the listener calls: other members must not lose their offers by it
+            unforeseen.note("what follows from an offer of stored weights", error)  # an offer is made again
+
+    def _due(self) -> list[StoreOffer]:
+        newest, now = self._newest, time.monotonic()
+        if newest is None or self._closed:
+            return []
+        offers = []
+        for member_id, member in self._members.items():
+            overtaken = member.offered is not None and member.offered.version < newest.version
+            if self._is_behind(member) and (overtaken or member.next_s <= now):
+                member.offered, member.offered_s = newest, now
+                member.next_s = now + self._max_wait_s
+                member.attempt += 1
+                offers.append(self._offer(member_id, newest))
+        return offers
+
+    def _is_behind(self, member: _Member) -> bool:
+        return self._newest is not None and (member.held is None or member.held < self._newest.version)
+
+    def _seconds_to_next(self) -> float | None:
+        next_s = min((m.next_s for m in self._members.values() if self._is_behind(m)), default=math.inf)
+        return None if next_s == math.inf else max(0.001, next_s - time.monotonic())
+
+    def _offer(self, member_id: str, stored: Stored) -> StoreOffer:
+        return StoreOffer(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            member_id=member_id,
+            version=stored.version,
+            url=self._url,
+            algorithm=self._algorithm,
+            manifest=stored.manifest,
+            anchor_version=stored.anchor_version,
+            anchor=stored.anchor,
+            anchor_bytes=stored.anchor_bytes,
+        )
