@@ -33,7 +33,8 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
+from rollout.engine import Engine, GenerationRequest, SamplingParams
+from rollout.engines import create_engine
 
 SAMPLES_PER_PROMPT = 8
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray, Version
-from paceline.spec import GenerationSection, RunSpec
+from paceline.spec import GenerationSection
 
 if TYPE_CHECKING:
     import torch
@@ -143,27 +143,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Ends the engine. Requests that are left return what exists, with finish_reason `abort`."""
-
-
-def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> Engine:
-    """The engine that `policy.generation.backend` names, for the model in `policy`, on `device`.
-
-    With `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without, only the structure is
-    read from there, and `generate` is refused until `update_weights` was called. An adapter's base is always read.
-    """
-    backend = spec.policy.generation.backend
-    if backend == "native":
-        from rollout.native import NativeEngine
-
-        return NativeEngine(spec, device=device, load_weights=load_weights)
-    if backend == "vllm":
-        from rollout.vllm_arguments import require_vllm
-
-        require_vllm()
-        from rollout.vllm import VllmEngine
-
-        return VllmEngine(spec, device=device, load_weights=load_weights)
-    raise ValueError(f"unknown policy.generation.backend {backend!r}")
 
 
 def check_prefix(prefix: Completion) -> None:

@@ -29,7 +29,7 @@ from paceline.spec import RunSpec
 from paceline.spec.presets import PresetName
 from paceline.spec.reading import load_spec
 from rollout.engine import GenerationRequest, SamplingParams
-from rollout.native import NativeEngine
+from rollout.native.engine import NativeEngine
 from services.demo.model import make_tokenizer
 
 CPU = torch.device("cpu")

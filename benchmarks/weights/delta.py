@@ -26,7 +26,7 @@ from paceline.groups import Version
 from paceline.spec import OptimizerSection
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import StoreOffer
-from rollout.store_reader import StoreReader
+from rollout.weights.store_reader import StoreReader
 from weights.models import random_weights
 
 WARM_UP = 20

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.weights.manifest import WeightOffer
-from rollout.engine import create_engine
-from rollout.receiver import WeightReceiver
+from rollout.engines import create_engine
+from rollout.weights.link_receiver import WeightReceiver
 
 MAX_WAIT_S = 300.0
 output = threading.Lock()

@@ -24,7 +24,8 @@ from paceline.weights.store_format import run_store
 from paceline.wire import decode_completions, encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine, sample_seed
+from rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
+from rollout.engines import create_engine
 from services.common.exponential_backoff import GrowingPause
 from services.common.membership import Membership
 from services.rollout.gather import gathered

@@ -20,8 +20,8 @@ from paceline.weights.manifest import WeightOffer, algorithm_named
 from paceline.weights.store_format import StoredObject, StoreOffer, checked_object
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine
-from rollout.receiver import WeightReceiver
-from rollout.store_receiver import StoreReceiver
+from rollout.weights.link_receiver import WeightReceiver
+from rollout.weights.store_receiver import StoreReceiver
 from services.common.membership import Membership
 
 log = logging.getLogger(__name__)

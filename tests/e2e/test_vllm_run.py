@@ -19,7 +19,7 @@ from watched_runs import finish, metrics
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
-from rollout.process_guard import VARIABLE
+from rollout.vllm.process_guard import VARIABLE
 from services.demo.model import make_model
 from services.local.cluster import LocalCluster
 

@@ -21,7 +21,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.weights.manifest import WeightOffer
 from paceline.weights.packing import checksums, pack, plan
 from paceline.weights.shared_memory_link import SharedLink
-from rollout.receiver import WeightReceiver
+from rollout.weights.link_receiver import WeightReceiver
 
 DEADLINE_S = 20.0
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)

@@ -16,7 +16,7 @@ from tiny_policy import save_tiny_policy
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import StoredObject, StoreOffer
-from rollout.store_reader import StoreReader
+from rollout.weights.store_reader import StoreReader
 
 WORKER = Path(__file__).parents[1] / "support" / "store_rank.py"
 ROOT = WORKER.parents[2]

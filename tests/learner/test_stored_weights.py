@@ -16,7 +16,7 @@ from store_pair import DEADLINE_S, Pair, check, offer
 from paceline.errors import InvalidInput, NotFound
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
-from rollout.store_reader import Damaged, StoreReader
+from rollout.weights.store_reader import Damaged, StoreReader
 
 
 @pytest.fixture

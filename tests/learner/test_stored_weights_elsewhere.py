@@ -16,7 +16,7 @@ from store_pair import Pair, check, offer
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
-from rollout.store_reader import Damaged
+from rollout.weights.store_reader import Damaged
 
 SERVER = """
 from moto.server import ThreadedMotoServer

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from paceline.groups import Completion
 from paceline.spec import RunSpec
-from rollout.engine import Engine, create_engine
+from rollout.engine import Engine
+from rollout.engines import create_engine
 
 VOCAB_SIZE = 23
 MAX_TOKENS = 4096

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from paceline.errors import EngineDied, Unavailable
-from rollout.engine_thread import EngineThread
+from rollout.vllm.engine_thread import EngineThread
 
 
 class Life:

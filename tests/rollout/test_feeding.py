@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.feeding import GROW_EVERY, REST_AFTER_CUT, Feeding, StepReport
+from rollout.vllm.concurrency import GROW_EVERY, REST_AFTER_CUT, Feeding, StepReport
 
 
 def steps(feeding: Feeding, count: int, *report: float) -> int:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.kv_cache import SlotCache
-from rollout.native_model import ONEDNN_ROWS, NativeModel
+from rollout.native.kv_cache import SlotCache
+from rollout.native.model import ONEDNN_ROWS, NativeModel
 
 
 @pytest.mark.parametrize("rows", [2, ONEDNN_ROWS, 3 * ONEDNN_ROWS])

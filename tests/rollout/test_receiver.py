@@ -15,7 +15,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.weights.link import SENDER, WeightLink, form_link, serve_store
 from paceline.weights.manifest import WeightManifest, WeightOffer
 from paceline.weights.packing import checksums, pack, plan
-from rollout.receiver import WeightReceiver
+from rollout.weights.link_receiver import WeightReceiver
 
 DEADLINE_S = 20.0
 MAX_WAIT_S = 5.0

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rollout.sampling import mask_stop_tokens, mask_top, mix_seed, sample, splitmix64, uniform
+from rollout.native.sampling import mask_stop_tokens, mask_top, mix_seed, sample, splitmix64, uniform
 
 # First outputs of the reference generator for seed 1234567, as published with many implementations of it.
 KNOWN_OUTPUTS = [

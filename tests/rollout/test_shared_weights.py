@@ -12,11 +12,11 @@ import torch
 
 from paceline.errors import Unavailable
 from paceline.weights.manifest import WeightManifest
-from rollout.shared_weights import SharedWeights, read_shared
+from rollout.vllm.shared_weights import SharedWeights, read_shared
 
 READER = """
 import sys
-from rollout.shared_weights import read_shared
+from rollout.vllm.shared_weights import read_shared
 tensors = read_shared(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
 print(sorted((name, str(tensor.dtype), tensor.tolist()) for name, tensor in tensors.items()))
 """

@@ -13,8 +13,8 @@ import torch
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.store_format import StoredObject, StoreOffer
-from rollout import store_receiver
-from rollout.store_receiver import StoreReceiver
+from rollout.weights import store_receiver
+from rollout.weights.store_receiver import StoreReceiver
 
 DEADLINE_S = 20.0
 Ack = tuple[Version, bool, str, bool]

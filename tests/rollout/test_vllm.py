@@ -21,7 +21,7 @@ from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, Version
 from paceline.spec import PolicySection, RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.process_guard import VARIABLE
+from rollout.vllm.process_guard import VARIABLE
 
 pytestmark = pytest.mark.vllm
 NUM_SEQUENCES = 64

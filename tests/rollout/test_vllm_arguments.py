@@ -12,10 +12,10 @@ import pytest
 from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from rollout.engine import create_engine
-from rollout.model_layout import meta_layout, read_config
-from rollout.vllm_arguments import engine_arguments, replicas
-from rollout.vllm_requests import label_of, spans_so_far, version_of
+from rollout.engines import create_engine
+from rollout.vllm.arguments import engine_arguments, replicas
+from rollout.vllm.requests import label_of, spans_so_far, version_of
+from rollout.weights.layout import meta_layout, read_config
 
 
 def arguments(spec: RunSpec, device: str = "cpu") -> dict[str, Any]:

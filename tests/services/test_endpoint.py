@@ -24,7 +24,8 @@ from paceline.data.tokens import load_tokenizer
 from paceline.groups import Completion, Version
 from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
+from rollout.engine import Engine, GenerationRequest, SamplingParams
+from rollout.engines import create_engine
 from services.rollout.openai.requests import ChatAsk, CompletionAsk
 from services.rollout.openai.server import Endpoint
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from paceline.errors import Unavailable
 from paceline.groups import Completion
 from paceline.spec import RunSpec
-from rollout.engine import GenerationRequest, SamplingParams, create_engine, empty_completion
+from rollout.engine import GenerationRequest, SamplingParams, empty_completion
+from rollout.engines import create_engine
 from services.demo.model import make_model
 from services.rollout.hang_probe import PROMPT_IDS, answers, until_stuck
 

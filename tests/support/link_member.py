@@ -18,7 +18,7 @@ import torch
 
 from paceline.groups import Version
 from paceline.weights.manifest import WeightOffer
-from rollout.receiver import WeightReceiver
+from rollout.weights.link_receiver import WeightReceiver
 
 max_wait_s, fault, fault_bytes = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 pending_faults = [] if fault == "none" else [{"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[fault]]

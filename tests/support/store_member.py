@@ -18,8 +18,9 @@ import torch
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.weights.store_format import StoredObject, StoreOffer
-from rollout.engine import Engine, GenerationRequest, SamplingParams, create_engine
-from rollout.store_receiver import StoreReceiver
+from rollout.engine import Engine, GenerationRequest, SamplingParams
+from rollout.engines import create_engine
+from rollout.weights.store_receiver import StoreReceiver
 
 PROMPT_IDS = np.array([3, 1, 4, 1, 5], np.int32)
 MAX_NEW_TOKENS = 48

@@ -24,7 +24,7 @@ import services.rollout.main
 import services.rollout.weights
 from paceline.errors import Unavailable
 from paceline.groups import Version
-from rollout.receiver import WeightReceiver
+from rollout.weights.link_receiver import WeightReceiver
 
 ORDERS = Path(os.environ["PACELINE_FAULT"])
 RECEIVED_BYTES = 2 << 20

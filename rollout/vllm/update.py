@@ -15,13 +15,13 @@ from torch import Tensor
 
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from rollout.feeding import Feeding
-from rollout.shared_weights import SharedWeights
-from rollout.vllm_arguments import replicas
-from rollout.vllm_requests import label_of
+from rollout.vllm.arguments import replicas
+from rollout.vllm.concurrency import Feeding
+from rollout.vllm.requests import label_of
+from rollout.vllm.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
-    from rollout.vllm_reports import Reports
+    from rollout.vllm.reports import Reports
 
 READ_TIMEOUT_S = 300.0
 """How long the workers may take to read and verify new weights, while they go on decoding."""

@@ -20,9 +20,9 @@ from transformers.initialization import no_init_weights
 from paceline.errors import InvalidInput
 from paceline.onednn import is_faster, product
 from paceline.spec import PolicySection
-from rollout.adapter import AdapterSlot
-from rollout.kv_cache import SlotCache
-from rollout.model_layout import (
+from rollout.native.kv_cache import SlotCache
+from rollout.weights.adapter import AdapterSlot
+from rollout.weights.layout import (
     WeightLayout,
     end_token_ids,
     generation_dtype,

@@ -28,8 +28,8 @@ from paceline.errors import EngineDied, InvalidInput, Unavailable
 from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, check_prefix, empty_completion
-from rollout.native_batch import DecodeBatch, Ended, Row
-from rollout.native_model import load_native_model
+from rollout.native.batch import DecodeBatch, Ended, Row
+from rollout.native.model import load_native_model
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from paceline.weights.link import first_line
 from paceline.weights.manifest import Phase, WeightProgress, slowest_s
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import StoreOffer
-from rollout.store_reader import Damaged, StoreReader
+from rollout.weights.store_reader import Damaged, StoreReader
 
 log = logging.getLogger(__name__)
 

@@ -28,12 +28,11 @@ from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
 from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, empty_completion
-from rollout.engine_thread import EngineThread, died
-from rollout.feeding import Feeding, StepReport
-from rollout.model_layout import end_token_ids, meta_layout, read_config
-from rollout.process_guard import ProcessGuard
-from rollout.vllm_arguments import engine_arguments, engine_config
-from rollout.vllm_requests import (
+from rollout.vllm.arguments import engine_arguments, engine_config
+from rollout.vllm.concurrency import Feeding, StepReport
+from rollout.vllm.engine_thread import EngineThread, died
+from rollout.vllm.process_guard import ProcessGuard
+from rollout.vllm.requests import (
     check_request,
     completion,
     known_tokens,
@@ -42,11 +41,12 @@ from rollout.vllm_requests import (
     sampling_params,
     spans_so_far,
 )
-from rollout.vllm_update import WeightUpdates
-from rollout.whole_weights import whole_weights
+from rollout.vllm.update import WeightUpdates
+from rollout.vllm.whole_weights import whole_weights
+from rollout.weights.layout import end_token_ids, meta_layout, read_config
 
 if TYPE_CHECKING:
-    from rollout.vllm_reports import Reports
+    from rollout.vllm.reports import Reports
 
 WATCH_S = 0.2
 """Seconds between two looks at whether the engine lives: vLLM tells nobody who does not ask."""
@@ -181,7 +181,7 @@ class VllmEngine:
         """Starts AsyncLLM and watches it until `close`. Raises whatever it died of."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rollout.vllm_reports import Reports
+        from rollout.vllm.reports import Reports
 
         def reports(vllm_config: Any, engine_index: int = 0) -> Reports:
             self._reports.append(Reports(self._on_step, vllm_config, engine_index))

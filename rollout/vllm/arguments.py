@@ -11,16 +11,16 @@ from transformers import PreTrainedConfig
 
 from paceline.errors import InvalidInput
 from paceline.spec import PolicySection, RunSpec
-from rollout.model_layout import generation_dtype, longest_sequence
-from rollout.process_guard import ProcessGuard
-from rollout.vllm_requests import LOWEST_TEMPERATURE
+from rollout.vllm.process_guard import ProcessGuard
+from rollout.vllm.requests import LOWEST_TEMPERATURE
+from rollout.weights.layout import generation_dtype, longest_sequence
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default on a CPU, where vLLM would take a fraction of all memory."""
 CPU_BATCHED_TOKENS = 4096
 """Tokens of one step on a CPU, at least one whole prompt."""
 TRANSFER = "paceline"
-"""The weight transfer that `rollout/vllm_worker.py` registers."""
+"""The weight transfer that `rollout/vllm/worker.py` registers."""
 
 
 def require_vllm() -> None:
@@ -62,7 +62,7 @@ def engine_arguments(
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "data_parallel_size": settings.data_parallel_size,
         "enforce_eager": on_cpu if settings.enforce_eager is None else settings.enforce_eager,
-        "worker_extension_cls": "rollout.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": TRANSFER},
         "seed": spec.seed,
     }

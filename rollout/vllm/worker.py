@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rollout.shared_weights import read_shared
+from rollout.vllm.shared_weights import read_shared
 
 BACKEND = "paceline"
 """The name by which vLLM knows the transfer."""

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from paceline.groups import Completion, IntArray, Version, VersionSpan
 from rollout.engine import GenerationRequest
-from rollout.kv_cache import SlotCache
-from rollout.native_model import NativeModel
-from rollout.sampling import mask_stop_tokens, mix_seed, sample, uniform
+from rollout.native.kv_cache import SlotCache
+from rollout.native.model import NativeModel
+from rollout.native.sampling import mask_stop_tokens, mix_seed, sample, uniform
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass; bounds its activations. A single longer prompt still goes in whole."""

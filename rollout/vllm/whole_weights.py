@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from paceline.spec import PolicySection
-from rollout.adapter import AdapterSlot
-from rollout.model_layout import WeightLayout, generation_dtype
+from rollout.weights.adapter import AdapterSlot
+from rollout.weights.layout import WeightLayout, generation_dtype
 
 
 class WholeWeights(Protocol):

@@ -1,0 +1,32 @@
+"""Which engine a run samples with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.spec import RunSpec
+
+if TYPE_CHECKING:
+    pass
+from rollout.engine import Engine
+
+
+def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> Engine:
+    """The engine that `policy.generation.backend` names, for the model in `policy`, on `device`.
+
+    With `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without, only the structure is
+    read from there, and `generate` is refused until `update_weights` was called. An adapter's base is always read.
+    """
+    backend = spec.policy.generation.backend
+    if backend == "native":
+        from rollout.native.engine import NativeEngine
+
+        return NativeEngine(spec, device=device, load_weights=load_weights)
+    if backend == "vllm":
+        from rollout.vllm.arguments import require_vllm
+
+        require_vllm()
+        from rollout.vllm.engine import VllmEngine
+
+        return VllmEngine(spec, device=device, load_weights=load_weights)
+    raise ValueError(f"unknown policy.generation.backend {backend!r}")

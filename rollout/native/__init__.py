@@ -1,0 +1,1 @@
+"""The native engine: continuous batching over a Hugging Face model, on any machine."""

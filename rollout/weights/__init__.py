@@ -1,0 +1,1 @@
+"""Receiving weights, over a link or from the store, and what a model takes of them."""
