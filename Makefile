@@ -38,7 +38,7 @@ test: $(STAMP) ## Run the tests (TESTS="tests/reward -k math" for some of them)
 	$(BIN)/python $(PYTEST) $(TESTS)
 
 test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own (KILLS=20)
-	PACELINE_KILLS=$(KILLS) $(VLLM_BIN)/python $(PYTEST) -m vllm $(VLLM_WARNINGS) $(or $(TESTS),tests/rollout tests/services/test_endpoint.py tests/e2e)
+	PACELINE_KILLS=$(KILLS) $(VLLM_BIN)/python $(PYTEST) -m vllm $(VLLM_WARNINGS) $(or $(TESTS),tests/rollout tests/services/rollout/openai/test_server.py tests/e2e)
 
 chaos: $(STAMP) ## Kill, stop, cut off and lie to every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)

@@ -19,7 +19,7 @@ the 99th percentile of all lease requests, and the CPU time of the coordinator f
 one object: `groups_per_s` of the first load, `lease_p99_ms` of the paced one (`lease_p99_ms_saturated`: the worst of the
 others), `payload_mb_per_s` and `disk_mb_per_s` of the last; beside them all loads in full.
 
-That every acknowledgement follows its sync is shown by tests/services/test_sync_order.py, from the system calls.
+That every acknowledgement follows its sync is shown by tests/services/coordinator/exchange/transport/test_sync_order.py, from the system calls.
 """
 
 from __future__ import annotations

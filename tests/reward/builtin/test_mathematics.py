@@ -14,7 +14,7 @@ from reward.builtin import mathematics
 from reward.builtin.answers import as_number, clean, find_answer
 from reward.builtin.mathematics import equal_answers, math_accuracy
 
-RECORDED = Path(__file__).parents[3] / "shared/data/gsm8k/example_model_solutions.jsonl"
+RECORDED = Path(__file__).parents[4] / "shared/data/gsm8k/example_model_solutions.jsonl"
 
 
 def accuracy(completion: Any, gold: Any) -> float | None:

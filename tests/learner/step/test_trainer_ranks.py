@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_policy import CASES, batch_of, run_case, save_tiny_policy
 
-WORKER = Path(__file__).parents[1] / "support" / "trainer_rank.py"
+WORKER = Path(__file__).parents[2] / "support" / "trainer_rank.py"
 ROOT = WORKER.parents[2]
 
 

@@ -27,7 +27,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
     def launch(code: str, grace_s: float = 30.0) -> subprocess.Popen[str]:
         (tmp_path / "toy_rank.py").write_text(READY + code)
-        path = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
+        path = os.pathsep.join([str(Path(__file__).parents[3]), str(tmp_path)])
         process = subprocess.Popen(
             [sys.executable, "-m", "services.learner.launcher", "2", str(grace_s), "toy_rank"],
             cwd=tmp_path,

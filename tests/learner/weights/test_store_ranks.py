@@ -18,7 +18,7 @@ from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import StoredObject, StoreOffer
 from rollout.weights.store_reader import StoreReader
 
-WORKER = Path(__file__).parents[1] / "support" / "store_rank.py"
+WORKER = Path(__file__).parents[2] / "support" / "store_rank.py"
 ROOT = WORKER.parents[2]
 STEPS = 5
 

@@ -24,7 +24,7 @@ from learner.weights.publisher import Publisher, PublishResult
 from paceline.groups import Version
 from paceline.weights.manifest import WeightOffer
 
-MEMBER = Path(__file__).parents[1] / "support" / "link_member.py"
+MEMBER = Path(__file__).parents[2] / "support" / "link_member.py"
 ROOT = MEMBER.parents[2]
 DEADLINE_S = 120.0
 MIB = 1 << 20

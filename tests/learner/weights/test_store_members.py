@@ -31,7 +31,7 @@ from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import StoreOffer
 
-MEMBER = Path(__file__).parents[1] / "support" / "store_member.py"
+MEMBER = Path(__file__).parents[2] / "support" / "store_member.py"
 ROOT = MEMBER.parents[2]
 DEADLINE_S = 120.0
 PROMPT_IDS = [3, 1, 4, 1, 5]

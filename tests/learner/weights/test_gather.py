@@ -12,7 +12,7 @@ import torch
 from gather_rank import Uneven
 from safetensors.torch import load_file
 
-RANK = Path(__file__).parents[1] / "support" / "gather_rank.py"
+RANK = Path(__file__).parents[2] / "support" / "gather_rank.py"
 ROOT = RANK.parents[2]
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "members.py"
+BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "members.py"
 MEMBERS, RANKS = 80, 8
 
 

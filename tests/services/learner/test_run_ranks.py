@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-WORKER = Path(__file__).parents[1] / "support" / "idle_rank.py"
+WORKER = Path(__file__).parents[2] / "support" / "idle_rank.py"
 ROOT = WORKER.parents[2]
 
 

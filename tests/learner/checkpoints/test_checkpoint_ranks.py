@@ -16,7 +16,7 @@ from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 from learner.checkpoints import checkpoint
 from learner.step.trainer import Trainer
 
-WORKER = Path(__file__).parents[1] / "support" / "checkpoint_rank.py"
+WORKER = Path(__file__).parents[2] / "support" / "checkpoint_rank.py"
 ROOT = WORKER.parents[2]
 
 

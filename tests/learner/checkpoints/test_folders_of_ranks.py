@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).parents[1] / "support" / "folder_rank.py"
+WORKER = Path(__file__).parents[2] / "support" / "folder_rank.py"
 ROOT = WORKER.parents[2]
 
 

@@ -31,7 +31,7 @@ def test_the_soft_limit_becomes_the_hard_one_and_both_are_said() -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
 
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[4]
     ended = subprocess.run(
         [sys.executable, "-c", RAISE], preexec_fn=lower, capture_output=True, text=True, cwd=root, check=True
     )
