@@ -15,7 +15,7 @@ MAX_KINDS = 1000
 """Kinds that are remembered; their names may contain what a sender chose, so older ones are forgotten beyond it."""
 
 
-class SeldomLog:
+class RateLimitedLog:
     """Writes to `log`, each kind at most once in `interval_s`; the next line tells how many were left out."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Unforeseen:
     def __init__(self, log: logging.Logger):
         self.total = 0
         """Since the process began; a gauge."""
-        self._seldom = SeldomLog(log)
+        self._seldom = RateLimitedLog(log)
 
     def note(self, where: str, error: BaseException) -> str:
         """Counts one; returns what its sender is told."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainSequence, pack_row
+from learner.batch.samples import TrainingSample, pack_row
 from learner.model.policy import row_logprobs
 from learner.step.trainer import Trainer
 from paceline.data.tokens import encode_exchange, load_tokenizer
@@ -134,7 +134,7 @@ def make_spec(
 def right_probability(trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]]) -> float:
     """Mean over problems of Π_t π(answer token)."""
     sequences = [
-        TrainSequence(i, *encode_exchange(tokenizer, row["prompt"], row["chosen"], "auto"))
+        TrainingSample(i, *encode_exchange(tokenizer, row["prompt"], row["chosen"], "auto"))
         for i, row in enumerate(rows)
     ]
     row = pack_row(sequences, CPU)

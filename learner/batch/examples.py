@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from learner.batch.samples import TrainSequence, Verdict
+from learner.batch.samples import TrainingSample, Verdict
 from paceline.data.examples import check_example, read_demonstration, read_preference, read_verdict
 from paceline.data.rows import PromptSource, open_rows
 from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
@@ -50,12 +50,12 @@ class ExampleSource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def part(self, step: int, rank: int, world_size: int) -> list[TrainSequence]:
+    def part(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
         """This rank's examples of a step. Raises InvalidInput for one that is longer than the model allows."""
         first = step * self._count
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 
-    def held_out(self, rank: int, world_size: int) -> list[TrainSequence]:
+    def held_out(self, rank: int, world_size: int) -> list[TrainingSample]:
         """This rank's share of the examples that one measurement uses. Raises InvalidInput as `part`."""
         return self._examples(list(range(rank, self._count, world_size)))
 
@@ -72,11 +72,11 @@ class ExampleSource:
             }
         return sorted(own)
 
-    def of_row(self, row: int) -> list[TrainSequence]:
+    def of_row(self, row: int) -> list[TrainingSample]:
         """What a row trains. Raises InvalidInput as `part`."""
         return self.about(Asked(row, row), row)
 
-    def about(self, asked: Asked, number: int) -> list[TrainSequence]:
+    def about(self, asked: Asked, number: int) -> list[TrainingSample]:
         """The sequences of `asked`, with `number` as their id. Raises InvalidInput as `part`."""
         try:
             if asked.completions != asked.prompt:
@@ -112,8 +112,8 @@ class ExampleSource:
         first = cursor - cursor % self._count
         return first + (cursor + 1 - first) % self._count
 
-    def _examples(self, cursors: list[int]) -> list[TrainSequence]:
-        sequences: list[TrainSequence] = []
+    def _examples(self, cursors: list[int]) -> list[TrainingSample]:
+        sequences: list[TrainingSample] = []
         for cursor in cursors:
             row = self._order.index(cursor)
             sequences += self.about(Asked(row, row), cursor)
@@ -121,15 +121,15 @@ class ExampleSource:
                 sequences.append(self._foreign(Asked(row, self._order.index(self._other(cursor))), cursor))
         return sequences
 
-    def _demonstration(self, row: int, number: int) -> TrainSequence:
+    def _demonstration(self, row: int, number: int) -> TrainingSample:
         example = read_demonstration(self._rows[row], self._spec.data)
         if self._spec.sft.loss_mask == "assistant":
             ids, mask = encode_conversation(self._tokenizer, [*example.prompt, *example.completion])
             first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
-            return TrainSequence(number, ids[:first], self._fitting(ids)[first:], trained_T=mask[first:])
+            return TrainingSample(number, ids[:first], self._fitting(ids)[first:], trained_T=mask[first:])
         return self._sequence(number, example.prompt, example.completion, None)
 
-    def _pairs(self, row: int, number: int) -> list[TrainSequence]:
+    def _pairs(self, row: int, number: int) -> list[TrainingSample]:
         prompt, chosen, rejected, margin = read_preference(self._rows[row], self._spec.data)
         verdicts = [(chosen, Verdict(True, margin)), *((worse, Verdict(False)) for worse in rejected)]
         known = self._known(Asked(row, row), len(verdicts))
@@ -138,13 +138,13 @@ class ExampleSource:
             for (completion, verdict), logprob in zip(verdicts, known, strict=True)
         ]
 
-    def _judged(self, row: int, number: int) -> TrainSequence:
+    def _judged(self, row: int, number: int) -> TrainingSample:
         """A good or bad completion."""
         prompt, completion, desirable = read_verdict(self._rows[row], self._spec.data)
         (known,) = self._known(Asked(row, row), 1)
         return self._sequence(number, prompt, completion, Verdict(desirable, reference_logprob=known))
 
-    def _foreign(self, asked: Asked, number: int) -> TrainSequence:
+    def _foreign(self, asked: Asked, number: int) -> TrainingSample:
         """Another example's completion after this one's prompt, cut off where it would not fit: nothing trains on it."""
         prompt, _, desirable = read_verdict(self._rows[asked.prompt], self._spec.data)
         foreign = read_verdict(self._rows[asked.completions], self._spec.data).completion
@@ -154,21 +154,21 @@ class ExampleSource:
         )
         room = max(self._spec.policy.max_total_sequence_length - len(prompt_ids), 0)
         verdict = Verdict(desirable, mismatched=True, reference_logprob=known)
-        return TrainSequence(number, prompt_ids, ids[:room], verdict=verdict)
+        return TrainingSample(number, prompt_ids, ids[:room], verdict=verdict)
 
     def _known(self, asked: Asked, count: int) -> list[float | None]:
         """What the reference said of the completions of `asked`; Nones where it is asked in the step."""
         return [None] * count if self._reference is None else list(self._reference[asked])
 
-    def _sequence(self, number: int, prompt: Any, completion: Any, verdict: Verdict | None) -> TrainSequence:
+    def _sequence(self, number: int, prompt: Any, completion: Any, verdict: Verdict | None) -> TrainingSample:
         template = self._spec.data.apply_chat_template
         if self._spec.algorithm == "rm":
             # The whole text is read, and one thing is asked at its last token: the score.
             ids = self._fitting(encode_for_scoring(self._tokenizer, prompt, completion, template))
-            return TrainSequence(number, ids, np.zeros(1, np.int32), verdict=verdict)
+            return TrainingSample(number, ids, np.zeros(1, np.int32), verdict=verdict)
         prompt_ids, completion_ids = encode_exchange(self._tokenizer, prompt, completion, template)
         self._fitting(np.concatenate((prompt_ids, completion_ids)))
-        return TrainSequence(number, prompt_ids, completion_ids, verdict=verdict)
+        return TrainingSample(number, prompt_ids, completion_ids, verdict=verdict)
 
     def _fitting(self, ids: np.ndarray) -> np.ndarray:
         limit = self._spec.policy.max_total_sequence_length

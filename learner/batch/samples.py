@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrainSequence:
+class TrainingSample:
     """One prompt with one completion, ready to train."""
 
     group_id: int
@@ -85,7 +85,7 @@ class TrainSequence:
         return len(self.prompt_ids) + len(self.completion_ids) - 1 if self.num_trained_tokens else 0
 
 
-def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainSequence]:
+def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainingSample]:
     """All completions of scored groups, with advantages relative to their group.
 
     Where advantages take the whole batch (`needs_whole_batch`), they are 0 here and set in the step. With
@@ -119,7 +119,7 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainS
                     f"group {group.group_id} has no log-probabilities of the reference, which the reward pool serves"
                 )
             sequences.append(
-                TrainSequence(
+                TrainingSample(
                     group.group_id,
                     group.prompt_ids,
                     completion.token_ids[trained],
@@ -135,7 +135,7 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainS
 
 
 @dataclass(frozen=True)
-class PackedRow:
+class PackedBatch:
     """Sequences of one micro-batch end to end, on the training device."""
 
     input_ids: Tensor
@@ -162,7 +162,7 @@ class PackedRow:
     """What the data set says of each sequence; empty where it says nothing."""
 
 
-def pack_row(sequences: Sequence[TrainSequence], device: torch.device) -> PackedRow:
+def pack_row(sequences: Sequence[TrainingSample], device: torch.device) -> PackedBatch:
     """Lays sequences (each with at least one completion token that trains) end to end, in the given order."""
     row_lengths_S = np.array([s.num_row_tokens for s in sequences])
     lengths_S = np.array([s.num_trained_tokens for s in sequences])
@@ -183,7 +183,7 @@ def pack_row(sequences: Sequence[TrainSequence], device: torch.device) -> Packed
     def floats(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.float32)).to(device, non_blocking=True)
 
-    return PackedRow(
+    return PackedBatch(
         input_ids=integers(np.concatenate(tokens))[None],
         position_ids=integers(np.concatenate([np.arange(n) for n in row_lengths_S]))[None],
         layout=SequenceLayout.of(row_lengths_S.tolist(), device),
@@ -206,7 +206,7 @@ def pack_row(sequences: Sequence[TrainSequence], device: torch.device) -> Packed
     )
 
 
-def _trained(values_T: np.ndarray | None, sequence: TrainSequence) -> np.ndarray:
+def _trained(values_T: np.ndarray | None, sequence: TrainingSample) -> np.ndarray:
     """The values at the tokens that train."""
     assert values_T is not None
     return values_T if sequence.trained_T is None else values_T[sequence.trained_T]

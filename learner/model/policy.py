@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from learner.batch.samples import PackedRow
+from learner.batch.samples import PackedBatch
 from learner.collectives import world_size
 from learner.model.adapter import add_adapter
 from learner.model.attention import IMPLEMENTATION
@@ -86,7 +86,7 @@ def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedMod
 
 def row_logprobs(
     model: PreTrainedModel,
-    row: PackedRow,
+    row: PackedBatch,
     *,
     temperature: float,
     chunk_tokens: int,
@@ -108,7 +108,7 @@ def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
 
 
 def _forward(
-    model: Any, row: PackedRow, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
+    model: Any, row: PackedBatch, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     hidden_1RH = model.base_model(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
@@ -123,7 +123,7 @@ def _forward(
     )
 
 
-def _score(model: Any, row: PackedRow, **_: Any) -> tuple[Tensor, Tensor]:
+def _score(model: Any, row: PackedBatch, **_: Any) -> tuple[Tensor, Tensor]:
     """Scores at the places where a policy predicts."""
     hidden_1RH = model.base_model(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.batch.samples import PackedRow
+from learner.batch.samples import PackedBatch
 from learner.objectives.policy import Denominators, LossResult, TokenArrays, policy_loss, sft_loss
 from learner.objectives.preferences import (
     PairLogRatios,
@@ -28,7 +28,7 @@ from learner.objectives.preferences import (
 )
 from paceline.spec import LossSection, RunSpec
 
-Objective = Callable[[TokenArrays, PackedRow, Denominators], LossResult]
+Objective = Callable[[TokenArrays, PackedBatch, Denominators], LossResult]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _distillation(tokens: TokenArrays, counts: Denominators, spec: RunSpec) -> L
     return replace(result, sums={**result.sums, "kl_teacher": kl})
 
 
-def pairs_of(row: PackedRow, num_prompts: int) -> Pairs:
+def pairs_of(row: PackedBatch, num_prompts: int) -> Pairs:
     """Each rejected completion with the chosen one of its prompt. ValueError for a prompt that lacks either."""
     chosen: dict[int, int] = {}
     rejected: dict[int, list[int]] = {}
@@ -132,7 +132,7 @@ def pairs_of(row: PackedRow, num_prompts: int) -> Pairs:
     )
 
 
-def reference_sums(tokens: TokenArrays, row: PackedRow) -> Tensor:
+def reference_sums(tokens: TokenArrays, row: PackedBatch) -> Tensor:
     """[S] Σ_t log π_ref of each sequence: precomputed, or from the reference's answer."""
     known = [verdict.reference_logprob for verdict in row.verdicts_S]
     if known and all(value is not None for value in known):
@@ -142,7 +142,7 @@ def reference_sums(tokens: TokenArrays, row: PackedRow) -> Tensor:
     return _per_sequence(tokens.reference_N, tokens)
 
 
-def _dpo(tokens: TokenArrays, row: PackedRow, counts: Denominators, spec: RunSpec) -> LossResult:
+def _dpo(tokens: TokenArrays, row: PackedBatch, counts: Denominators, spec: RunSpec) -> LossResult:
     """preference_loss_weight · preference_loss + sft_loss_weight · mean over prompts of -Σ_t log π(chosen)."""
     section, pairs = spec.dpo, pairs_of(row, counts.prompts)
     current_S, lengths_S = _per_sequence(tokens.current_N, tokens), _lengths(tokens)
@@ -174,7 +174,7 @@ def _dpo(tokens: TokenArrays, row: PackedRow, counts: Denominators, spec: RunSpe
     )
 
 
-def _orpo(tokens: TokenArrays, row: PackedRow, counts: Denominators, spec: RunSpec) -> LossResult:
+def _orpo(tokens: TokenArrays, row: PackedBatch, counts: Denominators, spec: RunSpec) -> LossResult:
     """Mean over prompts of the chosen completion's mean -log π per token, plus the odds-ratio term."""
     pairs = pairs_of(row, counts.prompts)
     means_S = _per_sequence(tokens.current_N, tokens) / _lengths(tokens)
@@ -188,7 +188,7 @@ def _orpo(tokens: TokenArrays, row: PackedRow, counts: Denominators, spec: RunSp
     return _result(likelihood + odds, sums, tokens, means_S)
 
 
-def _kto(tokens: TokenArrays, row: PackedRow, counts: Denominators, spec: RunSpec) -> LossResult:
+def _kto(tokens: TokenArrays, row: PackedBatch, counts: Denominators, spec: RunSpec) -> LossResult:
     section = spec.kto
     log_ratios_S = _per_sequence(tokens.current_N, tokens) - reference_sums(tokens, row)
     good_S = torch.tensor([verdict.good for verdict in row.verdicts_S], device=log_ratios_S.device)
@@ -215,7 +215,7 @@ def _kto(tokens: TokenArrays, row: PackedRow, counts: Denominators, spec: RunSpe
     return _result(loss, sums, tokens, log_ratios_S)
 
 
-def _reward_model(tokens: TokenArrays, row: PackedRow, counts: Denominators, spec: RunSpec) -> LossResult:
+def _reward_model(tokens: TokenArrays, row: PackedBatch, counts: Denominators, spec: RunSpec) -> LossResult:
     """Every sequence has one trained place, and the model's answer there is its score."""
     scores_S, pairs = tokens.current_N, pairs_of(row, counts.prompts)
     loss = reward_model_loss(

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from learner.advantages.gae import gae, value_losses
 from learner.advantages.group import weighted_rewards
 from learner.advantages.whole_batch import whitened
-from learner.batch.samples import PackedRow, TrainSequence, pack_row
+from learner.batch.samples import PackedBatch, TrainingSample, pack_row
 from learner.collectives import sum_over_ranks
 from learner.model.policy import load_reward_model
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
@@ -36,7 +36,7 @@ from paceline.spec import RunSpec
 class States:
     """What the value model is asked about a micro-batch, and what it should say."""
 
-    row: PackedRow
+    row: PackedBatch
     before_token_M: Tensor
     """True for the states before a token, False for the one after a sequence's last."""
     values_M: Tensor | None = None
@@ -63,14 +63,14 @@ class Critic:
         self._norms: list[float] = []
 
     @torch.no_grad()
-    def look(self, batch: Sequence[TrainSequence], updates: Sequence[Update]) -> None:
+    def look(self, batch: Sequence[TrainingSample], updates: Sequence[Update]) -> None:
         """Asks for the value of every state of the step's batch."""
         self._states, self._sums, self._norms = {}, {}, []
         for micro in (micro for update in updates for micro in update.micro_batches):
             states = self._states[id(micro)] = _states_of([batch[i] for i in micro.places], self._device)
             states.values_M = self._values(states)
 
-    def settle(self, batch: Sequence[TrainSequence], updates: Sequence[Update]) -> None:
+    def settle(self, batch: Sequence[TrainingSample], updates: Sequence[Update]) -> None:
         """Gives every token of the policy's rows its advantage, whitened over the batch, and the states their returns."""
         real = [m for update in updates for m in update.micro_batches if not m.is_dummy]
         raw = [self._settle_micro(batch, micro) for micro in real]
@@ -162,7 +162,7 @@ class Critic:
         values_M, _ = self.model(row=states.row)
         return values_M  # type: ignore[no-any-return]
 
-    def _settle_micro(self, batch: Sequence[TrainSequence], micro: MicroBatch) -> Tensor:
+    def _settle_micro(self, batch: Sequence[TrainingSample], micro: MicroBatch) -> Tensor:
         """[N] advantages before whitening; sets the returns."""
         states = self._states[id(micro)]
         sequences = [batch[i] for i in micro.places]
@@ -191,13 +191,13 @@ class Critic:
         return torch.from_numpy(advantages_N).to(self._device, torch.float32)
 
 
-def _states_of(sequences: Sequence[TrainSequence], device: torch.device) -> States:
+def _states_of(sequences: Sequence[TrainingSample], device: torch.device) -> States:
     """A row that asks for one state more than there are tokens: as if another token were to be predicted."""
     one = np.zeros(1, np.int32)
     if not sequences:
-        sequences = [TrainSequence(-1, one, one)]
+        sequences = [TrainingSample(-1, one, one)]
     longer = [
-        TrainSequence(s.group_id, s.prompt_ids, np.concatenate((s.completion_ids, one))) for s in sequences
+        TrainingSample(s.group_id, s.prompt_ids, np.concatenate((s.completion_ids, one))) for s in sequences
     ]
     before_M = np.concatenate([np.arange(len(s.completion_ids)) < len(s.completion_ids) - 1 for s in longer])
     return States(pack_row(longer, device), torch.from_numpy(before_M).to(device))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from learner.batch.packing import pack, pack_whole
-from learner.batch.samples import TrainSequence, Verdict, pack_row
+from learner.batch.samples import TrainingSample, Verdict, pack_row
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from learner.objectives.policy import Denominators
 from learner.step.update import MicroBatch, Update
@@ -22,7 +22,7 @@ from paceline.spec import RunSpec
 
 
 def plan_updates(
-    batch: Sequence[TrainSequence], step: int, spec: RunSpec, device: torch.device
+    batch: Sequence[TrainingSample], step: int, spec: RunSpec, device: torch.device
 ) -> list[Update]:
     """The batch of `step` as `policy.num_updates_per_step` updates of whole groups, in order of their id."""
     count = spec.policy.num_updates_per_step
@@ -34,14 +34,14 @@ def plan_updates(
     return _plan(batch, step, parts, spec, device)
 
 
-def plan_one(batch: Sequence[TrainSequence], spec: RunSpec, device: torch.device) -> Update:
+def plan_one(batch: Sequence[TrainingSample], spec: RunSpec, device: torch.device) -> Update:
     """Everything as one update, for what is only measured."""
     (update,) = _plan(batch, 0, [range(len(batch))], spec, device)
     return update
 
 
 def workload(
-    batch: Sequence[TrainSequence], updates: Sequence[Update], step: int, spec: RunSpec, device: torch.device
+    batch: Sequence[TrainingSample], updates: Sequence[Update], step: int, spec: RunSpec, device: torch.device
 ) -> dict[str, float]:
     """How much was trained, how full the micro-batches were, how old the tokens were."""
     rows = [micro for update in updates for micro in update.micro_batches]
@@ -69,7 +69,7 @@ def workload(
 
 
 def _plan(
-    batch: Sequence[TrainSequence],
+    batch: Sequence[TrainingSample],
     step: int,
     parts: Sequence[Sequence[int]],
     spec: RunSpec,
@@ -103,7 +103,7 @@ def _plan(
     return updates
 
 
-def _pack(batch: Sequence[TrainSequence], part: Sequence[int], budget_tokens: int) -> list[list[int]]:
+def _pack(batch: Sequence[TrainingSample], part: Sequence[int], budget_tokens: int) -> list[list[int]]:
     """Places in `part`, by micro-batch; a prompt's chosen and rejected completions are not separated."""
     lengths = [batch[i].num_row_tokens for i in part]
     if any(batch[i].verdict is not None for i in part):
@@ -112,7 +112,7 @@ def _pack(batch: Sequence[TrainSequence], part: Sequence[int], budget_tokens: in
 
 
 def _micro_batch(
-    batch: Sequence[TrainSequence], places: tuple[int, ...], step: int, device: torch.device
+    batch: Sequence[TrainingSample], places: tuple[int, ...], step: int, device: torch.device
 ) -> MicroBatch:
     row = pack_row([batch[i] for i in places], device)
     return MicroBatch(row, places, ages_N=None if row.versions_N is None else step - row.versions_N)
@@ -121,11 +121,11 @@ def _micro_batch(
 def _dummy(spec: RunSpec, device: torch.device) -> MicroBatch:
     """With all that any objective or reference reads."""
     zero, known_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    sequences = [TrainSequence(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)]
+    sequences = [TrainingSample(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)]
     if spec.algorithm == "sft":
-        sequences = [TrainSequence(-1, zero, zero)]
+        sequences = [TrainingSample(-1, zero, zero)]
     elif spec.examples is not None:
         verdicts = [Verdict(good, reference_logprob=0.0) for good in (True, False)]
-        sequences = [TrainSequence(-1, zero, zero, verdict=verdict) for verdict in verdicts]
+        sequences = [TrainingSample(-1, zero, zero, verdict=verdict) for verdict in verdicts]
     row = pack_row(sequences, device)
     return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from learner.batch.examples import Asked, ExampleSource
 from learner.batch.packing import pack
-from learner.batch.samples import PackedRow, TrainSequence, Verdict, pack_row
+from learner.batch.samples import PackedBatch, TrainingSample, Verdict, pack_row
 from learner.collectives import max_over_ranks, rows_of_all_ranks, world_size
 from learner.model.adapter import adapter_off
 from learner.model.policy import load_reference, row_logprobs
@@ -37,17 +37,17 @@ class Reference:
     def prepare(self, source: ExampleSource, rank: int) -> None:
         """Before the first step on `source`. Raises InvalidInput as the source does."""
 
-    def logprobs(self, row: PackedRow) -> Tensor | None:
+    def logprobs(self, row: PackedBatch) -> Tensor | None:
         """[N] log π_ref of the row's completion tokens; None where it is not known token by token."""
         return None
 
-    def total(self, row: PackedRow) -> Tensor | float:
+    def total(self, row: PackedBatch) -> Tensor | float:
         """Σ_t log π_ref over the whole row, float64."""
         logprobs_N = self.logprobs(row)
         return 0.0 if logprobs_N is None else logprobs_N.sum(dtype=torch.float64)
 
 
-class AskedReference(Reference):
+class LocalReference(Reference):
     """A model in the learner: one of its own, or the policy without its adapter."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
@@ -55,17 +55,17 @@ class AskedReference(Reference):
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     @torch.no_grad()
-    def logprobs(self, row: PackedRow) -> Tensor:
+    def logprobs(self, row: PackedBatch) -> Tensor:
         with adapter_off(self.model):
             return row_logprobs(
                 self.model, row, temperature=self._temperature, chunk_tokens=self._chunk_tokens
             )[0]
 
 
-class ServedReference(Reference):
+class PoolReference(Reference):
     """The reward pool's answers, which come with the batch."""
 
-    def logprobs(self, row: PackedRow) -> Tensor | None:
+    def logprobs(self, row: PackedBatch) -> Tensor | None:
         return row.reference_N
 
 
@@ -78,7 +78,7 @@ class PrecomputedReference(Reference):
     def prepare(self, source: ExampleSource, rank: int) -> None:
         """Every rank asks about every w-th completion, then they tell each other."""
         model = load_reference(self._policy, self._device)
-        reference = AskedReference(model, 1.0, self._policy.logprob_chunk_tokens)
+        reference = LocalReference(model, 1.0, self._policy.logprob_chunk_tokens)
         asked, ranks = source.asked(), world_size()
         known: dict[Asked, list[float]] = {}
         for block in range(math.ceil(math.ceil(len(asked) / ranks) / BLOCK_ROWS)):
@@ -91,10 +91,10 @@ class PrecomputedReference(Reference):
                 known.setdefault(asked[int(number)], []).append(value)
         source.know_reference(known)
 
-    def total(self, row: PackedRow) -> float:
+    def total(self, row: PackedBatch) -> float:
         return math.fsum(verdict.reference_logprob or 0.0 for verdict in row.verdicts_S)
 
-    def _sums(self, reference: AskedReference, sequences: list[TrainSequence]) -> np.ndarray:
+    def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
         """[S] of each sequence, in as many passes as the rank with the most needs."""
         micro_batches = pack([s.num_row_tokens for s in sequences], self._policy.train_mb_tokens)
         sums_S = np.zeros(len(sequences))
@@ -113,7 +113,7 @@ def reference_of(
 ) -> Reference:
     """What the objective of `spec` compares `policy` with. Raises InvalidInput, also for a teacher with another tokenizer."""
     if spec.pool_serves_reference:
-        return ServedReference()
+        return PoolReference()
     if spec.precomputes_reference:
         return PrecomputedReference(spec, device)
     frozen = spec.policy if spec.algorithm in ("dpo", "kto") else spec.frozen_policy
@@ -125,9 +125,9 @@ def reference_of(
         model = load_reference(frozen, device)
     elif not spec.policy.lora_cfg.enabled:
         model = load_reference(frozen, device)
-    return AskedReference(model, temperature, spec.policy.logprob_chunk_tokens)
+    return LocalReference(model, temperature, spec.policy.logprob_chunk_tokens)
 
 
-def _dummy() -> TrainSequence:
+def _dummy() -> TrainingSample:
     zero = np.zeros(1, np.int32)
-    return TrainSequence(-1, zero, zero, verdict=Verdict(True))
+    return TrainingSample(-1, zero, zero, verdict=Verdict(True))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from learner.batch.samples import PackedRow, TrainSequence
+from learner.batch.samples import PackedBatch, TrainingSample
 from learner.collectives import sum_over_ranks, union_over_ranks, world_size
 from learner.model.policy import load_policy, load_reward_model, row_logprobs
 from learner.objectives.per_algorithm import example_metrics, objective_of
@@ -61,7 +61,7 @@ class Trainer:
         """Updates of the last step that were left out."""
         self._objective = objective_of(spec)
 
-    def train_step(self, batch: Sequence[TrainSequence], step: int) -> dict[str, float]:
+    def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Trains this rank's part of the batch of `step`; returns metrics of the global batch, equal on all ranks.
 
         Raises:
@@ -128,7 +128,7 @@ class Trainer:
         }
 
     @torch.no_grad()
-    def evaluate(self, held_out: Sequence[TrainSequence]) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[TrainingSample]) -> dict[str, float]:
         """The objective on held-out examples, this rank's share of them; metrics as of a step, equal on all ranks.
 
         All ranks call it together. Nothing changes, no random number is drawn.
@@ -162,7 +162,7 @@ class Trainer:
             micro.reference_N = self.reference.logprobs(micro.row)
 
     @torch.no_grad()
-    def _measure_batch_kl(self, measured: Sequence[TrainSequence], updates: Sequence[Update]) -> None:
+    def _measure_batch_kl(self, measured: Sequence[TrainingSample], updates: Sequence[Update]) -> None:
         """KTO's KL: mean Σ_t log π - log π_ref of completions of other prompts, over the global batch."""
         if self.spec.algorithm != "kto":
             return
@@ -223,7 +223,7 @@ class Trainer:
             result.token_losses_N,
         )
 
-    def _logprobs(self, row: PackedRow, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, row: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         return row_logprobs(
             self.model,
             row,

@@ -21,7 +21,7 @@ from learner.advantages.whole_batch import (
     needs_whole_batch,
     whitened_token_advantages,
 )
-from learner.batch.samples import PackedRow, TrainSequence
+from learner.batch.samples import PackedBatch, TrainingSample
 from learner.collectives import rows_of_all_ranks, sum_over_ranks
 from learner.objectives.corrections import per_sequence, second_moments
 from learner.objectives.policy import Denominators, LossResult, kl_to_reference
@@ -33,7 +33,7 @@ from paceline.spec import RunSpec
 class MicroBatch:
     """A packed row with what the frozen policies say about it."""
 
-    row: PackedRow
+    row: PackedBatch
     places: tuple[int, ...] = ()
     """Index in this rank's batch of each sequence in the row."""
     is_dummy: bool = False
@@ -62,7 +62,7 @@ def needs_proximal(spec: RunSpec) -> bool:
 
 
 def settle(
-    batch: Sequence[TrainSequence], updates: Sequence[Update], spec: RunSpec, device: torch.device
+    batch: Sequence[TrainingSample], updates: Sequence[Update], spec: RunSpec, device: torch.device
 ) -> None:
     """Sets the advantages and limits that take the global batch. All ranks call it, after the frozen policies were asked.
 
@@ -111,7 +111,7 @@ def m2_limit_of(values_N: Tensor, threshold: float, total: Callable[[Tensor], Te
 
 
 def _settle_advantages(
-    batch: Sequence[TrainSequence], micro_batches: Sequence[MicroBatch], spec: RunSpec, device: torch.device
+    batch: Sequence[TrainingSample], micro_batches: Sequence[MicroBatch], spec: RunSpec, device: torch.device
 ) -> None:
     penalties = [kl_penalties(micro, spec) for micro in micro_batches]
     rows, first = rows_of_all_ranks(_scores(batch, micro_batches, penalties, spec).to(device))
@@ -136,7 +136,7 @@ def _settle_advantages(
 
 
 def _scores(
-    batch: Sequence[TrainSequence],
+    batch: Sequence[TrainingSample],
     micro_batches: Sequence[MicroBatch],
     penalties: Sequence[Tensor | None],
     spec: RunSpec,
@@ -153,7 +153,7 @@ def _scores(
     return scores
 
 
-def require_rewards(sequence: TrainSequence, spec: RunSpec) -> Float64Array:
+def require_rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:
     """[F] the sequence's rewards. Raises InvalidInput when they are not there."""
     if sequence.rewards_F is None or len(sequence.rewards_F) != len(spec.rewards):
         raise InvalidInput(

@@ -35,7 +35,7 @@ class StepReport:
     """Sequences that lost their place in this step."""
 
 
-class Feeding:
+class ConcurrencyLimit:
     """`limit` is how many sequences should be in hand, running and waiting; from `least` to `most`."""
 
     def __init__(self, *, sure: int, most: int, least: int = 1) -> None:

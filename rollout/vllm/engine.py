@@ -29,7 +29,7 @@ from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, empty_completion
 from rollout.vllm.arguments import engine_arguments, engine_config
-from rollout.vllm.concurrency import Feeding, StepReport
+from rollout.vllm.concurrency import ConcurrencyLimit, StepReport
 from rollout.vllm.engine_thread import EngineThread, died
 from rollout.vllm.process_guard import ProcessGuard
 from rollout.vllm.requests import (
@@ -98,7 +98,7 @@ class VllmEngine:
         self._failed: EngineDied | None = None
         self._llm: Any = None
         self._reports: list[Reports] = []
-        self._feeding = Feeding(sure=1, most=self.max_batch_size)
+        self._feeding = ConcurrencyLimit(sure=1, most=self.max_batch_size)
         self._updating = asyncio.Lock()
         self._thread = EngineThread(self._live_once, self._guard.close)
         self._thread.start()
@@ -192,7 +192,7 @@ class VllmEngine:
             if self._spec.policy.generation.vllm_cfg.pipeline_parallel_size > 1:
                 await self._llm.collective_rpc("paceline_make_stage_buffers")
             kv_tokens = sum(report.kv_tokens for report in self._reports)
-            self._feeding = Feeding(sure=kv_tokens // self._max_tokens, most=self.max_batch_size)
+            self._feeding = ConcurrencyLimit(sure=kv_tokens // self._max_tokens, most=self.max_batch_size)
             self._updates = WeightUpdates(self._llm, self._spec, self._reports, self._feeding)
             if self._first is not None:
                 await self._llm.update_weight_version(label_of(self._first))

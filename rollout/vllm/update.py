@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from rollout.vllm.arguments import replicas
-from rollout.vllm.concurrency import Feeding
+from rollout.vllm.concurrency import ConcurrencyLimit
 from rollout.vllm.requests import label_of
 from rollout.vllm.shared_weights import SharedWeights
 
@@ -32,7 +32,7 @@ RESUME_TIMEOUT_S = 60.0
 class WeightUpdates:
     """Of one AsyncLLM, on its loop, one at a time."""
 
-    def __init__(self, llm: Any, spec: RunSpec, reports: list[Reports], feeding: Feeding) -> None:
+    def __init__(self, llm: Any, spec: RunSpec, reports: list[Reports], feeding: ConcurrencyLimit) -> None:
         self._llm = llm
         self._reports = reports
         self._feeding = feeding

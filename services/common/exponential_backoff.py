@@ -5,7 +5,7 @@ from __future__ import annotations
 FIRST_S, LONGEST_S = 5.0, 60.0
 
 
-class GrowingPause:
+class ExponentialBackoff:
     """`first_s`, then twice as long each time, up to `longest_s`."""
 
     def __init__(self, first_s: float = FIRST_S, longest_s: float = LONGEST_S):

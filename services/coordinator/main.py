@@ -24,7 +24,7 @@ from services.common.token_guard import TokenGuard
 from services.common.zmq_keepalive import in_brackets
 from services.coordinator.ledger.integrity.file_damage import damage_in, sentence
 from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.wal_checkpointer import LogKeeper
+from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
 from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
 from services.coordinator.memory import keep_freed_memory
@@ -139,10 +139,10 @@ def main(
                     loops = [
                         tasks.create_task(coordinator.server.serve()),
                         tasks.create_task(coordinator.run_forever()),
-                        tasks.create_task(LogKeeper(ledger, coordinator.lock).run()),
+                        tasks.create_task(WalCheckpointer(ledger, coordinator.lock).run()),
                     ]
                     await stop.wait()
-                    await coordinator.see_off(grace_s)
+                    await coordinator.wait_for_leavers(grace_s)
                     await end_calls(server, coordinator)
                     for loop in loops:
                         loop.cancel()

@@ -40,7 +40,7 @@ from services.common.run_setup import failed_set_up
 from services.common.token_guard import worker_guard
 from services.learner.background_loop import BackgroundLoop
 from services.learner.rank_group import form_rank_group
-from services.learner.report_queue import Outgoing
+from services.learner.report_queue import ReportQueue
 from services.learner.run import LearnerRun
 from services.learner.servicer import LearnerServicer, Orders
 
@@ -84,7 +84,7 @@ class LearnerRank:
             outbox_size=OUTBOX_SIZE,
             on_refused=self.orders.ask_checkpoint,
         )
-        self._outgoing = Outgoing(self.background.loop, self.membership.report)
+        self._outgoing = ReportQueue(self.background.loop, self.membership.report)
 
     def join(self) -> None:
         """Becomes a member; once its address is known, since that is what it says first."""

@@ -22,7 +22,7 @@ MAX_REPLACEABLE = 1024
 Key = tuple[str, str | int]
 
 
-class Outgoing:
+class ReportQueue:
     """Reports on their way to `send`, which waits while no stream takes them. To be made in any thread; `loop` runs `run`."""
 
     def __init__(

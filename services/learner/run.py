@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainSequence, sequences_from_groups
+from learner.batch.samples import TrainingSample, sequences_from_groups
 from learner.batch.validate_examples import check_rows
 from learner.checkpoints.checkpoint import Misfit
 from learner.checkpoints.export import export_policy
@@ -306,7 +306,7 @@ class LearnerRun:
         rank = self._rank
         return self._trainer.evaluate(self._held_out.held_out(rank.rank, rank.world_size))
 
-    def _sequences(self, part: Part) -> list[TrainSequence]:
+    def _sequences(self, part: Part) -> list[TrainingSample]:
         if self._examples is not None:
             return self._examples.part(self.step, self._rank.rank, self._rank.world_size)
         return sequences_from_groups(part.groups, self._spec)

@@ -43,7 +43,7 @@ def make_channel(
 ) -> WeightChannel:
     """The channel that `weights.channel` names; `warn` puts a sentence into the run's events. A collective call. Raises
     InvalidInput for a store that cannot be used."""
-    wiring = _Wiring(assignment, spec, rank, warn)
+    wiring = _WeightChannelFactory(assignment, spec, rank, warn)
     match spec.weights.channel:
         case "collective":
             return wiring.collective()
@@ -53,7 +53,7 @@ def make_channel(
             raise ValueError(f"unknown weights.channel {spec.weights.channel!r}")
 
 
-class _Wiring:
+class _WeightChannelFactory:
     def __init__(
         self,
         assignment: worker_pb2.RunAssignment,

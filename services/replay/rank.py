@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainSequence, sequences_from_groups
+from learner.batch.samples import TrainingSample, sequences_from_groups
 from learner.checkpoints import checkpoint as checkpoints
 from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
@@ -59,7 +59,7 @@ def replay(
     if examples is not None:
         trainer.reference.prepare(examples, rank)
 
-    def part(step: int) -> list[TrainSequence]:
+    def part(step: int) -> list[TrainingSample]:
         if examples is not None:
             return examples.part(step, rank, world_size)
         return sequences_from_groups(read_part(ledger, run_id, step, rank, world_size), spec)

@@ -27,7 +27,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.common.membership import Membership
 from services.common.run_setup import failed_set_up, spec_of
 
@@ -51,15 +51,15 @@ class RewardWorker:
         coordinator: str,
         member_id: str,
         num_processes: int,
-        pause: GrowingPause | None = None,
+        pause: ExponentialBackoff | None = None,
         functions_from: Sequence[Path] = (),
     ):
         self.member_id = member_id
         self._functions_from = functions_from
         self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
         """Told whether this worker can work on its run, whenever that changes."""
-        self._set_up_pause = pause or GrowingPause()
-        self.refused_pause = GrowingPause()
+        self._set_up_pause = pause or ExponentialBackoff()
+        self.refused_pause = ExponentialBackoff()
         """Before the exchange is asked again after it has refused a request for tasks."""
         self._failure: worker_pb2.ConnectRequest | None = None
         """What the last set-up ended with, while it is to be tried again."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 ResultT = TypeVar("ResultT")
 
 
-async def gathered(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     """Their results, in order. The first that fails cancels the others, and when they have ended its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:

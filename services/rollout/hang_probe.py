@@ -20,7 +20,7 @@ PROBES_PER_LIMIT = 4
 PROMPT_IDS = np.zeros(1, np.int32)
 
 
-async def until_stuck(engine: Engine, stall_s: float) -> None:
+async def until_hung(engine: Engine, stall_s: float) -> None:
     """Returns when the engine has sequences to decode and has not answered a probe for `stall_s` seconds; else never."""
     for number in itertools.count():
         await asyncio.sleep(stall_s / PROBES_PER_LIMIT)

@@ -26,10 +26,10 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
 from rollout.engines import create_engine
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.common.membership import Membership
-from services.rollout.gather import gathered
-from services.rollout.hang_probe import answers, until_stuck
+from services.rollout.gather import gather_or_cancel
+from services.rollout.hang_probe import answers, until_hung
 from services.rollout.weights import RolloutWeights
 
 LEASE_WAIT_S = 10.0
@@ -75,7 +75,7 @@ class RolloutRun:
         self._leases: dict[int, int] = {}
         """Samples that are still running, by group."""
         self._room = asyncio.Event()
-        self.refused_pause = GrowingPause()
+        self.refused_pause = ExponentialBackoff()
         """Before the exchange is asked again after it has refused a request for leases."""
         self._draining = False
         self._idle = asyncio.Event()
@@ -182,7 +182,7 @@ class RolloutRun:
         """Ends the process as a crash would: what the engine hangs on cannot be ended otherwise, and a group that was
         there each time is found out."""
         stall_s = self.spec.policy.generation.stall_s
-        await until_stuck(self.engine, stall_s)
+        await until_hung(self.engine, stall_s)
         log.critical(
             "the engine has not answered for %.0f s (policy.generation.stall_s) with groups %s in hand; this worker ends, "
             "so that others get them",
@@ -288,7 +288,7 @@ class RolloutRun:
 
     async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
         prompt_ids, begun = self._begun(lease, prefix)
-        completions = await gathered(
+        completions = await gather_or_cancel(
             self._sample_one(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
         )
         return prompt_ids, [

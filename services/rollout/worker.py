@@ -21,11 +21,11 @@ from paceline.groups import Completion
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 from rollout.engine import MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.common.grpc_server import with_status
 from services.common.membership import Membership
 from services.common.run_setup import failed_set_up, spec_of
-from services.rollout.gather import gathered
+from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.requests import MAX_CHOICES
 from services.rollout.openai.sampling import MAX_CHARS_PER_TOKEN
 from services.rollout.openai.server import Endpoint
@@ -48,12 +48,12 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         device: str,
         grace_s: float,
         host: str,
-        pause: GrowingPause | None = None,
+        pause: ExponentialBackoff | None = None,
     ):
         self.member_id = member_id
         self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
         """Told whether this worker can work on its run, whenever that changes."""
-        self._set_up_pause = pause or GrowingPause()
+        self._set_up_pause = pause or ExponentialBackoff()
         self.address = ""
         self.http_address = ""
         self.endpoint = Endpoint(lambda: self._run)
@@ -219,7 +219,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
                 return await run.ask(GenerationRequest(f"call/{call}/{index}", prompt_ids, params, seed))
 
         with gate.admitted(request.n or 1):
-            completions = await gathered(sample(i) for i in range(request.n or 1))
+            completions = await gather_or_cancel(sample(i) for i in range(request.n or 1))
         response = rollout_pb2.GenerateResponse()
         for completion in completions:
             generated = response.completions.add(

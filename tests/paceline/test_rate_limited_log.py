@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from paceline.rate_limited_log import MAX_KINDS, SeldomFilter, SeldomLog, Unforeseen
+from paceline.rate_limited_log import MAX_KINDS, RateLimitedLog, SeldomFilter, Unforeseen
 
 log = logging.getLogger("test")
 
@@ -15,7 +15,7 @@ def test_one_kind_is_written_once_a_second_and_tells_what_it_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now_s = [0.0]
-    seldom = SeldomLog(log, clock=lambda: now_s[0])
+    seldom = RateLimitedLog(log, clock=lambda: now_s[0])
     for _ in range(5):
         seldom.warning("a", "a said %d", 1)
     seldom.warning("b", "b said %d", 2)
@@ -29,7 +29,7 @@ def test_one_kind_is_written_once_a_second_and_tells_what_it_left_out(
 
 
 def test_what_a_sender_chooses_as_kind_takes_no_memory() -> None:
-    seldom = SeldomLog(logging.getLogger("silent"))
+    seldom = RateLimitedLog(logging.getLogger("silent"))
     logging.getLogger("silent").disabled = True
     for number in range(3 * MAX_KINDS):
         seldom.warning(f"kind {number}", "said")

@@ -24,7 +24,7 @@ from services.coordinator.exchange.leases import release_member
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
 from services.coordinator.exchange.transport.dispatch import handle
 from services.coordinator.exchange.uploads.group_checks import Limits
-from services.coordinator.exchange.uploads.intake import Arrived, look_at, store
+from services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
 from services.coordinator.ledger import pruning
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Member
@@ -119,7 +119,7 @@ class World:
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
         arrived = Arrived(parsed, list(frames), Limits.of(self.spec))
         if arrived.has_bulk:
-            look_at(arrived)
+            validate_upload(arrived)
             store(self.ledger.payloads, [arrived])
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, self.now_s)

@@ -8,12 +8,12 @@ import json
 from control_plane import DEADLINE_S, Plane
 
 from protos.paceline.v1 import run_pb2
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.lifecycle.worker_faults import Faults
 
 
-def quick() -> GrowingPause:
-    return GrowingPause(0.0, 0.0)
+def quick() -> ExponentialBackoff:
+    return ExponentialBackoff(0.0, 0.0)
 
 
 def impatient(plane: Plane) -> Plane:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.batch.samples import TrainSequence, Verdict
+from learner.batch.samples import TrainingSample, Verdict
 from learner.step.trainer import Trainer
 from paceline.spec import RunSpec
 
@@ -66,7 +66,7 @@ def make_spec(
     )
 
 
-def make_batch(*, supervised: bool = False) -> list[TrainSequence]:
+def make_batch(*, supervised: bool = False) -> list[TrainingSample]:
     """Eight sequences of four groups, all lengths different but two, one of them without a completion token."""
     rng, reward_rng, reference_rng = (np.random.default_rng(seed) for seed in (5, 6, 8))
     batch = []
@@ -74,7 +74,7 @@ def make_batch(*, supervised: bool = False) -> list[TrainSequence]:
         [(3, 9), (3, 4), (5, 1), (5, 0), (2, 12), (2, 7), (4, 4), (4, 3)]
     ):
         batch.append(
-            TrainSequence(
+            TrainingSample(
                 group_id=100 + i // 2,
                 prompt_ids=rng.integers(0, VOCABULARY, prompt).astype(np.int32),
                 completion_ids=rng.integers(0, VOCABULARY, completion).astype(np.int32),
@@ -138,7 +138,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_judged_batch(kind: str) -> list[TrainSequence]:
+def make_judged_batch(kind: str) -> list[TrainingSample]:
     """Four prompts: three with a rejected completion, one with two. `kto` has each completion by itself, and another
     one's after its prompt to measure the KL on; `rm` has whole texts."""
     rng = np.random.default_rng(7)
@@ -150,17 +150,17 @@ def make_judged_batch(kind: str) -> list[TrainSequence]:
             verdict = Verdict(place == 0, margin=0.5 if place == 0 else 0.0)
             if kind == "rm":
                 text = np.concatenate((prompt_ids, ids))
-                batch.append(TrainSequence(group_id, text, np.zeros(1, np.int32), verdict=verdict))
+                batch.append(TrainingSample(group_id, text, np.zeros(1, np.int32), verdict=verdict))
                 continue
-            batch.append(TrainSequence(group_id, prompt_ids, ids, verdict=verdict))
+            batch.append(TrainingSample(group_id, prompt_ids, ids, verdict=verdict))
             if kind == "kto":
                 foreign = rng.integers(0, VOCABULARY, 4).astype(np.int32)
                 mismatched = verdict._replace(mismatched=True)
-                batch.append(TrainSequence(group_id, prompt_ids, foreign, verdict=mismatched))
+                batch.append(TrainingSample(group_id, prompt_ids, foreign, verdict=mismatched))
     return batch
 
 
-def batch_of(name: str) -> list[TrainSequence]:
+def batch_of(name: str) -> list[TrainingSample]:
     """The batch that a case trains."""
     algorithm = CASES[name].get("algorithm", "grpo")
     if algorithm in ("dpo", "orpo", "kto", "rm"):
@@ -168,7 +168,7 @@ def batch_of(name: str) -> list[TrainSequence]:
     return make_batch(supervised=algorithm == "sft")
 
 
-def rank_part(batch: list[TrainSequence], rank: int) -> list[TrainSequence]:
+def rank_part(batch: list[TrainingSample], rank: int) -> list[TrainingSample]:
     """What each of two ranks trains. Rank 1 has a single sequence, and group 103 is on both ranks; or, of examples that
     may not be separated, the last prompt."""
     judged = batch[0].verdict is not None
@@ -177,7 +177,7 @@ def rank_part(batch: list[TrainSequence], rank: int) -> list[TrainSequence]:
 
 
 def run_case(
-    model: Path, case: dict[str, Any], batch: list[TrainSequence], budget: int
+    model: Path, case: dict[str, Any], batch: list[TrainingSample], budget: int
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Two steps; metrics of the second, gradients of the first update and weights after the last.
 

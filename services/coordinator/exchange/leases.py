@@ -291,7 +291,7 @@ def group_seed(run: ActiveRun, group_id: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-def lend_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
+def lease_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
     """Takes back what silent workers hold, though they may be back: score tasks and, if wished, leases. Whichever attempt's
     result comes first wins. Returns how many groups.
     """

@@ -39,7 +39,7 @@ def look(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
 def take(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
     """Gives others what such workers hold, in a transaction. What they still hand in counts, if it is the first."""
     for member_id, why in found:
-        taken = leases.lend_again(exchange, [member_id], with_leases=True)
+        taken = leases.lease_again(exchange, [member_id], with_leases=True)
         evaluation.unpin_member(exchange, run, member_id)
         exchange.overdue.add(member_id)
         scores = _scores(exchange, member_id)

@@ -103,7 +103,7 @@ def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, mem
             evaluation.finish_if_done(exchange, run, row["class"])
 
 
-def forgive(exchange: Exchange, member_id: str) -> None:
+def clear_crashes(exchange: Exchange, member_id: str) -> None:
     """A worker that was taken for dead is back: it was not a group that ended it."""
     exchange.db.execute("DELETE FROM deaths WHERE member_id = ?", (member_id,))
     exchange.ledger.forget("deaths")

@@ -227,7 +227,7 @@ class Ledger(LedgerFile):
         for segment, start in removed.fetchall():
             if segment is not None:
                 self.payloads.forget(segment, start)
-                self.payloads.look_at(segment)
+                self.payloads.validate_upload(segment)
 
     def remove_unused_segments(self) -> Future[None] | None:
         """Gives back the space of segments that nothing refers to any more, after the commit that made it so: a thread waits for

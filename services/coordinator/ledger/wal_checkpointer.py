@@ -25,7 +25,7 @@ READERS_S = 0.1
 log = logging.getLogger(__name__)
 
 
-class LogKeeper:
+class WalCheckpointer:
     """Keeps one ledger's log short; `lock` keeps transactions away while it is emptied."""
 
     def __init__(self, ledger: Ledger, lock: asyncio.Lock):

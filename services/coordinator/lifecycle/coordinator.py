@@ -32,7 +32,7 @@ from paceline.files.storage import Folder
 from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_ledger, spec_of_run, spec_to_yaml, submitted_spec
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.batches import dropping, session_faults
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
@@ -46,7 +46,7 @@ from services.coordinator.lifecycle.dataset_openings import Openings
 from services.coordinator.lifecycle.worker_faults import AGAIN, Faults
 from services.coordinator.members.registry import Members
 from services.coordinator.pool.pool import Pool
-from services.coordinator.reporting.run_log import Journal
+from services.coordinator.reporting.run_log import RunLog
 from services.coordinator.reporting.watchdog import Watchdog
 from services.coordinator.sessions import starting_point
 from services.coordinator.text_limits import one_line
@@ -82,11 +82,11 @@ class Coordinator:
         self.members = members
         self.lock = asyncio.Lock()
         self.exchange = Exchange(ledger)
-        self.journal = Journal(ledger, self.exchange, members)
+        self.run_log = RunLog(ledger, self.exchange, members)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._prompts = PromptCheck(ledger.path)
         self.server = ExchangeServer(
-            self.exchange, self.lock, self.journal.write_down, self.act_on, host, exchange_port, self._prompts
+            self.exchange, self.lock, self.run_log.write_down, self.act_on, host, exchange_port, self._prompts
         )
         self.changed = asyncio.Condition()
         """Notified when events were added or `stopping` was set, for Watch."""
@@ -101,7 +101,7 @@ class Coordinator:
         """Why workers are asked to come back later: the run that they may be working on is not open yet."""
         self._open_again_s = 0.0
         """When the data of the run that is due may be opened again, by the monotonic clock."""
-        self._pause = GrowingPause()
+        self._pause = ExponentialBackoff()
         self._openings = Openings()
         self._passed_over: set[str] = set()
         """Runs whose spec this version cannot read, while there are others."""
@@ -134,7 +134,7 @@ class Coordinator:
     def _summarize(self, run_id: str) -> None:
         """The summary of an ended run, if a kill prevented it."""
         try:
-            self.journal.summarize_if_missing(run_id)
+            self.run_log.summarize_if_missing(run_id)
         except sqlite3.Error:
             raise
         except Exception as error:  # whatever a damaged row of it raises: it keeps no other run from going on
@@ -174,7 +174,7 @@ class Coordinator:
 
     async def _look_after(self) -> None:
         if not self.waits_for:  # nobody may come then, so nobody is silent
-            await self.pool.look_after()
+            await self.pool.expire_silent()
 
     async def _look_on(self) -> None:
         await self.faults.look(time.monotonic())
@@ -296,7 +296,7 @@ class Coordinator:
             self.faults.forget()  # those of another run are not what the person looked at
         self.server.wake("lease", "batch")
         if self.exchange.active is not None:
-            await self.pool.assignments.put_to_work()
+            await self.pool.assignments.assign_all()
         await self.tell_watchers()
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
@@ -312,7 +312,7 @@ class Coordinator:
             with self.ledger.transaction():
                 dropping.drop(self.exchange, run, group_ids, time.monotonic())
                 notices = self.exchange.take_notices()
-                self.journal.write_down(notices)
+                self.run_log.write_down(notices)
         self.pool.assignments.end_session()
         self.server.wake("lease", "batch")
         await self.tell_watchers()
@@ -370,7 +370,7 @@ class Coordinator:
         try:
             prompts, validation = await asyncio.to_thread(_open_data, spec)
             directory = self.ledger.run_directory(run_id)
-            self.journal.open(run_id, directory, tensorboard=spec.logger.tensorboard)
+            self.run_log.open(run_id, directory, tensorboard=spec.logger.tensorboard)
         except (PacelineError, OSError) as error:
             await self._put_off(row, error)
             return
@@ -381,7 +381,7 @@ class Coordinator:
         async with self.lock:
             row = self.ledger.run(run_id)
             if row["state"] not in ("queued", *ACTIVE_STATES):
-                self.journal.close()
+                self.run_log.close()
                 return  # cancelled while its data were opened
             with self.ledger.transaction():
                 if row["state"] == "queued" or (row["state"] == "paused" and self.ledger.is_retried(run_id)):
@@ -399,12 +399,12 @@ class Coordinator:
         self.faults.forget()
         if self.waits_for:
             self.waits_for = ""
-            self.members.forgive(math.inf, time.monotonic())
+            self.members.clear_crashes(math.inf, time.monotonic())
             self.pool.expect_holders()
         if prompts is not None:
             self._prompts.begin(run_id, spec)
         log.info("run %s starts at step %d of %d", run_id, row["next_step"], spec.max_num_steps)
-        await self.pool.assignments.put_to_work()
+        await self.pool.assignments.assign_all()
         await self.tell_watchers()
 
     async def _pass_over(self, row: sqlite3.Row, error: SpecError) -> None:
@@ -482,7 +482,7 @@ class Coordinator:
             one_line(message),
         )
         if active:
-            self.journal.close(self.journal.summary(run_id))
+            self.run_log.close(self.run_log.summary(run_id))
             self.pool.assignments.dismiss(f"run {run_id} {state}")
             self.server.wake("lease", "task", "batch")
         if self._retried == run_id:
@@ -491,7 +491,7 @@ class Coordinator:
             self.waits_for = ""
         await self.tell_watchers()
 
-    async def see_off(self, grace_s: float) -> None:
+    async def wait_for_leavers(self, grace_s: float) -> None:
         """Serves on, for `grace_s` seconds at most, until workers that are about to leave have done so.
 
         What ends the coordinator often ends the workers too, in any order; what they then hand over (unfinished groups,
@@ -515,7 +515,7 @@ class Coordinator:
         """Closes sockets and files; the ledger is its opener's to close."""
         self.server.close()
         self._prompts.close()
-        self.journal.close()
+        self.run_log.close()
         self.committed.close()
 
     async def learner_finished(self, session: int) -> None:
@@ -554,7 +554,7 @@ class Coordinator:
             return
         async with self.lock:
             with self.ledger.transaction():
-                self.journal.write_down([Notice("warning", {"message": message}) for message in messages])
+                self.run_log.write_down([Notice("warning", {"message": message}) for message in messages])
         self.server.wake("lease")
         await self.tell_watchers()
 

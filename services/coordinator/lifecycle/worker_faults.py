@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.members.registry import Fault, Member
 from services.coordinator.text_limits import one_line
 
@@ -69,9 +69,9 @@ def explain(members: Sequence[Member]) -> str:
 class Faults:
     """Those of one coordinator's members. One owner of `Member.fault`."""
 
-    def __init__(self, runs: Coordinator, pause: GrowingPause | None = None):
+    def __init__(self, runs: Coordinator, pause: ExponentialBackoff | None = None):
         self._runs = runs
-        self._pause = pause or GrowingPause()
+        self._pause = pause or ExponentialBackoff()
         self._step = -1
         """Next step of the run when the learner failed last."""
         self._learner_again_s: float | None = None

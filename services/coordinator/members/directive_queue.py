@@ -22,7 +22,7 @@ REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expe
 """Kinds of which the newest says all."""
 
 
-class Outbox:
+class DirectiveQueue:
     """One owner reads, on the event loop that everybody writes on."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.members.directive_queue import Outbox
+from services.coordinator.members.directive_queue import DirectiveQueue
 
 SECRET_BYTES = 16
 OFFERS_KEPT = 256
@@ -82,7 +82,7 @@ class Member:
     stream_error: Exception | None = None
     """What one of its reports ended in; its stream ends with it."""
     gauges: dict[str, float] = field(default_factory=dict)
-    outbox: Outbox = field(default_factory=Outbox)
+    outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
     """Directives to send."""
 
     @property
@@ -133,7 +133,7 @@ class Members:
         """Every member."""
         return list(self._members.values())
 
-    def forgive(self, pause_s: float, now_s: float) -> None:
+    def clear_crashes(self, pause_s: float, now_s: float) -> None:
         """Nobody could be heard for `pause_s` seconds: they are nobody's silence."""
         for member in self._members.values():
             member.last_report_s = min(now_s, member.last_report_s + pause_s)

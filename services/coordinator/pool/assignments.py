@@ -56,7 +56,7 @@ class Assignments:
         self._numbers = SessionNumbers()
         self._num_outnumbered = 0
 
-    async def put_to_work(self) -> None:
+    async def assign_all(self) -> None:
         """Everybody who is there gets the run that has become active."""
         for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD):
             for member in self._members.of_role(role):

@@ -51,7 +51,7 @@ class Pool:
         self._looked_s = 0.0
         """When the ages of leases were last looked at."""
         self._runs = runs
-        self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
+        self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
         self._reports = Reports(runs, self)
 
@@ -70,11 +70,11 @@ class Pool:
             expected = Member(member_id, role, "", 0, time.monotonic(), session=session, is_expected=True)
             self.members.add(expected)
 
-    async def look_after(self) -> None:
+    async def expire_silent(self) -> None:
         """Suspects and ends members that are not heard of."""
         now_s = time.monotonic()
         if pause_s := self.lag.take():
-            self.members.forgive(pause_s, now_s)
+            self.members.clear_crashes(pause_s, now_s)
             if pause_s > TOLD_S:
                 log.warning("the coordinator stood still for %.1f s: that is no member's silence", pause_s)
         for member in self.members.silent(now_s):
@@ -85,7 +85,7 @@ class Pool:
         for member in self.members.quiet(now_s):
             with self._fault_of(member):
                 await self._suspect(member, f"silent for {now_s - member.last_report_s:.0f} s")
-        await self.lend_again()
+        await self.lease_again()
         # Whoever left took the task with it in which the next learner was looked for.
         await self.assignments.assign_learner()
         await self._take_overdue()
@@ -180,7 +180,7 @@ class Pool:
                 if run is not None:
                     evaluation.unpin_member(self._exchange, run, member.member_id)
                 notices = self._exchange.take_notices()
-                self._journal.write_down(notices)
+                self._run_log.write_down(notices)
         log.warning(
             "%s %s left (%s); %d leases taken back",
             member.role_name,
@@ -256,11 +256,11 @@ class Pool:
             with self._ledger.transaction():
                 overdue.take(self._exchange, run, found)
                 notices = self._exchange.take_notices()
-                self._journal.write_down(notices)
+                self._run_log.write_down(notices)
         self._runs.server.wake("lease", "task")
         await self._runs.act_on(notices)
 
-    async def lend_again(self) -> None:
+    async def lease_again(self) -> None:
         """Lends what silent workers hold to others before their time-out: score tasks at once, leases when the learner waits,
         as generating twice costs more. Not where the stream broke: that may be a crash, which what they hold may have caused.
         """
@@ -272,7 +272,7 @@ class Pool:
             if not self._ledger.held().keys() & set(silent):
                 return
             with self._ledger.transaction():
-                number = leases.lend_again(
+                number = leases.lease_again(
                     self._exchange, silent, with_leases=self._exchange.learner_waits(run)
                 )
         if number:
@@ -296,7 +296,7 @@ class Pool:
             async with self._lock:
                 with self._ledger.transaction(synced=False):  # nobody is told before a later sync
                     if what == "joined":
-                        quarantine.forgive(self._exchange, member.member_id)
+                        quarantine.clear_crashes(self._exchange, member.member_id)
                     self._ledger.add_event(
                         run.run_id,
                         "member",

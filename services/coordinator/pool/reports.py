@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import InvalidInput
 from paceline.files.run_folders import EXPORT
 from paceline.groups import Version
-from paceline.rate_limited_log import SeldomLog
+from paceline.rate_limited_log import RateLimitedLog
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange.batches import session_faults
 from services.coordinator.exchange.state import ActiveRun
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.coordinator.pool.pool import Pool
 
 log = logging.getLogger(__name__)
-seldom = SeldomLog(log)
+seldom = RateLimitedLog(log)
 
 
 class Reports:
@@ -36,7 +36,7 @@ class Reports:
     def __init__(self, runs: Coordinator, pool: Pool):
         self._runs, self._pool = runs, pool
         self._members, self._assignments = pool.members, pool.assignments
-        self._ledger, self._exchange, self._journal = runs.ledger, runs.exchange, runs.journal
+        self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
         self._authority = Authority(pool.assignments, runs.ledger, runs.exchange)
 
@@ -73,7 +73,7 @@ class Reports:
                 await self._on_checkpoint(member, request.checkpoint)
             case "staged":
                 named = self._assignments.named[1]
-                self._journal.note_staged(request.staged, self._assignments.epoch, len(named))
+                self._run_log.note_staged(request.staged, self._assignments.epoch, len(named))
             case "publish":
                 await self._on_publish(request.publish)
 
@@ -82,7 +82,7 @@ class Reports:
         if run is not None and ack.ok:
             member.version = _version(ack.version)
             self._exchange.versions[member.member_id] = member.version
-            self._journal.note_pause(ack)
+            self._run_log.note_pause(ack)
             async with self._lock:
                 if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
                     with self._ledger.transaction(synced=False):
@@ -134,7 +134,7 @@ class Reports:
             with self._ledger.transaction():
                 session_faults.on_report(self._exchange, run, report, member.rank)
                 notices = self._exchange.take_notices()
-                self._journal.write_down(notices)
+                self._run_log.write_down(notices)
         await self._runs.act_on(notices)
 
     async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
@@ -159,7 +159,7 @@ class Reports:
         await self._runs.tell_watchers()
 
     async def _on_publish(self, report: worker_pb2.PublishReport) -> None:
-        self._journal.note_publish(report)
+        self._run_log.note_publish(report)
         if report.ok:
             return
         log.warning(

@@ -16,7 +16,7 @@ METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
 
 
-class Recorder:
+class MetricsFiles:
     """Writes the metrics of one run into its directory. Raises OSError."""
 
     def __init__(

@@ -20,7 +20,7 @@ from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Members
-from services.coordinator.reporting.metrics_files import SUMMARY_NAME, Recorder, write_summary
+from services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
 from services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
 from services.coordinator.reporting.weight_otel import WeightMeters
 from services.coordinator.text_limits import bounded_metrics, one_line, seconds
@@ -31,14 +31,14 @@ TIME = "milliseconds"
 log = logging.getLogger(__name__)
 
 
-class Journal:
+class RunLog:
     """The history of the active run."""
 
     def __init__(self, ledger: Ledger, exchange: Exchange, members: Members):
         self._ledger = ledger
         self._exchange = exchange
         self._members = members
-        self._recorder: Recorder | None = None
+        self._recorder: MetricsFiles | None = None
         self._learner: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._versions = WeightRecords()
@@ -57,7 +57,9 @@ class Journal:
                 return step not in evaluated
             return step >= next_step if kind == "train" else step > next_step
 
-        self._recorder = Recorder(directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead)
+        self._recorder = MetricsFiles(
+            directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead
+        )
         self._run_id, self._counted_s = run_id, time.monotonic()
         self._learner, self._weights, self._versions = {}, {}, WeightRecords()
 

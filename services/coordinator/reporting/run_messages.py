@@ -9,12 +9,12 @@ import sqlite3
 import time
 
 from paceline.errors import InvalidInput
-from paceline.rate_limited_log import SeldomLog
+from paceline.rate_limited_log import RateLimitedLog
 from protos.paceline.v1 import run_pb2
 from services.coordinator.ledger.ledger import Ledger
 
 PAGE_SIZE = 100
-seldom = SeldomLog(logging.getLogger(__name__))
+seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 def run_message(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:

@@ -19,7 +19,7 @@ from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineErro
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from rollout.engine import sample_seed
-from services.rollout.gather import gathered
+from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.answers import Answer, Json
 from services.rollout.openai.gate import Gate
 from services.rollout.openai.messages import Unsupported
@@ -152,7 +152,7 @@ class Endpoint:
         with gate.admitted(number):
             samplers = await asyncio.to_thread(_samplers, served, ask, answer_id, pinned, chat)
             if not ask.stream:
-                choices = await gathered(_placed(gate, sampler) for sampler in samplers)
+                choices = await gather_or_cancel(_placed(gate, sampler) for sampler in samplers)
                 return web.json_response(answer.whole(choices))
             return await _stream(request, ask, gate, answer, samplers, chat)
 
@@ -246,7 +246,7 @@ async def _stream(
 
     async def produce_all() -> list[Choice]:
         try:
-            return await gathered(produce(sampler) for sampler in samplers)
+            return await gather_or_cancel(produce(sampler) for sampler in samplers)
         finally:
             chunks.put_nowait(None)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_policy import make_spec
 
-from learner.batch.samples import TrainSequence, pack_row, sequences_from_groups
+from learner.batch.samples import TrainingSample, pack_row, sequences_from_groups
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Group, VersionSpan
 
@@ -53,8 +53,8 @@ def test_rewards_must_be_there_for_every_completion(rewards: list[float] | None)
 
 def test_a_row_holds_all_but_the_last_token_of_each() -> None:
     sequences = [
-        TrainSequence(1, ids(10, 11), ids(12, 13, 14), np.array([-1, -2, -3], np.float32), 0.5),
-        TrainSequence(2, ids(20), ids(21), np.array([-4], np.float32), -2.0),
+        TrainingSample(1, ids(10, 11), ids(12, 13, 14), np.array([-1, -2, -3], np.float32), 0.5),
+        TrainingSample(2, ids(20), ids(21), np.array([-4], np.float32), -2.0),
     ]
     row = pack_row(sequences, torch.device("cpu"))
     assert row.input_ids.tolist() == [[10, 11, 12, 13, 20]]
@@ -73,7 +73,7 @@ def test_a_row_holds_all_but_the_last_token_of_each() -> None:
 
 
 def test_examples_have_no_sampler() -> None:
-    sequence = TrainSequence(3, ids(1), ids(2, 3))
+    sequence = TrainingSample(3, ids(1), ids(2, 3))
     assert sequence.behaviour_logprobs_T is None
     assert sequence.num_row_tokens == 2
     assert pack_row([sequence], torch.device("cpu")).behaviour_N is None
@@ -81,6 +81,6 @@ def test_examples_have_no_sampler() -> None:
 
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(InvalidInput, match="group 4 has an empty prompt"):
-        TrainSequence(4, ids(), ids(1))
+        TrainingSample(4, ids(), ids(1))
     with pytest.raises(InvalidInput, match="behaviour_logprobs_T has 1 values for 2"):
-        TrainSequence(4, ids(1), ids(1, 2), np.zeros(1, np.float32))
+        TrainingSample(4, ids(1), ids(1, 2), np.zeros(1, np.float32))

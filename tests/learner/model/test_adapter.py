@@ -20,7 +20,7 @@ from learner.checkpoints.checkpoint import read_state, verify
 from learner.checkpoints.export import check_has_adapter, export_checkpoint, export_pretrained
 from learner.model.adapter import adapter_off, is_part_of_adapter
 from learner.model.policy import load_policy, load_reference, row_logprobs
-from learner.step.reference import AskedReference
+from learner.step.reference import LocalReference
 from learner.step.trainer import Trainer
 from learner.weights.gather import gather_merged, gather_weights
 from paceline.errors import InvalidInput, SpecError
@@ -106,9 +106,9 @@ def test_the_kl_penalty_needs_no_second_model_and_pulls_back(policy: Path) -> No
 
     strong, metrics = trained(10.0)
     free, _ = trained(0.0)
-    assert isinstance(strong.reference, AskedReference)
+    assert isinstance(strong.reference, LocalReference)
     assert strong.reference.model is strong.model
-    assert not isinstance(free.reference, AskedReference)
+    assert not isinstance(free.reference, LocalReference)
     assert metrics["kl_reference"] > 0
     with adapter_off(strong.model):
         at_first = row_of(strong, strong.model)

@@ -16,10 +16,10 @@ from tiny_policy import CPU, make_batch, make_judged_batch, make_spec, save_tiny
 from transformers import AutoModelForSequenceClassification, Qwen3ForCausalLM
 
 from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainSequence, pack_row, sequences_from_groups
+from learner.batch.samples import TrainingSample, pack_row, sequences_from_groups
 from learner.objectives.per_algorithm import distillation_advantages, objective_of, pairs_of
 from learner.objectives.policy import Denominators, TokenArrays
-from learner.step.reference import AskedReference
+from learner.step.reference import LocalReference
 from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, NonFiniteLoss
@@ -44,7 +44,7 @@ def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x))
 
 
-def sums_of(folder: Path, batch: list[TrainSequence]) -> list[float]:
+def sums_of(folder: Path, batch: list[TrainingSample]) -> list[float]:
     """Σ_t log π of each sequence, by an unpacked forward of the model as transformers has it."""
     plain = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     sums = []
@@ -190,7 +190,7 @@ def test_the_precomputed_reference_gives_the_same_steps(algorithm: str, tmp_path
         )
         source = ExampleSource(spec, load_tokenizer(spec.policy))
         trainer = Trainer(spec, CPU)
-        assert isinstance(trainer.reference, AskedReference) != precompute
+        assert isinstance(trainer.reference, LocalReference) != precompute
         trainer.reference.prepare(source, rank=0)
         return [trainer.train_step(source.part(step, 0, 1), step)["loss"] for step in range(4)]
 
@@ -259,7 +259,7 @@ def test_distillation_on_a_ragged_batch_of_older_samples(kind: str, parts: list[
 def test_distillation_ignores_the_rewards(model: Path) -> None:
     row = pack_row(
         [
-            TrainSequence(
+            TrainingSample(
                 1,
                 np.array([1, 2], np.int32),
                 np.array([3, 4], np.int32),
@@ -306,7 +306,7 @@ def test_a_reference_in_the_reward_pool_trains_as_one_in_the_learner(
             num_updates_per_step=2,
         )
         trainer = Trainer(spec, CPU)
-        assert isinstance(trainer.reference, AskedReference) == (pool == "learner")
+        assert isinstance(trainer.reference, LocalReference) == (pool == "learner")
         batch = make_batch()
         if pool == "reward":
             frozen = spec.frozen_policy

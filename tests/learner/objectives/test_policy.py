@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.batch.samples import TrainSequence, pack_row
+from learner.batch.samples import TrainingSample, pack_row
 from learner.objectives.policy import (
     Denominators,
     TokenArrays,
@@ -146,7 +146,7 @@ def test_supervised_loss_of_ragged_sequences_with_tokens_that_do_not_train() -> 
     ids = [np.arange(n, dtype=np.int32) for n in (3, 2, 3, 0)]
     masks = [np.array(m, bool) for m in ([1, 0, 1], [1, 1], [0, 1, 1], [])]
     sequences = [
-        TrainSequence(i, np.array([7], np.int32), one, trained_T=mask)
+        TrainingSample(i, np.array([7], np.int32), one, trained_T=mask)
         for i, (one, mask) in enumerate(zip(ids, masks, strict=True))
     ]
     logprobs = [[-0.1, -40.0], [-0.3, -2.0], [-0.5, -0.6]]

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner.batch.samples import TrainSequence, pack_row
+from learner.batch.samples import TrainingSample, pack_row
 from learner.checkpoints import checkpoint
 from learner.step.trainer import Trainer
 from paceline.errors import Conflict, NonFiniteLoss
@@ -33,11 +33,11 @@ def make_ppo(model: Path, value: dict[str, object] | None = None, **options: obj
     return RunSpec.model_validate({**tree, "value": {**FAST, **(value or {})}})
 
 
-def plain_values(trainer: Trainer, sequence: TrainSequence) -> torch.Tensor:
+def plain_values(trainer: Trainer, sequence: TrainingSample) -> torch.Tensor:
     """[T + 1] the value model's answers from the modules themselves, one sequence alone."""
     assert trainer.critic is not None
     whole = np.concatenate((sequence.completion_ids, [0])).astype(np.int32)
-    row = pack_row([TrainSequence(1, sequence.prompt_ids, whole)], CPU)
+    row = pack_row([TrainingSample(1, sequence.prompt_ids, whole)], CPU)
     model = trainer.critic.model
     with torch.no_grad():
         hidden = model.base_model(

@@ -12,7 +12,7 @@ import torch
 from tiny_policy import CASES, CPU, VOCABULARY, batch_of, make_batch, make_spec, run_case, save_tiny_policy
 from transformers import Qwen3ForCausalLM
 
-from learner.batch.samples import TrainSequence
+from learner.batch.samples import TrainingSample
 from learner.step.trainer import Trainer
 from paceline.errors import NonFiniteLoss
 
@@ -51,7 +51,7 @@ def test_bnpo_depends_on_the_split_and_agrees_with_dapo_without_one(model: Path)
     assert run_case(model, bnpo, make_batch(), budget=12)[0]["loss"] != pytest.approx(whole_loss, rel=1e-3)
 
 
-def reference_logprobs(model: Path, sequence: TrainSequence, temperature: float) -> torch.Tensor:
+def reference_logprobs(model: Path, sequence: TrainingSample, temperature: float) -> torch.Tensor:
     """[T] by an unpacked forward of the model as transformers has it."""
     plain = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.from_numpy(np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(np.int64))
@@ -61,7 +61,7 @@ def reference_logprobs(model: Path, sequence: TrainSequence, temperature: float)
     return logp_RV[predictors_T, ids[predictors_T + 1]]
 
 
-def on_policy(model: Path, batch: list[TrainSequence], temperature: float) -> list[TrainSequence]:
+def on_policy(model: Path, batch: list[TrainingSample], temperature: float) -> list[TrainingSample]:
     return [replace(s, behaviour_logprobs_T=reference_logprobs(model, s, temperature).numpy()) for s in batch]
 
 
@@ -123,8 +123,8 @@ def test_same_seed_same_loss(model: Path) -> None:
 def test_training_raises_the_probability_of_what_was_good(model: Path) -> None:
     rng = np.random.default_rng(0)
     prompt, good, bad = (rng.integers(0, VOCABULARY, n).astype(np.int32) for n in (4, 5, 5))
-    pair = [TrainSequence(1, prompt, good, np.full(5, -3, np.float32), 1.0)]
-    pair += [TrainSequence(1, prompt, bad, np.full(5, -3, np.float32), -1.0)]
+    pair = [TrainingSample(1, prompt, good, np.full(5, -3, np.float32), 1.0)]
+    pair += [TrainingSample(1, prompt, bad, np.full(5, -3, np.float32), -1.0)]
     trainer = Trainer(make_spec(model), CPU)
     losses = [trainer.train_step(pair, step)["loss"] for step in range(5)]
     assert losses[-1] < losses[0]
@@ -163,7 +163,7 @@ def test_a_nan_names_its_group_and_moves_nothing(model: Path) -> None:
 
 
 def test_a_broken_update_may_be_left_out_and_the_others_of_its_step_train(model: Path) -> None:
-    def train(batch: list[TrainSequence]) -> tuple[dict[str, float], Trainer]:
+    def train(batch: list[TrainingSample]) -> tuple[dict[str, float], Trainer]:
         spec = make_spec(model, num_updates_per_step=2, skip_non_finite_updates=True)
         trainer = Trainer(spec, CPU)
         return trainer.train_step(batch, 0), trainer

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from learner.batch.samples import TrainSequence, pack_row
+from learner.batch.samples import TrainingSample, pack_row
 from learner.model.policy import load_policy, row_logprobs
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, Version
@@ -52,7 +52,7 @@ def learner_logprobs(folder: Path, model: Any, completions: list[Completion], dt
     ) in policy_model.parameters():  # what the learner's mixed precision does for forward and backward
         parameter.data = parameter.data.to(dtype)
     sequences = [
-        TrainSequence(i, prompt, completion.token_ids)
+        TrainingSample(i, prompt, completion.token_ids)
         for i, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True))
     ]
     row = pack_row(sequences, torch.device("cpu"))

@@ -22,7 +22,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.cli.main import main
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.exchange.transport.dispatch import handle
-from services.coordinator.exchange.uploads.intake import Arrived, look_at, store
+from services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Member
 
@@ -70,7 +70,7 @@ class Writer:
         request.secret = sender.secret
         arrived = Arrived(request, frames or [])
         if frames:
-            look_at(arrived)
+            validate_upload(arrived)
             store(self.ledger.payloads, [arrived])
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, 0.0)

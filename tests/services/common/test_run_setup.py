@@ -18,7 +18,7 @@ from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from reward.runner import RewardRunner
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.common.grpc_server import GrpcServer
 from services.common.run_setup import fault_of, spec_of
 from services.reward.worker import RewardWorker
@@ -67,7 +67,7 @@ async def ended(*tasks: asyncio.Task[None]) -> None:
 
 
 async def test_a_reward_worker_waits_for_the_user_s_file(tmp_path: Path) -> None:
-    worker = RewardWorker("nowhere:1", "reward-1", 1, GrowingPause(0.01, 0.01))
+    worker = RewardWorker("nowhere:1", "reward-1", 1, ExponentialBackoff(0.01, 0.01))
     membership = join(worker)
     file = tmp_path / "late.py"
     await worker._on_directive(assigned(tmp_path, rewards=[{"function": f"{file}:f"}]))
@@ -88,7 +88,7 @@ async def test_a_reward_worker_waits_for_the_user_s_file(tmp_path: Path) -> None
 async def test_a_reward_worker_that_is_assigned_again_tries_at_once_and_comes_back_with_its_failure(
     tmp_path: Path,
 ) -> None:
-    worker = RewardWorker("nowhere:1", "reward-1", 1, GrowingPause(1e6, 1e6))
+    worker = RewardWorker("nowhere:1", "reward-1", 1, ExponentialBackoff(1e6, 1e6))
     membership = join(worker)
     assignment = assigned(tmp_path, rewards=[{"function": "no_such_function"}])
     await worker._on_directive(assignment)
@@ -124,7 +124,7 @@ async def test_a_rollout_worker_waits_for_its_model(tmp_path: Path, monkeypatch:
         )
 
     monkeypatch.setattr(RolloutRun, "start", start)
-    worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1", GrowingPause(0.01, 0.01))
+    worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1", ExponentialBackoff(0.01, 0.01))
     membership = join(worker)
     policy = {"model_name": str(folder), "generation": {"max_new_tokens": 4}}
     await worker._on_directive(assigned(tmp_path, policy=policy))

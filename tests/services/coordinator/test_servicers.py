@@ -265,13 +265,13 @@ async def test_the_seconds_of_a_run_add_up_over_lives(tmp_path: Path) -> None:
     run = await plane.submit()
     plane.run_loops()
     await plane.watch_until(run.run_id, "state", state="running")
-    plane.coordinator.journal._counted_s -= 1000.0
+    plane.coordinator.run_log._counted_s -= 1000.0
     with plane.ledger.transaction():
-        plane.coordinator.journal._count_time()
+        plane.coordinator.run_log._count_time()
     await plane.stop()
     again = Plane(tmp_path)
     await again.start()
     try:
-        assert 1000.0 <= again.coordinator.journal.summary(run.run_id)["seconds"] < 4000.0
+        assert 1000.0 <= again.coordinator.run_log.summary(run.run_id)["seconds"] < 4000.0
     finally:
         await again.stop()

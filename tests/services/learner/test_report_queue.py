@@ -10,7 +10,7 @@ import torch
 
 from protos.paceline.v1 import worker_pb2
 from services.learner.rank import LearnerRank
-from services.learner.report_queue import MAX_REPLACEABLE, Outgoing
+from services.learner.report_queue import MAX_REPLACEABLE, ReportQueue
 
 DEADLINE_S = 20.0
 
@@ -43,7 +43,7 @@ class Listener:
 
 async def test_the_newest_of_each_member_is_said_and_every_checkpoint() -> None:
     listener = Listener()
-    outgoing = Outgoing(asyncio.get_running_loop(), listener.take)
+    outgoing = ReportQueue(asyncio.get_running_loop(), listener.take)
     running = asyncio.create_task(outgoing.run())
     for step in range(5000):
         for member_id in ("a", "b"):
@@ -66,7 +66,7 @@ async def test_the_newest_of_each_member_is_said_and_every_checkpoint() -> None:
 
 
 async def test_what_may_be_dropped_is_dropped_oldest_first() -> None:
-    outgoing = Outgoing(asyncio.get_running_loop(), Listener().take)
+    outgoing = ReportQueue(asyncio.get_running_loop(), Listener().take)
     outgoing.put(checkpoint(1))
     for number in range(MAX_REPLACEABLE + 10):
         outgoing.put(warning(f"warning {number}"))
@@ -75,7 +75,7 @@ async def test_what_may_be_dropped_is_dropped_oldest_first() -> None:
 
 async def test_emptied_waits_for_what_is_being_sent() -> None:
     listener = Listener()
-    outgoing = Outgoing(asyncio.get_running_loop(), listener.take)
+    outgoing = ReportQueue(asyncio.get_running_loop(), listener.take)
     running = asyncio.create_task(outgoing.run())
     outgoing.put(checkpoint(1))
     emptied = asyncio.create_task(outgoing.emptied())

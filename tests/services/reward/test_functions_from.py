@@ -12,7 +12,7 @@ from exchange_drivers import make_spec
 
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import run_pb2, worker_pb2
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.reward.worker import RewardWorker
 
 CODE = "def f(completions, **_):\n    return [1.0] * len(completions)\n"
@@ -52,7 +52,7 @@ class Reports:
 
 async def first_report(assignment: worker_pb2.RunAssignment, **options: Any) -> worker_pb2.RunReport:
     """What a reward worker with these options says of an assignment."""
-    worker = RewardWorker("nowhere:1", "reward-1", 1, GrowingPause(1e6, 1e6), **options)
+    worker = RewardWorker("nowhere:1", "reward-1", 1, ExponentialBackoff(1e6, 1e6), **options)
     worker.membership._context.term()
     reports = Reports()
     worker.membership = reports  # type: ignore[assignment]

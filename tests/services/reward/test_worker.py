@@ -16,7 +16,7 @@ from paceline.spec.reading import spec_to_yaml
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.reward.worker import RewardWorker
 
 SLOW_REWARD = """
@@ -82,7 +82,7 @@ async def drained(directory: Path) -> None:
     worker = RewardWorker("nowhere:1", "reward", 1)
     worker.membership._context.term()
     worker.membership = exchange  # type: ignore[assignment]
-    worker.refused_pause = GrowingPause(0.0, 0.0)
+    worker.refused_pause = ExponentialBackoff(0.0, 0.0)
     assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
     await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
     async with asyncio.timeout(120):
@@ -115,7 +115,7 @@ async def test_a_task_whose_process_is_killed_goes_back_as_a_crash(tmp_path: Pat
     worker = RewardWorker("nowhere:1", "reward", 1)
     worker.membership._context.term()
     worker.membership = exchange  # type: ignore[assignment]
-    worker.refused_pause = GrowingPause(0.0, 0.0)
+    worker.refused_pause = ExponentialBackoff(0.0, 0.0)
     assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
     await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
     working = asyncio.create_task(worker.work())

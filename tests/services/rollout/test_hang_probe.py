@@ -11,7 +11,7 @@ from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, SamplingParams, empty_completion
 from rollout.engines import create_engine
 from services.demo.model import make_model
-from services.rollout.hang_probe import PROMPT_IDS, answers, until_stuck
+from services.rollout.hang_probe import PROMPT_IDS, answers, until_hung
 
 DEADLINE_S = 30.0
 
@@ -41,14 +41,14 @@ class FakeEngine:
 async def test_an_engine_that_answers_nothing_is_found() -> None:
     engine = FakeEngine("never")
     async with asyncio.timeout(DEADLINE_S):
-        await until_stuck(engine, 0.05)  # type: ignore[arg-type]
+        await until_hung(engine, 0.05)  # type: ignore[arg-type]
     assert engine.aborted == ["probe/0"]
 
 
 async def test_one_that_answers_or_refuses_is_not() -> None:
     for turns in ("answers", "refuses"):
         engine = FakeEngine(turns)
-        watching = asyncio.create_task(until_stuck(engine, 0.4))  # type: ignore[arg-type]
+        watching = asyncio.create_task(until_hung(engine, 0.4))  # type: ignore[arg-type]
         async with asyncio.timeout(DEADLINE_S):
             await engine.probed.wait()
         assert not watching.done()

@@ -19,7 +19,7 @@ from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import rollout_pb2
 from rollout.engine import GenerationRequest, empty_completion
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.demo.model import make_tokenizer
 from services.rollout.run import (
     HAND_BACK_BYTES_PER_S,
@@ -139,7 +139,7 @@ async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_els
 
 
 async def test_a_request_for_leases_that_is_refused_ends_nothing(bench: Bench) -> None:
-    bench.run.refused_pause = GrowingPause(0.0, 0.0)
+    bench.run.refused_pause = ExponentialBackoff(0.0, 0.0)
     bench.engine.held = asyncio.Event()
     bench.exchange.give(lease(0))
     for _ in range(3):

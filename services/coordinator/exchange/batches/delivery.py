@@ -16,7 +16,7 @@ from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment
 
 
-def give_part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
+def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
     """One rank's part of a step's batch, as often as asked; fixes the batch when it is due."""
     asked, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:

@@ -50,7 +50,7 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
             case "score":
                 return scores.take_result(exchange, run, arrived)
             case "batch":
-                return delivery.give_part(exchange, run, request, now_s)
+                return delivery.get_batch(exchange, run, request, now_s)
             case "receipt":
                 return delivery.take_receipt(exchange, run, request)
             case _:

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import Conflict
-from paceline.rate_limited_log import SeldomLog
+from paceline.rate_limited_log import RateLimitedLog
 from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.zmq_keepalive import in_brackets, use_ipv6, watch
@@ -27,7 +27,7 @@ DISCARDED_AT_ONCE = 10_000
 MAX_WAIT_S = 30.0
 """Longest time for which a request is parked, whatever it asks for."""
 
-seldom = SeldomLog(logging.getLogger(__name__))
+seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 @dataclass

@@ -30,10 +30,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from paceline.errors import LedgerFault, WireError
-from paceline.rate_limited_log import SeldomLog, unforeseen
+from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.exchange.batches import damaged_groups, delivery
 from services.coordinator.exchange.state import Exchange, Notice, Outcome
 from services.coordinator.exchange.transport.dispatch import handle, handle_leases, is_introduction, turn_away
@@ -41,7 +41,7 @@ from services.coordinator.exchange.transport.pipeline_thread import Stage
 from services.coordinator.exchange.transport.request_filter import Door
 from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message, Waiting, parse
 from services.coordinator.exchange.uploads.group_checks import Limits
-from services.coordinator.exchange.uploads.intake import look_at, store
+from services.coordinator.exchange.uploads.intake import store, validate_upload
 from services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
 
@@ -86,7 +86,7 @@ WAKES = {
 """Which parked requests an arrived one can change the answer to."""
 
 log = logging.getLogger(__name__)
-seldom = SeldomLog(log)
+seldom = RateLimitedLog(log)
 
 
 @dataclass
@@ -279,15 +279,15 @@ class ExchangeServer:
 
     def _check(self, portion: list[Waiting]) -> None:
         for waiting in portion:
-            look_at(waiting.arrived)
+            validate_upload(waiting.arrived)
             if self._prompts is not None:
-                self._prompts.look_at(waiting.arrived)
+                self._prompts.validate_upload(waiting.arrived)
             self._stores.put(waiting)
 
     def _store(self, portion: list[Waiting]) -> None:
         """Waits where no segment can be begun for want of a file descriptor or a permission: what is not stored is not
         acknowledged, and MAX_PENDING_BYTES bounds what waits."""
-        pause = GrowingPause(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
+        pause = ExponentialBackoff(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
         while True:
             try:
                 store(self._exchange.ledger.payloads, [waiting.arrived for waiting in portion])

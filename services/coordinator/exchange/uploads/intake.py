@@ -1,7 +1,7 @@
 """What can be said of a generated group without the ledger, and where its bytes go: the costly part of a commit. So too for
 what a reference says of its tokens, which comes with the scores.
 
-Both run on threads beside the event loop: `look_at` decodes, checks and hashes what has arrived, `store` stores the good ones
+Both run on threads beside the event loop: `validate_upload` decodes, checks and hashes what has arrived, `store` stores the good ones
 with one sync, before the transaction that may refer to them. A group that the transaction then does not
 want (a duplicate) leaves bytes behind that go with their segment.
 """
@@ -30,7 +30,7 @@ FINISHED, ABORTED = ("stop", "length"), ("abort",)
 
 @dataclass
 class Arrived:
-    """A request with its payload frames. For a group result also what `look_at` and `store` made of it."""
+    """A request with its payload frames. For a group result also what `validate_upload` and `store` made of it."""
 
     request: pb.ExchangeRequest
     frames: Sequence[Buffer] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Arrived:
         return self.kind == "group" or (self.kind in ("score", "lease_return") and bool(self.frames))
 
 
-def look_at(arrived: Arrived) -> None:
+def validate_upload(arrived: Arrived) -> None:
     """Decodes and checks a result with bulk; `fault` says what no state of the ledger could make acceptable."""
     try:
         if arrived.kind == "group":

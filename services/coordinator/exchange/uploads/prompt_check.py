@@ -96,7 +96,7 @@ class PromptCheck:
             )
         return ""
 
-    def look_at(self, arrived: Arrived) -> None:
+    def validate_upload(self, arrived: Arrived) -> None:
         """Makes it the fault of what has arrived that its prompt is not its lease's. What nobody foresaw is logged, and the prompt
         passes uncompared: every other group waits for this thread."""
         if arrived.group is None:

@@ -102,7 +102,7 @@ def test_silence_a_good_leave_and_a_return_are_no_crashes(world: World) -> None:
         else:
             crash(world, worker.member_id)
             with world.ledger.transaction():
-                quarantine.forgive(world.exchange, worker.member_id)  # cut off for long, and back
+                quarantine.clear_crashes(world.exchange, worker.member_id)  # cut off for long, and back
     assert warnings(world) == []
     assert world.counters.get("groups:dropped:poison", 0) == 0
 
@@ -208,7 +208,7 @@ def test_a_group_whose_scoring_crashes_is_scored_alone_then_dropped(world: World
     assert "group 0 was present when 2 workers died; from now on it is leased alone" in warnings(world)
     world.release("reward")
     with world.ledger.transaction():
-        quarantine.forgive(world.exchange, "reward")  # the worker comes back; its processes did die
+        quarantine.clear_crashes(world.exchange, "reward")  # the worker comes back; its processes did die
     for _ in range(2):
         reward = Reward(world)
         (task,) = reward.tasks()

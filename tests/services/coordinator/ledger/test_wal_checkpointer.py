@@ -9,7 +9,7 @@ import pytest
 
 from services.coordinator.ledger import wal_checkpointer
 from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.wal_checkpointer import LogKeeper
+from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
 
 
 def write(ledger: Ledger, number: int) -> None:
@@ -27,7 +27,7 @@ def log_bytes(ledger: Ledger) -> int:
 
 async def test_a_writer_moves_nothing_by_itself_and_the_keeper_does(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    keeper = LogKeeper(ledger, asyncio.Lock())
+    keeper = WalCheckpointer(ledger, asyncio.Lock())
     before = ledger.path.stat().st_size
     write(ledger, 400)
     assert ledger.path.stat().st_size == before
@@ -42,7 +42,7 @@ async def test_a_long_log_is_written_from_its_start_again(
     monkeypatch.setattr(wal_checkpointer, "MAX_PAGES", 100)
     monkeypatch.setattr(wal_checkpointer, "PERIOD_S", 0.0)
     ledger, lock = Ledger(tmp_path / "ledger.sqlite"), asyncio.Lock()
-    keeping = asyncio.create_task(LogKeeper(ledger, lock).run())
+    keeping = asyncio.create_task(WalCheckpointer(ledger, lock).run())
     write(ledger, 100)
     length = log_bytes(ledger)
     async with asyncio.timeout(60):
@@ -60,7 +60,7 @@ async def test_a_long_log_is_written_from_its_start_again(
 
 async def test_a_reader_of_another_process_holds_up_nothing(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    keeper = LogKeeper(ledger, asyncio.Lock())
+    keeper = WalCheckpointer(ledger, asyncio.Lock())
     reader = Ledger(ledger.path, read_only=True)
     write(ledger, 3)
     reader.db.execute("BEGIN")

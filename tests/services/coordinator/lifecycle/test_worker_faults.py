@@ -26,7 +26,7 @@ from protos.paceline.v1.worker_pb2 import (
     FAULT_UNSPECIFIED,
     RunReport,
 )
-from services.common.exponential_backoff import GrowingPause
+from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.audit.verify import verify
 from services.coordinator.exchange import leases
 from services.coordinator.exchange.state import Notice
@@ -100,7 +100,7 @@ def test_the_reason_names_what_each_says() -> None:
 
 
 def test_pauses_grow_to_a_bound_and_begin_anew() -> None:
-    pause = GrowingPause()
+    pause = ExponentialBackoff()
     assert [pause.next_s() for _ in range(6)] == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
     pause.reset()
     assert pause.next_s() == 5.0
@@ -185,7 +185,7 @@ async def test_a_run_whose_folder_cannot_be_written_waits_for_it(
         raise PermissionError(13, "Permission denied", "metrics.jsonl")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_log, "Recorder", refuse)
+        patch.setattr(run_log, "MetricsFiles", refuse)
         again = impatient(Plane(tmp_path))
         await again.start()
     try:

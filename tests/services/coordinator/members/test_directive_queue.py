@@ -6,14 +6,14 @@ import pytest
 from control_plane import ack
 
 from protos.paceline.v1 import worker_pb2
-from services.coordinator.members.directive_queue import ACKS_AT_ONCE, MAX_WAITING, Outbox
+from services.coordinator.members.directive_queue import ACKS_AT_ONCE, MAX_WAITING, DirectiveQueue
 
 
 def response(**directive: object) -> worker_pb2.ConnectResponse:
     return worker_pb2.ConnectResponse(**directive)
 
 
-async def kinds(outbox: Outbox) -> list[str]:
+async def kinds(outbox: DirectiveQueue) -> list[str]:
     read = []
     while len(outbox):
         directive = await outbox.get()
@@ -23,7 +23,7 @@ async def kinds(outbox: Outbox) -> list[str]:
 
 
 async def test_acknowledgements_that_wait_travel_together() -> None:
-    outbox = Outbox()
+    outbox = DirectiveQueue()
     for number in range(2 * ACKS_AT_ONCE + 500):
         assert outbox.put(response(weight_ack=ack("run-1", 1, 0, member_id=f"rollout-{number}")))
     sizes = []
@@ -35,7 +35,7 @@ async def test_acknowledgements_that_wait_travel_together() -> None:
 
 
 async def test_the_newest_of_what_replaces_the_older_waits_alone() -> None:
-    outbox = Outbox()
+    outbox = DirectiveQueue()
     for number in range(10 * MAX_WAITING):
         epoch = worker_pb2.Epoch(run_id="run-1", number=number)
         assert outbox.put(response(epoch=epoch))
@@ -51,7 +51,7 @@ async def test_the_newest_of_what_replaces_the_older_waits_alone() -> None:
 
 
 async def test_the_order_of_everything_else_is_kept_and_bounded() -> None:
-    outbox = Outbox()
+    outbox = DirectiveQueue()
     outbox.put(response(run=worker_pb2.RunAssignment(run_id="run-1")))
     outbox.put(response(epoch=worker_pb2.Epoch(number=1)))
     outbox.put(response(idle=worker_pb2.Idle()))
@@ -63,7 +63,7 @@ async def test_the_order_of_everything_else_is_kept_and_bounded() -> None:
 
 @pytest.mark.parametrize("ended_first", [True, False])
 async def test_the_end_comes_in_place_of_what_waits(ended_first: bool) -> None:
-    outbox = Outbox()
+    outbox = DirectiveQueue()
     if ended_first:
         outbox.end()
     outbox.put(response(idle=worker_pb2.Idle()))

@@ -49,10 +49,10 @@ async def test_a_coordinator_that_stood_still_takes_nobody_for_gone(tmp_path: Pa
         await trainer.hear("run")
         await worker.hear("run")
         pool, members = plane.coordinator.pool, plane.coordinator.members.all()
-        await pool.look_after()
+        await pool.expire_silent()
         heard_s = [member.last_report_s for member in members]
         time.sleep(1.5)  # noqa: ASYNC251 (the loop stands still, as for a disk or a stopped process)
-        await pool.look_after()
+        await pool.expire_silent()
         assert plane.coordinator.members.all() == members
         assert not any(member.suspected for member in members)
         assert all(member.last_report_s > before for member, before in zip(members, heard_s, strict=True))
@@ -112,7 +112,7 @@ async def test_a_second_learner_waits_out_the_firsts_silence(tmp_path: Path) -> 
         member = coordinator.members.get("learner-1")
         assert member is not None
         member.last_report_s -= 45.0  # longer than a worker whose stream broke would have
-        await coordinator.pool.look_after()
+        await coordinator.pool.expire_silent()
         assert plane.ledger.run(run.run_id)["session"] == 1
         again = learner(plane, session=1, run_id=run.run_id, secret=first.secret)
         await again.hear("epoch")
@@ -121,7 +121,7 @@ async def test_a_second_learner_waits_out_the_firsts_silence(tmp_path: Path) -> 
         member = coordinator.members.get("learner-1")
         assert member is not None
         member.last_report_s -= 61.0
-        await coordinator.pool.look_after()
+        await coordinator.pool.expire_silent()
         assert (await spare.hear("run")).session == 2
     finally:
         await plane.stop()
@@ -169,7 +169,7 @@ async def test_a_learner_that_never_comes_back_after_a_restart_is_replaced(tmp_p
         expected = again.coordinator.members.get("learner-1")
         assert expected is not None
         expected.last_report_s -= 61.0
-        await again.coordinator.pool.look_after()
+        await again.coordinator.pool.expire_silent()
         assert (await spare.hear("run")).session == 2
     finally:
         await again.stop()

@@ -229,7 +229,7 @@ async def test_a_member_whose_bookkeeping_fails_is_looked_at_again(
 
     with monkeypatch.context() as patch:
         patch.setattr("services.coordinator.pool.pool.leases.release_member", fail)
-        await coordinator.pool.look_after()
+        await coordinator.pool.expire_silent()
         assert len(coordinator.members) == 2
-    await coordinator.pool.look_after()
+    await coordinator.pool.expire_silent()
     assert len(coordinator.members) == 0

@@ -18,7 +18,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.uploads.intake import Arrived, look_at
+from services.coordinator.exchange.uploads.intake import Arrived, validate_upload
 from services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from services.coordinator.ledger.ledger import Ledger
 from services.demo.model import make_tokenizer
@@ -80,8 +80,8 @@ def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
     made = Arrived(
         pb.ExchangeRequest(run_id="a-1", group=result), encode_result(prompt_ids, group.completions)
     )
-    look_at(made)
-    check.look_at(made)
+    validate_upload(made)
+    check.validate_upload(made)
     return made
 
 
