@@ -103,7 +103,7 @@ class RunSpec(Section):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is allowed and doubtful, a sentence each; said when the spec is submitted."""
-        return doubts(self)
+        return doubts(self.loss_fn, self.async_grpo.max_trajectory_age_steps, samples=self.examples is None)
 
     @model_validator(mode="before")
     @classmethod

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from paceline.spec.run import RunSpec
+from paceline.spec.loss import LossSection
 
 
-def doubts(spec: RunSpec) -> tuple[str, ...]:
-    """Sentences for the person who submits, none for most specs."""
-    return tuple(doubt for doubt in (_uncorrected(spec),) if doubt)
+def doubts(loss_fn: LossSection, max_age: int, *, samples: bool) -> tuple[str, ...]:
+    """Sentences for the person who submits, none for most specs; `max_age` in steps, `samples`: not from a data set."""
+    return tuple(doubt for doubt in (_uncorrected(loss_fn, max_age) if samples else "",) if doubt)
 
 
-def _uncorrected(spec: RunSpec) -> str:
+def _uncorrected(loss_fn: LossSection, age: int) -> str:
     """Data of older weights, trained as if they were the current ones' (docs/objectives.md has what that costs)."""
-    loss_fn, age = spec.loss_fn, spec.async_grpo.max_trajectory_age_steps
     corrected = loss_fn.truncated_importance_sampling_ratio is not None or loss_fn.ratio_anchor == "behaviour"
-    if spec.examples is not None or age == 0 or corrected:
+    if age == 0 or corrected:
         return ""
     return (
         f"async_grpo.max_trajectory_age_steps {age} with loss_fn.truncated_importance_sampling_ratio null and "

@@ -10,15 +10,13 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Group
 from paceline.wire import decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
-
-if TYPE_CHECKING:
-    from services.learner.rank import LearnerRank
+from services.learner.context import RankContext
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class Part(NamedTuple):
 class Parts:
     """Those of one session. Its methods raise PacelineError for what the exchange refuses."""
 
-    def __init__(self, run_id: str, session: int, rank: LearnerRank):
+    def __init__(self, run_id: str, session: int, rank: RankContext):
         self.superseded = threading.Event()
         """Set when this session is over, by whoever hears of it."""
         self.receipted = 0

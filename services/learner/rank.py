@@ -39,10 +39,11 @@ from services.common.processes.ready_file import announce
 from services.common.run_setup import failed_set_up
 from services.common.token_guard import worker_guard
 from services.learner.background_loop import BackgroundLoop
+from services.learner.orders import Orders
 from services.learner.rank_group import form_rank_group
 from services.learner.report_queue import ReportQueue
 from services.learner.run import LearnerRun
-from services.learner.servicer import LearnerServicer, Orders
+from services.learner.servicer import LearnerServicer
 
 ASSIGNMENT_POLL_S = 2.0
 

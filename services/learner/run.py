@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -39,11 +39,9 @@ from protos.paceline.v1 import worker_pb2
 from services.common.run_setup import failed_set_up, spec_of
 from services.learner.batches import Part, Parts
 from services.learner.checkpoints import NotShared, SessionCheckpoints
+from services.learner.context import RankContext
 from services.learner.step_failure import describe
 from services.learner.weights import make_channel
-
-if TYPE_CHECKING:
-    from services.learner.rank import LearnerRank
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ log = logging.getLogger(__name__)
 class LearnerRun:
     """One session on one run, on one rank. Raises Unavailable for a spec that this version does not understand."""
 
-    def __init__(self, assignment: worker_pb2.RunAssignment, rank: LearnerRank):
+    def __init__(self, assignment: worker_pb2.RunAssignment, rank: RankContext):
         self.run_id = assignment.run_id
         self.session = assignment.session
         self.step = assignment.start_step

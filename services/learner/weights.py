@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +24,7 @@ from paceline.weights.manifest import Algorithm, WeightOffer
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import StoredObject, StoreOffer, run_store
 from protos.paceline.v1 import worker_pb2
-
-if TYPE_CHECKING:
-    from services.learner.rank import LearnerRank
+from services.learner.context import RankContext
 
 FAILURES = {
     "": worker_pb2.PUBLISH_FAILURE_UNSPECIFIED,
@@ -39,7 +36,7 @@ FAILURES = {
 
 
 def make_channel(
-    assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: LearnerRank, warn: Callable[[str], None]
+    assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Callable[[str], None]
 ) -> WeightChannel:
     """The channel that `weights.channel` names; `warn` puts a sentence into the run's events. A collective call. Raises
     InvalidInput for a store that cannot be used."""
@@ -58,7 +55,7 @@ class _WeightChannelFactory:
         self,
         assignment: worker_pb2.RunAssignment,
         spec: RunSpec,
-        rank: LearnerRank,
+        rank: RankContext,
         warn: Callable[[str], None],
     ) -> None:
         self._run_id = assignment.run_id

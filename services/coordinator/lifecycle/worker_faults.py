@@ -13,15 +13,15 @@ import enum
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.common.exponential_backoff import ExponentialBackoff
-from services.coordinator.members.registry import Fault, Member
+from services.coordinator.exchange.state import Exchange
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import Fault, Member, Members
+from services.coordinator.pool.pool import Pool
 from services.coordinator.text_limits import one_line
-
-if TYPE_CHECKING:
-    from services.coordinator.lifecycle.coordinator import Coordinator
 
 ROLES = (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.ROLE_LEARNER)
 MEMBERS_SHOWN = 5
@@ -66,10 +66,31 @@ def explain(members: Sequence[Member]) -> str:
     return f"{members[0].role_name}: " + "; ".join(texts) + more
 
 
+class Runs(Protocol):
+    """What faults may make of the active run; implemented by the coordinator."""
+
+    ledger: Ledger
+    exchange: Exchange
+    members: Members
+    pool: Pool
+
+    async def warn(self, messages: list[str]) -> None:
+        """An event of the run for people."""
+
+    async def fail(self, run_id: str, message: str) -> None:
+        """Ends the run."""
+
+    async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
+        """Pauses the run."""
+
+    async def take_up(self, run_id: str) -> None:
+        """Goes on with the run."""
+
+
 class Faults:
     """Those of one coordinator's members. One owner of `Member.fault`."""
 
-    def __init__(self, runs: Coordinator, pause: ExponentialBackoff | None = None):
+    def __init__(self, runs: Runs, pause: ExponentialBackoff | None = None):
         self._runs = runs
         self._pause = pause or ExponentialBackoff()
         self._step = -1

@@ -13,7 +13,6 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from paceline.errors import LedgerFault
 from paceline.groups import Version
@@ -27,10 +26,8 @@ from services.coordinator.members.loop_lag import LoopLag
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.pool.assignments import Assignments
 from services.coordinator.pool.reports import Reports
+from services.coordinator.pool.run_events import RunEvents
 from services.coordinator.text_limits import cut, one_line
-
-if TYPE_CHECKING:
-    from services.coordinator.lifecycle.coordinator import Coordinator
 
 TOLD_S = 1.0
 """Pauses of the coordinator that its log tells of."""
@@ -44,7 +41,7 @@ log = logging.getLogger(__name__)
 class Pool:
     """The members of one coordinator; `runs` is told what their reports mean for the run."""
 
-    def __init__(self, runs: Coordinator, members: Members):
+    def __init__(self, runs: RunEvents, members: Members):
         self.members = members
         self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
         self.lag = LoopLag()
@@ -53,7 +50,7 @@ class Pool:
         self._runs = runs
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
-        self._reports = Reports(runs, self)
+        self._reports = Reports(runs, members, self.assignments, self.expel)
 
     def expect_holders(self) -> None:
         """After a restart, once it can be reached: whoever holds leases, and the learner that has the newest session, has the usual

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.files.run_folders import EXPORT
@@ -17,14 +18,12 @@ from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange.batches import session_faults
 from services.coordinator.exchange.state import ActiveRun
 from services.coordinator.ledger.folders import stored
-from services.coordinator.members.registry import Member
+from services.coordinator.members.registry import Member, Members
+from services.coordinator.pool.assignments import Assignments
 from services.coordinator.pool.authority import Authority, cut_texts
+from services.coordinator.pool.run_events import RunEvents
 from services.coordinator.sessions import retention, starting_point
 from services.coordinator.text_limits import finite_gauges, one_line
-
-if TYPE_CHECKING:
-    from services.coordinator.lifecycle.coordinator import Coordinator
-    from services.coordinator.pool.pool import Pool
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -33,12 +32,18 @@ seldom = RateLimitedLog(log)
 class Reports:
     """Those of one coordinator's members; `runs` is told what they mean for the run."""
 
-    def __init__(self, runs: Coordinator, pool: Pool):
-        self._runs, self._pool = runs, pool
-        self._members, self._assignments = pool.members, pool.assignments
+    def __init__(
+        self,
+        runs: RunEvents,
+        members: Members,
+        assignments: Assignments,
+        expel: Callable[[Member, worker_pb2.PublishReport], Awaitable[None]],
+    ):
+        self._runs, self._expel = runs, expel
+        self._members, self._assignments = members, assignments
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
-        self._authority = Authority(pool.assignments, runs.ledger, runs.exchange)
+        self._authority = Authority(assignments, runs.ledger, runs.exchange)
 
     async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
         """Acts on one report, if it is this member's to make. Raises InvalidInput for a second Hello."""
@@ -171,7 +176,7 @@ class Reports:
         member = self._members.get(report.member_id)
         missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
         if missed and member is not None and report.epoch >= member.named_in:
-            await self._pool.expel(member, report)
+            await self._expel(member, report)
 
 
 def _version(said: common_pb2.PolicyVersion) -> Version:

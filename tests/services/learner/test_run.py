@@ -20,8 +20,8 @@ from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
 from services.learner import run
 from services.learner.batches import Part
+from services.learner.orders import ExportOrder, Orders
 from services.learner.run import LearnerRun
-from services.learner.servicer import ExportOrder, Orders
 
 VOCABULARY = 37
 

@@ -13,7 +13,8 @@ from paceline.errors import Busy, Conflict, Unavailable
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from services.common.grpc_server import GrpcServer
 from services.learner import servicer
-from services.learner.servicer import MAX_ORDERS, ExportOrder, LearnerServicer, Orders
+from services.learner.orders import MAX_ORDERS, ExportOrder, Orders
+from services.learner.servicer import LearnerServicer
 
 DEADLINE_S = 20.0
 

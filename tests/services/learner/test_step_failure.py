@@ -14,8 +14,8 @@ from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from services.learner.batches import Part
+from services.learner.orders import Orders
 from services.learner.run import LearnerRun
-from services.learner.servicer import Orders
 from services.learner.step_failure import describe
 
 
