@@ -12,6 +12,7 @@ PacelineError
 ├── LedgerFault           the ledger cannot be read or written; the coordinator ends with it
 ├── Busy                  as many requests as there is room for are under way; the same one may be taken later
 ├── Unavailable           the other side does not answer (now); trying again may help
+│   └── EngineDied        the rollout engine stopped on an error; its worker starts a new one
 └── NonFiniteLoss         a training step met NaN or infinity; names the groups
 """
 

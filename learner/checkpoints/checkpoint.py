@@ -99,12 +99,11 @@ def save(
     optimizer: torch.optim.Optimizer,
     critic: Critic | None = None,
     chain_hash: str = "",
-    extra: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
     """Writes the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
 
-    `chain_hash` is the position in the ledger's hash chain and `extra` anything that JSON can hold. The learning rate
-    is a function of the step, so there is no scheduler state. Returns the checkpoint on rank 0, once everything is
+    `chain_hash` is the position in the ledger's hash chain. The learning rate is a function of the step, so there
+    is no scheduler state. Returns the checkpoint on rank 0, once everything is
     on disk, and None on the others. Raises Conflict when that checkpoint exists and is complete, Unavailable when writing
     failed (a full disk), which leaves it torn.
     """
@@ -115,7 +114,6 @@ def save(
         session=session,
         step=step,
         chain_hash=chain_hash,
-        extra=extra,
     )
 
 
@@ -144,7 +142,6 @@ def write(
     session: int,
     step: int,
     chain_hash: str = "",
-    extra: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     num_threads: int | None = None,
 ) -> Checkpoint | None:
@@ -164,7 +161,6 @@ def write(
         world_size=world_size(),
         num_threads=num_threads or torch.get_num_threads(),
         torch_version=str(torch.__version__),
-        extra=dict(extra or {}),
         files=files,
     )
     return Checkpoint(folder, write_manifest(folder, manifest), manifest)
@@ -259,23 +255,6 @@ def _gravest_of_ranks(
         return own
     kind, text = FINDINGS[gravest]
     return kind(text.format(path))
-
-
-def list_complete(directory: Location) -> list[Checkpoint]:
-    """The checkpoints of `directory` that have a manifest and files of its sizes, oldest (session, step) first.
-
-    Torn and foreign folders are passed over; contents are compared by `load`, not here.
-    """
-    found = []
-    for folder in _folders(directory):
-        try:
-            manifest, manifest_sha256 = read_manifest(folder)
-            check_files(folder, manifest, contents=False)
-        except (NotFound, Conflict):
-            continue
-        if folder.name == f"{manifest.session}-{manifest.step}":
-            found.append(Checkpoint(folder, manifest_sha256, manifest))
-    return found
 
 
 def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:

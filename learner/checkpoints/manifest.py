@@ -47,7 +47,8 @@ class CheckpointManifest(BaseModel):
     num_threads: Annotated[int, Field(ge=1)]
     """Compute threads of rank 0; with another number the continuation is not bit-identical."""
     torch_version: str
-    extra: dict[str, Any]
+    extra: dict[str, Any] = {}
+    """Empty; a part of the format."""
     files: tuple[CheckpointFile, ...]
 
 

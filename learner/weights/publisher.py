@@ -24,7 +24,7 @@ from learner.weights.staged import StagedWeights
 from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.weights.link import is_loopback, reachable_from_here, serve_store
-from paceline.weights.manifest import Algorithm, WeightManifest, WeightOffer
+from paceline.weights.manifest import Algorithm, WeightOffer
 
 __all__ = ["PublishResult", "Publisher"]
 
@@ -104,27 +104,18 @@ class Publisher:
             for link in self._links.values():
                 link.epoch = epoch
 
-    def stage(
-        self,
-        version: Version,
-        tensors: Mapping[str, torch.Tensor],
-        manifest: WeightManifest | None = None,
-    ) -> None:
+    def stage(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
         """Makes `version` the one that every member should hold. Returns at once, never waiting for a member.
 
         `tensors` belong to the publisher from here on: nobody may write to them again (`gather_weights` makes such a
-        copy). A `manifest` with checksums saves computing them. Raises Conflict when `version` is not newer.
+        copy). Raises Conflict when `version` is not newer.
         """
         with self._lock:
             self._check_open()
             if self._staged is not None and version <= self._staged.version:
                 raise Conflict(f"version {tuple(version)} is staged after {tuple(self._staged.version)}")
             self._staged = StagedWeights(
-                version,
-                tensors,
-                bucket_bytes=self._bucket_bytes,
-                algorithm=self._algorithm,
-                manifest=manifest,
+                version, tensors, bucket_bytes=self._bucket_bytes, algorithm=self._algorithm
             )
             for link in self._links.values():
                 link.publish(self._staged)

@@ -27,7 +27,6 @@ class StagedWeights:
         *,
         bucket_bytes: int,
         algorithm: Algorithm,
-        manifest: WeightManifest | None = None,
     ) -> None:
         self.version = version
         self.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -35,7 +34,6 @@ class StagedWeights:
         self._tensors: Mapping[str, torch.Tensor] | None = tensors
         self._bucket_bytes = bucket_bytes
         self._algorithm = algorithm
-        self._given = manifest
         self._ready: tuple[WeightManifest, bytes, torch.Tensor] | None = None
         self._lock = threading.Lock()
 
@@ -44,10 +42,9 @@ class StagedWeights:
         with self._lock:
             if self._ready is None:
                 assert self._tensors is not None
-                manifest = self._given or plan(self._tensors, self._bucket_bytes, self._algorithm)
+                manifest = plan(self._tensors, self._bucket_bytes, self._algorithm)
                 flat = pack(self._tensors, manifest)
-                if self._given is None:
-                    manifest = manifest.with_checksums(checksums(flat, manifest))
+                manifest = manifest.with_checksums(checksums(flat, manifest))
                 self._ready = (manifest, manifest.to_bytes(), flat)
                 self._tensors = None
             return self._ready

@@ -102,13 +102,6 @@ class WeightReceiver:
         with self._lock:
             self._supersede()
 
-    def reset(self, run_id: str) -> None:
-        """Another run: forgets what is held and drops the link. The engine keeps its weights until new ones come."""
-        with self._lock:
-            self._run_id = run_id
-            self._held = self._held_manifest = None
-            self._supersede()
-
     def close(self) -> None:
         """Takes no more offers and drops the link; waits for nothing."""
         with self._lock:

@@ -58,10 +58,13 @@ def save(trainer: Trainer, directory: Path | str, step: int, session: int = 1) -
         model=trainer.model,
         optimizer=trainer.optimizer,
         chain_hash="c4a1",
-        extra={"published": [session, step]},
     )
     assert saved is not None
     return saved
+
+
+def names(directory: Path | str) -> list[str]:
+    return [folder.name for _, folder in checkpoint.list_positions(directory)]
 
 
 def load(saved: Checkpoint, trainer: Trainer) -> checkpoint.CheckpointManifest:
@@ -82,7 +85,6 @@ def test_resumed_training_is_bit_identical_to_uninterrupted(policy: Path, tmp_pa
     resumed = Trainer(make_spec(policy), CPU)
     manifest = load(saved, resumed)
     assert (manifest.session, manifest.step, manifest.chain_hash) == (1, 2, "c4a1")
-    assert manifest.extra == {"published": [1, 2]}
     assert (manifest.world_size, manifest.num_threads) == (1, torch.get_num_threads())
     train(resumed, 2, 4)
     assert_same_weights(uninterrupted, resumed)
@@ -237,21 +239,20 @@ def test_failure_to_write_leaves_no_checkpoint(policy: Path, tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-    assert checkpoint.list_complete(tmp_path) == []
-    assert save(trainer, tmp_path, step=1) == checkpoint.list_complete(tmp_path)[-1]
+    assert checkpoint.list_positions(tmp_path) == []
+    saved = save(trainer, tmp_path, step=1)
+    assert checkpoint.list_positions(tmp_path) == [((1, 1), saved.path)]
 
 
 def test_torn_and_foreign_folders_are_no_checkpoints(copied: Checkpoint) -> None:
     directory = Path(copied.path).parent
-    assert checkpoint.list_complete(directory / "nowhere") == []
-    assert checkpoint.list_complete(directory) == [copied._replace(path=Folder(copied.path))]
-    renamed = directory / "3-900"  # complete, but it says that it is 1-1
-    shutil.copytree(copied.path, renamed)
+    assert checkpoint.list_positions(directory / "nowhere") == []
+    assert checkpoint.list_positions(directory) == [((1, 1), Folder(copied.path))]
     torn = directory / "2-5"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
     (directory / "notes").mkdir()
-    assert [found.path.name for found in checkpoint.list_complete(directory)] == ["1-1"]
+    assert names(directory) == ["1-1"]
 
 
 def test_prune_keeps_what_it_is_told_and_what_may_be_in_the_making(policy: Path, tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_prune_keeps_what_it_is_told_and_what_may_be_in_the_making(policy: Path,
         save(trainer, tmp_path, step=step, session=session)
     for name in ("1-11", "2-5"):
         (tmp_path / name).mkdir()
-    assert [found.path.name for found in checkpoint.list_complete(tmp_path)] == ["1-9", "1-10", "2-3", "2-4"]
+    assert names(tmp_path) == ["1-9", "1-10", "2-3", "2-4"]
     keep = [str(tmp_path / name) for name in ("1-10", "2-3")]
     assert checkpoint.prune(tmp_path, []) == []
     assert checkpoint.prune(tmp_path, keep) == [str(tmp_path / "1-9"), str(tmp_path / "1-11")]
@@ -280,14 +281,14 @@ def test_a_store_without_renames_or_folders_holds_checkpoints_too(policy: Path) 
     train(resumed, 1, 2)
     for name, tensor in resumed.model.state_dict().items():
         assert torch.equal(tensor, trainer.model.state_dict()[name]), name
-    assert checkpoint.list_complete(store) == [saved, later]
+    assert names(store) == ["1-1", "1-2"]
 
     with fsspec.open(f"{store}/1-1/__0_0.distcp", "ab") as file:
         file.write(b"!")
     with pytest.raises(Conflict, match=r"1-1 refused: file '__0_0.distcp' has \d+ bytes, not \d+"):
         load(saved, resumed)
     assert checkpoint.prune(store, [str(later.path)]) == [f"{store}/1-1"]
-    assert checkpoint.list_complete(store) == [later]
+    assert names(store) == ["1-2"]
 
 
 def test_torn_one_of_the_same_name_is_written_anew_and_a_complete_one_never(

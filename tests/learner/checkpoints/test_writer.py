@@ -60,7 +60,7 @@ def test_steps_go_on_while_the_files_are_written_and_do_not_reach_them(
     trainer.train_step(make_batch(), 2)
     assert writer.in_progress
     assert not writer.ready
-    assert checkpoint.list_complete(tmp_path) == []
+    assert checkpoint.list_positions(tmp_path) == []
     held.set()
     saved = writer.finish()
 
@@ -91,7 +91,7 @@ def test_one_is_in_the_making_at_a_time(trainer: Trainer, tmp_path: Path, held: 
         writer.begin(1, trainer.model, trainer.optimizer)
     writer.begin(2, trainer.model, trainer.optimizer)
     assert writer.finish() is not None
-    assert [c.path.name for c in checkpoint.list_complete(tmp_path)] == ["1-1", "1-2"]
+    assert [folder.name for _, folder in checkpoint.list_positions(tmp_path)] == ["1-1", "1-2"]
 
 
 def test_a_failure_is_raised_where_it_can_be_answered_and_leaves_nothing_complete(
@@ -104,7 +104,7 @@ def test_a_failure_is_raised_where_it_can_be_answered_and_leaves_nothing_complet
     held.set()
     with pytest.raises(Unavailable, match="could not be written"):
         writer.finish()
-    assert checkpoint.list_complete(tmp_path) == []
+    assert checkpoint.list_positions(tmp_path) == []
     (tmp_path / "1-1").unlink()
     writer.begin(2, trainer.model, trainer.optimizer)
     assert writer.finish() is not None

@@ -250,17 +250,6 @@ def test_a_listener_that_fails_does_not_end_the_receiving(engine: Engine, sender
     assert unforeseen.total == before + 1
 
 
-def test_reset_takes_another_run_from_its_first_version(engine: Engine, sender: Sender) -> None:
-    deliver(engine, sender, 5, "a", 5.0)
-    engine.receiver.reset("next")
-    assert engine.receiver.held is None
-    offer, flat, manifest = sender.offer(0, "b", value=0.5, size=9)
-    engine.receiver.offer(WeightOffer(**{**vars(offer), "run_id": "next"}))
-    sender.form("b").send(flat, manifest)
-    assert engine.ack() == ((0, 0), True, "")
-    assert engine.served == [((0, 5), 5.0), ((0, 0), 0.5)]
-
-
 def test_swap_of_a_link_left_behind_ends_before_the_next_begins(sender: Sender) -> None:
     entered, go_on = threading.Event(), threading.Event()
     order: list[tuple[str, Version]] = []
