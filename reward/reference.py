@@ -21,7 +21,7 @@ import numpy as np
 from paceline.data.tokens import check_same_tokenizer
 from paceline.errors import InvalidInput, Unreadable
 from paceline.groups import FloatArray, IntArray
-from paceline.models import check_head
+from paceline.models import check_head, resolved_dtype
 from paceline.spec import PolicySection, RunSpec
 
 if TYPE_CHECKING:
@@ -40,10 +40,8 @@ class ReferenceModel:
         self._row_tokens = policy.train_mb_tokens
         self._chunk_tokens = policy.logprob_chunk_tokens
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        lowered = policy.precision == "bfloat16" or (
-            policy.precision == "auto" and self._device.type == "cuda"
-        )
-        self._model = _load(policy.model_name, torch.bfloat16 if lowered else torch.float32).to(self._device)
+        dtype = getattr(torch, resolved_dtype(policy.precision, self._device.type))
+        self._model = _load(policy.model_name, dtype).to(self._device)
 
     def logprobs(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
         """[T] for each completion: the log-probability of its tokens after the prompt, in nats, float32.

@@ -35,7 +35,7 @@ from learner.model.attention import IMPLEMENTATION
 from learner.model.cpu_linear import use_onednn_linear
 from learner.model.logprobs import chunked_logprobs
 from paceline.errors import InvalidInput, Unreadable
-from paceline.models import check_head
+from paceline.models import check_head, resolved_dtype
 from paceline.spec import PolicySection
 
 
@@ -101,10 +101,9 @@ def row_logprobs(
 
 
 def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
-    """The type of forward and backward: policy.precision, where `auto` is bfloat16 on CUDA and float32 elsewhere."""
-    if policy.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
+    """The type of forward and backward, from policy.precision."""
+    dtype: torch.dtype = getattr(torch, resolved_dtype(policy.precision, device.type))
+    return dtype
 
 
 def _forward(

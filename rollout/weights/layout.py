@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from paceline.errors import InvalidInput
+from paceline.models import resolved_dtype
 from paceline.spec import PolicySection
 
 NAMES_SHOWN = 5
@@ -104,11 +105,10 @@ def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
 
 
 def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
-    """The type of the engine's weights; auto is bfloat16 on CUDA and float32 elsewhere."""
-    precision = policy.generation_precision
-    if precision == "auto":
-        precision = "bfloat16" if torch.device(device).type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, precision)
+    """The type of the engine's weights, from policy.generation_precision."""
+    dtype: torch.dtype = getattr(
+        torch, resolved_dtype(policy.generation_precision, torch.device(device).type)
+    )
     return dtype
 
 

@@ -18,6 +18,7 @@ from learner.weights.store_chain import Stored
 from learner.weights.store_offers import StoreOffers
 from learner.weights.store_writer import StoreWriter
 from paceline.groups import Version
+from paceline.models import resolved_dtype
 from paceline.spec import RunSpec
 from paceline.weights.link import is_loopback
 from paceline.weights.manifest import Algorithm, WeightOffer
@@ -64,11 +65,9 @@ class _WeightChannelFactory:
         self._rank = rank
         self._warn = warn
         precision = spec.policy.generation_precision
-        if precision == "auto":
-            precision = "bfloat16" if rank.device.type == "cuda" else "float32"
         if spec.policy.lora_cfg.enabled:
             precision = "float32"  # an adapter is small, and its merge is rounded once, where it happens
-        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self._dtype = getattr(torch, resolved_dtype(precision, rank.device.type))
         # What belongs to another run must not be pruned here.
         self._store = WeightStore(run_store(self._weights.store, self._run_id, assignment.directory))
         trusted = is_loopback(rank.reachable) and self._store.is_local
