@@ -34,7 +34,7 @@ from learner.weights.publisher import Publisher, PublishResult
 from paceline.groups import Version
 from paceline.spec import WeightsSection
 from paceline.weights.link import serve_store
-from paceline.weights.manifest import WeightOffer
+from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import pack, plan, views
 from weights.member import MAX_WAIT_S, raw_group
 from weights.models import random_weights, write_configuration
@@ -73,7 +73,7 @@ class Members:
         pipe.write(json.dumps(command) + "\n")
         pipe.flush()
 
-    def offer(self, offer: WeightOffer) -> None:
+    def offer(self, offer: LinkOffer) -> None:
         self.offered_at_s[offer.member_id] = time.monotonic()
         document = dataclasses.asdict(offer) | {"manifest": base64.b64encode(offer.manifest).decode()}
         self.send(offer.member_id, command="offer", **document)

@@ -25,7 +25,7 @@ from learner.weights.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import OptimizerSection
 from paceline.weights.object_store import WeightStore
-from paceline.weights.store_format import StoreOffer
+from paceline.weights.offers import StoreOffer
 from rollout.weights.store_reader import StoreReader
 from weights.models import random_weights
 

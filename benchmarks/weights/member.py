@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.weights.manifest import WeightOffer
+from paceline.weights.offers import LinkOffer
 from rollout.engines import create_engine
 from rollout.weights.link_receiver import WeightReceiver
 
@@ -75,7 +75,7 @@ def main() -> None:
         match command.pop("command"):
             case "offer":
                 command["manifest"] = base64.b64decode(command["manifest"])
-                receiver.offer(WeightOffer(**command))
+                receiver.offer(LinkOffer(**command))
             case "raw":
                 group.broadcast([flat], opts=dist.BroadcastOptions()).wait(timedelta(seconds=MAX_WAIT_S))
                 say(event="raw")

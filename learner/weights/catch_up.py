@@ -36,7 +36,7 @@ from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.weights.manifest import Algorithm, longest_s, slowest_s
 from paceline.weights.object_store import WeightStore
-from paceline.weights.store_format import StoreOffer
+from paceline.weights.offers import StoreOffer
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
 from paceline.weights.link import SENDER, WeightLink, first_line, form_link
-from paceline.weights.manifest import WeightOffer, longest_s
+from paceline.weights.manifest import longest_s
+from paceline.weights.offers import LinkOffer
 from paceline.weights.shared_memory_link import SharedLink
 
 FIRST_BACKOFF_S = 0.2
@@ -47,7 +48,7 @@ class LinkSettings:
     prefix: str
     """Unique for the publisher; each attempt adds to it."""
     max_wait_s: float
-    send_offer: Callable[[WeightOffer], None]
+    send_offer: Callable[[LinkOffer], None]
     on_result: Callable[[PublishResult], None]
 
 
@@ -339,9 +340,9 @@ class MemberLink:
                 transfer.last_deadline = now + longest_s(self._settings.max_wait_s, transfer.size_bytes)
             self._changed.notify_all()
 
-    def _offer(self, transfer: _Transfer, manifest_bytes: bytes) -> WeightOffer:
+    def _offer(self, transfer: _Transfer, manifest_bytes: bytes) -> LinkOffer:
         settings, version = self._settings, transfer.staged.version
-        return WeightOffer(
+        return LinkOffer(
             run_id=settings.run_id,
             epoch=self.epoch,
             member_id=self.member_id,
@@ -355,7 +356,7 @@ class MemberLink:
             manifest=manifest_bytes,
         )
 
-    def _form(self, offer: WeightOffer, transfer: _Transfer) -> WeightLink | SharedLink:
+    def _form(self, offer: LinkOffer, transfer: _Transfer) -> WeightLink | SharedLink:
         return form_link(
             backend=offer.backend,
             store_host=self._settings.store_host,

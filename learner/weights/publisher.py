@@ -24,7 +24,8 @@ from learner.weights.staged import StagedWeights
 from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.weights.link import is_loopback, reachable_from_here, serve_store
-from paceline.weights.manifest import Algorithm, WeightOffer
+from paceline.weights.manifest import Algorithm
+from paceline.weights.offers import LinkOffer
 
 __all__ = ["PublishResult", "Publisher"]
 
@@ -45,7 +46,7 @@ class Publisher:
         self,
         *,
         run_id: str,
-        send_offer: Callable[[WeightOffer], None],
+        send_offer: Callable[[LinkOffer], None],
         on_result: Callable[[PublishResult], None],
         bucket_bytes: int,
         max_wait_s: float,

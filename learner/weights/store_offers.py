@@ -21,7 +21,7 @@ from learner.weights.store_chain import Stored
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.manifest import Algorithm
-from paceline.weights.store_format import StoreOffer
+from paceline.weights.offers import StoreOffer
 
 FIRST_BACKOFF_S = 0.2
 MAX_ANCHORS = 3

@@ -1,4 +1,4 @@
-"""What one version of the weights is, in bytes, and the message that announces it to one member.
+"""The bytes of one version of the weights: their layout, their checksums, and the manifest that lists both.
 
 The tensors of a version lie in one flat run of bytes, each at an aligned offset that both sides compute from names,
 dtypes and shapes alone. Buckets are equal slices of that run, so a tensor larger than a bucket is split without a
@@ -219,46 +219,6 @@ class WeightManifest:
             )
         if layout_hash != self.layout_hash:
             raise WireError(f"weight manifest says layout {layout_hash}, its tensors make {self.layout_hash}")
-
-
-@dataclass(frozen=True)
-class WeightOffer:
-    """ "Version (session, step) is ready for you": sent to one member over the control plane.
-
-    It serves forming and transferring. A member without a link of this prefix forms it first, at the store, as rank 1
-    of 2; then it receives what the manifest lists. A later attempt has a prefix of its own and replaces the earlier.
-    """
-
-    run_id: str
-    epoch: int
-    member_id: str
-    attempt: int
-    backend: str
-    """`gloo` or `shared`."""
-    store_host: str
-    store_port: int
-    prefix: str
-    session: int
-    step: int
-    manifest: bytes
-    """`WeightManifest.to_bytes()`."""
-
-    @property
-    def version(self) -> Version:
-        """The policy version that is offered."""
-        return Version(self.session, self.step)
-
-    def check(self) -> None:
-        """Raises WireError for an offer whose link no learner of this version makes."""
-        if self.backend not in ("gloo", "shared"):
-            raise WireError(
-                f"a link over {self.backend[:80]!r} was offered; this worker has 'gloo' and 'shared'"
-            )
-        if not 0 < self.store_port < 65536:
-            raise WireError(f"the offer names port {self.store_port}")
-        for what, text in (("host", self.store_host), ("prefix", self.prefix)):
-            if not 0 < len(text) <= MAX_NAME_CHARACTERS or not text.isprintable() or " " in text:
-                raise WireError(f"the offer names the {what} {text[:80]!r}")
 
 
 def algorithm_named(value: Any) -> Algorithm:

@@ -137,26 +137,6 @@ class StoredVersion:
         return manifest
 
 
-@dataclass(frozen=True)
-class StoreOffer:
-    """ "Version (session, step) is in the store": told to one member over the control plane, which vouches for it."""
-
-    run_id: str
-    epoch: int
-    member_id: str
-    version: Version
-    url: str
-    algorithm: Algorithm
-    manifest: StoredObject
-    """Of the version; its digest vouches for everything else."""
-    anchor_version: Version
-    """The newest anchor before or at the version."""
-    anchor: StoredObject
-    """Its manifest."""
-    anchor_bytes: int
-    """Size of its parts."""
-
-
 def run_store(place: str | None, run_id: str, directory: str) -> str:
     """Where a run's stored weights are: below `weights.store` (`place`), which may serve many runs, or in its directory."""
     return f"{place.rstrip('/')}/{run_id}" if place else f"{directory.rstrip('/')}/weights"

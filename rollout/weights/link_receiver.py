@@ -22,7 +22,8 @@ from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
 from paceline.weights.link import MEMBER, WeightLink, first_line, form_link
-from paceline.weights.manifest import Phase, WeightManifest, WeightOffer, WeightProgress, longest_s
+from paceline.weights.manifest import Phase, WeightManifest, WeightProgress, longest_s
+from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import Check, check_fits, empty_flat
 from paceline.weights.shared_memory_link import SharedLink
 
@@ -74,7 +75,7 @@ class WeightReceiver:
         with self._lock:
             return list(self._at_work.values())
 
-    def offer(self, offer: WeightOffer) -> None:
+    def offer(self, offer: LinkOffer) -> None:
         """Takes up an offer; the newest wins. Returns at once, every outcome goes to `on_ack`.
 
         Raises WireError for an offer or a manifest that cannot be right and Conflict after `close`.
@@ -114,7 +115,7 @@ class WeightReceiver:
         self._current = None
 
     def _answer_without_receiving(
-        self, offer: WeightOffer, manifest: WeightManifest
+        self, offer: LinkOffer, manifest: WeightManifest
     ) -> tuple[bool, str] | None:
         if offer.run_id != self._run_id:
             return False, f"offer is of run {offer.run_id!r}, this member serves {self._run_id!r}"
@@ -131,7 +132,7 @@ class WeightReceiver:
             )
         return None
 
-    def _take(self, link: _Link, offer: WeightOffer, manifest: WeightManifest) -> None:
+    def _take(self, link: _Link, offer: LinkOffer, manifest: WeightManifest) -> None:
         """Receives one offer over `link` and swaps it in. Runs in the link's thread."""
         try:
             self._receive(link, offer, manifest)
@@ -139,7 +140,7 @@ class WeightReceiver:
             with self._lock:
                 self._at_work.pop(link, None)
 
-    def _receive(self, link: _Link, offer: WeightOffer, manifest: WeightManifest) -> None:
+    def _receive(self, link: _Link, offer: LinkOffer, manifest: WeightManifest) -> None:
         self._note(link, offer.version, "receiving", 0)
         check_fits(manifest.total_bytes)
         link.connect(self._max_wait_s, self._host)
@@ -189,7 +190,7 @@ class WeightReceiver:
             return spare
         return empty_flat(manifest)
 
-    def _holds(self, offer: WeightOffer, manifest: WeightManifest) -> bool:
+    def _holds(self, offer: LinkOffer, manifest: WeightManifest) -> bool:
         with self._lock:
             held = self._held_manifest
             same = offer.run_id == self._run_id and offer.version == self._held
@@ -219,25 +220,25 @@ class WeightReceiver:
 class _Link:
     """A prefix's thread and its newest offer that was not begun."""
 
-    def __init__(self, receiver: WeightReceiver, first: WeightOffer) -> None:
+    def __init__(self, receiver: WeightReceiver, first: LinkOffer) -> None:
         self.prefix = first.prefix
         self._receiver = receiver
         self._latest = first
         self._changed = threading.Condition()
-        self._waiting: tuple[WeightOffer, WeightManifest] | None = None
+        self._waiting: tuple[LinkOffer, WeightManifest] | None = None
         self._left = False
         self._link: WeightLink | SharedLink | None = None
         self._offer = first
         threading.Thread(target=self._run, name=f"weights-{first.attempt}", daemon=True).start()
 
-    def overtook(self, offer: WeightOffer) -> bool:
+    def overtook(self, offer: LinkOffer) -> bool:
         """Whether `offer` is of an earlier session or attempt and the network delivered it late."""
         latest = self._latest
         if offer.session != latest.session:
             return offer.session < latest.session
         return offer.attempt < latest.attempt and offer.version <= latest.version
 
-    def put(self, offer: WeightOffer, manifest: WeightManifest) -> None:
+    def put(self, offer: LinkOffer, manifest: WeightManifest) -> None:
         self._latest = offer
         with self._changed:
             self._waiting = (offer, manifest)
@@ -279,7 +280,7 @@ class _Link:
                 return
             self._receiver._acknowledge(offer.version, True, "")
 
-    def _next(self) -> tuple[WeightOffer, WeightManifest] | None:
+    def _next(self) -> tuple[LinkOffer, WeightManifest] | None:
         with self._changed:
             # No deadline: the next version comes when the learner has one. `leave` ends it.
             self._changed.wait_for(lambda: self._left or self._waiting is not None)

@@ -23,13 +23,13 @@ from paceline.groups import Version
 from paceline.weights.delta_codec import decode
 from paceline.weights.manifest import Algorithm, TensorPlan, WeightManifest, checksum
 from paceline.weights.object_store import Buffer, WeightStore
+from paceline.weights.offers import StoreOffer
 from paceline.weights.packing import empty_flat, views
 from paceline.weights.store_format import (
     PartHeader,
     Slice,
     StoredObject,
     StoredVersion,
-    StoreOffer,
     content_hash,
     element_bytes,
     num_elements,

@@ -22,7 +22,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.weights.link import first_line
 from paceline.weights.manifest import Phase, WeightProgress, slowest_s
 from paceline.weights.object_store import WeightStore
-from paceline.weights.store_format import StoreOffer
+from paceline.weights.offers import StoreOffer
 from rollout.weights.store_reader import Damaged, StoreReader
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,10 @@ from paceline.groups import Version
 from paceline.models import resolved_dtype
 from paceline.spec import RunSpec
 from paceline.weights.link import is_loopback
-from paceline.weights.manifest import Algorithm, WeightOffer
+from paceline.weights.manifest import Algorithm
 from paceline.weights.object_store import WeightStore
-from paceline.weights.store_format import StoredObject, StoreOffer, run_store
+from paceline.weights.offers import LinkOffer, StoreOffer
+from paceline.weights.store_format import run_store
 from protos.paceline.v1 import worker_pb2
 from services.learner.context import RankContext
 
@@ -80,7 +81,7 @@ class _WeightChannelFactory:
         backend = self._backend()
         publisher = Publisher(
             run_id=self._run_id,
-            send_offer=self._send_link_offer,
+            send_offer=self._send_offer,
             on_result=lambda result: self._on_link_result(result, catch_up),
             bucket_bytes=self._weights.bucket_mb << 20,
             max_wait_s=self._weights.max_wait_s,
@@ -95,7 +96,7 @@ class _WeightChannelFactory:
             algorithm=self._algorithm,
             anchor_interval=self._weights.anchor_interval,
             max_wait_s=self._weights.max_wait_s,
-            send=self._send_store_offer,
+            send=self._send_offer,
             on_result=self._report_result,
             warn=self._warn,
         )
@@ -110,7 +111,7 @@ class _WeightChannelFactory:
                 url=self._store.url,
                 algorithm=self._algorithm,
                 max_wait_s=self._weights.max_wait_s,
-                send=self._send_store_offer,
+                send=self._send_offer,
                 on_result=self._report_result,
             )
         writer = StoreWriter(
@@ -150,32 +151,9 @@ class _WeightChannelFactory:
         staged.version.session, staged.version.step = version
         self._rank.report(worker_pb2.ConnectRequest(staged=staged))
 
-    def _send_link_offer(self, offer: WeightOffer) -> None:
-        message = self._offer_message(offer.epoch, offer.member_id, offer.version)
-        message.attempt = offer.attempt
-        message.backend = offer.backend
-        message.store_host = offer.store_host
-        message.store_port = offer.store_port
-        message.prefix = offer.prefix
-        message.manifest = offer.manifest
+    def _send_offer(self, offer: LinkOffer | StoreOffer) -> None:
+        message = offer.to_proto(self._weights.max_wait_s)
         self._rank.report(worker_pb2.ConnectRequest(weight_offer=message))
-
-    def _send_store_offer(self, offer: StoreOffer) -> None:
-        message = self._offer_message(offer.epoch, offer.member_id, offer.version)
-        stored = message.stored
-        stored.url, stored.algorithm = offer.url, offer.algorithm
-        stored.manifest.CopyFrom(_stored_object(offer.manifest))
-        stored.anchor_version.session, stored.anchor_version.step = offer.anchor_version
-        stored.anchor.CopyFrom(_stored_object(offer.anchor))
-        stored.anchor_bytes = offer.anchor_bytes
-        self._rank.report(worker_pb2.ConnectRequest(weight_offer=message))
-
-    def _offer_message(self, epoch: int, member_id: str, version: Version) -> worker_pb2.WeightOffer:
-        message = worker_pb2.WeightOffer(
-            run_id=self._run_id, epoch=epoch, member_id=member_id, max_wait_s=self._weights.max_wait_s
-        )
-        message.version.session, message.version.step = version
-        return message
 
     def _on_link_result(self, result: PublishResult, catch_up: CatchUp) -> None:
         if result.fallback:
@@ -206,7 +184,3 @@ class _WeightChannelFactory:
 
 def _nobody(stored: Stored) -> None:
     """Only rank 0 has somebody to tell."""
-
-
-def _stored_object(stored: StoredObject) -> worker_pb2.StoredObject:
-    return worker_pb2.StoredObject(name=stored.name, size_bytes=stored.size_bytes, digest=stored.digest)

@@ -16,8 +16,7 @@ import torch
 from paceline.errors import Conflict, PacelineError, WireError
 from paceline.groups import Version
 from paceline.weights.link import first_line
-from paceline.weights.manifest import WeightOffer, algorithm_named
-from paceline.weights.store_format import StoredObject, StoreOffer, checked_object
+from paceline.weights.offers import LinkOffer, StoreOffer
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine
 from rollout.weights.link_receiver import WeightReceiver
@@ -80,28 +79,14 @@ class RolloutWeights:
 
     def _take_up(self, offer: worker_pb2.WeightOffer) -> None:
         if offer.HasField("stored"):
-            stored = _store_offer(offer)
+            stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:
                 raise WireError(
                     f"weights in {stored.url[:200]!r} are offered; the run's are in {self._store_url!r}"
                 )
             self._store_receiver.offer(stored)
             return
-        self._receiver.offer(
-            WeightOffer(
-                run_id=offer.run_id,
-                epoch=offer.epoch,
-                member_id=offer.member_id,
-                attempt=offer.attempt,
-                backend=offer.backend,
-                store_host=offer.store_host,
-                store_port=offer.store_port,
-                prefix=offer.prefix,
-                session=offer.version.session,
-                step=offer.version.step,
-                manifest=offer.manifest,
-            )
-        )
+        self._receiver.offer(LinkOffer.from_proto(offer))
 
     async def report_progress(self) -> None:
         """Tells the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""
@@ -172,26 +157,3 @@ class RolloutWeights:
             self._last_yes = ack
         report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
         asyncio.run_coroutine_threadsafe(report, self._loop)
-
-
-def _store_offer(offer: worker_pb2.WeightOffer) -> StoreOffer:
-    stored = offer.stored
-    return StoreOffer(
-        run_id=offer.run_id,
-        epoch=offer.epoch,
-        member_id=offer.member_id,
-        version=Version(offer.version.session, offer.version.step),
-        url=stored.url,
-        algorithm=algorithm_named(stored.algorithm),
-        manifest=_stored_object(stored.manifest),
-        anchor_version=Version(stored.anchor_version.session, stored.anchor_version.step),
-        anchor=_stored_object(stored.anchor),
-        anchor_bytes=stored.anchor_bytes,
-    )
-
-
-def _stored_object(stored: worker_pb2.StoredObject) -> StoredObject:
-    try:
-        return checked_object(stored.name, stored.size_bytes, stored.digest)
-    except ValueError as error:
-        raise WireError(f"the offer cannot be right: {error}") from None

@@ -17,7 +17,7 @@ import threading
 import torch
 
 from paceline.groups import Version
-from paceline.weights.manifest import WeightOffer
+from paceline.weights.offers import LinkOffer
 from rollout.weights.link_receiver import WeightReceiver
 
 max_wait_s, fault, fault_bytes = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -56,5 +56,5 @@ if __name__ == "__main__":
     for line in sys.stdin:
         offer = json.loads(line)
         offer["manifest"] = base64.b64decode(offer["manifest"])
-        receiver.offer(WeightOffer(**offer))
+        receiver.offer(LinkOffer(**offer))
     receiver.close()

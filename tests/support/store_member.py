@@ -17,7 +17,8 @@ import torch
 
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.weights.store_format import StoredObject, StoreOffer
+from paceline.weights.offers import StoreOffer
+from paceline.weights.store_format import StoredObject
 from rollout.engine import Engine, GenerationRequest, SamplingParams
 from rollout.engines import create_engine
 from rollout.weights.store_receiver import StoreReceiver

@@ -14,7 +14,7 @@ from learner.weights.store_chain import Stored
 from learner.weights.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
-from paceline.weights.store_format import StoreOffer
+from paceline.weights.offers import StoreOffer
 from rollout.weights.store_reader import StoreReader
 
 DEADLINE_S = 60.0

@@ -15,7 +15,7 @@ from learner.weights.catch_up import CatchUp
 from learner.weights.publish_result import Failure, PublishResult
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
-from paceline.weights.store_format import StoreOffer
+from paceline.weights.offers import StoreOffer
 
 DEADLINE_S = 20.0
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)

@@ -19,7 +19,7 @@ from learner.weights.publisher import Publisher, PublishResult
 from paceline.errors import Conflict, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.weights.manifest import WeightOffer
+from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import checksums, pack, plan
 from paceline.weights.shared_memory_link import SharedLink
 from rollout.weights.link_receiver import WeightReceiver
@@ -33,8 +33,8 @@ class Bench:
 
     def __init__(self, max_wait_s: float, backend: str = "gloo") -> None:
         self.results: queue.Queue[PublishResult] = queue.Queue()
-        self.offers: queue.Queue[WeightOffer] = queue.Queue()
-        self.deliver: Callable[[WeightOffer], None] = self.offers.put
+        self.offers: queue.Queue[LinkOffer] = queue.Queue()
+        self.deliver: Callable[[LinkOffer], None] = self.offers.put
         self.receivers: list[WeightReceiver] = []
         self.on_result: Callable[[PublishResult], None] = self.results.put
         self.publisher = Publisher(
@@ -122,7 +122,7 @@ def test_wrong_checksum_is_refused_by_name_and_the_next_version_goes_through(ben
     foreign = layout.with_checksums(checksums(pack(ones(9.0), layout), layout))
     receive = bench.deliver
 
-    def deliver(offer: WeightOffer) -> None:
+    def deliver(offer: LinkOffer) -> None:
         receive(replace(offer, manifest=foreign.to_bytes()) if offer.version == V1 else offer)
 
     bench.deliver = deliver
@@ -152,7 +152,7 @@ def test_link_that_failed_once_is_not_used_again(bench: Bench) -> None:
 
     receiver, _ = bench.receiver(on_weights)
 
-    def deliver(offer: WeightOffer) -> None:
+    def deliver(offer: LinkOffer) -> None:
         prefixes.append(offer.prefix)
         receiver.offer(offer)
 
@@ -235,7 +235,7 @@ def test_late_yes_counts(hasty: Bench) -> None:
 
 
 def test_offer_that_cannot_be_sent_is_a_failed_attempt(bench: Bench) -> None:
-    def unreachable(offer: WeightOffer) -> None:
+    def unreachable(offer: LinkOffer) -> None:
         raise ConnectionError("no route to m")
 
     bench.deliver = unreachable
@@ -269,7 +269,7 @@ def test_a_listener_that_fails_costs_no_member_its_link(bench: Bench) -> None:
 def test_an_unforeseen_error_fails_its_attempt_and_is_counted(bench: Bench) -> None:
     before = unforeseen.total
 
-    def fail(offer: WeightOffer) -> None:
+    def fail(offer: LinkOffer) -> None:
         raise KeyError("nowhere")
 
     bench.deliver = fail
@@ -319,7 +319,7 @@ def test_stale_stage_and_use_after_close_are_conflicts(bench: Bench) -> None:
 
 
 def test_sums_are_cryptographic_beyond_loopback() -> None:
-    offers: queue.Queue[WeightOffer] = queue.Queue()
+    offers: queue.Queue[LinkOffer] = queue.Queue()
     publisher = Publisher(
         run_id="run",
         send_offer=offers.put,
@@ -426,7 +426,7 @@ def test_a_swap_longer_than_the_longest_silence_neither_fails_nor_is_sent_again(
     offers_bytes = plan(ones(1.0), bucket_bytes=64).total_bytes
     receiver, _ = bench.receiver(on_weights)
 
-    def deliver(offer: WeightOffer) -> None:
+    def deliver(offer: LinkOffer) -> None:
         offered.append(offer.version)
         receiver.offer(offer)
 
@@ -478,7 +478,7 @@ def test_nothing_newer_is_offered_to_a_member_that_is_still_at_work(hasty: Bench
 
     receiver, _ = hasty.receiver(on_weights)
 
-    def deliver(offer: WeightOffer) -> None:
+    def deliver(offer: LinkOffer) -> None:
         offered.put(offer.version)
         receiver.offer(offer)
 

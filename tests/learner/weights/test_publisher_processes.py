@@ -22,7 +22,7 @@ import torch
 
 from learner.weights.publisher import Publisher, PublishResult
 from paceline.groups import Version
-from paceline.weights.manifest import WeightOffer
+from paceline.weights.offers import LinkOffer
 
 MEMBER = Path(__file__).parents[2] / "support" / "link_member.py"
 ROOT = MEMBER.parents[2]
@@ -47,7 +47,7 @@ class Member:
             text=True,
         )
 
-    def offer(self, offer: WeightOffer) -> None:
+    def offer(self, offer: LinkOffer) -> None:
         document = dataclasses.asdict(offer) | {"manifest": base64.b64encode(offer.manifest).decode()}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(document) + "\n")

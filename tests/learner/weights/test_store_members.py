@@ -29,7 +29,7 @@ from learner.weights.store_offers import StoreOffers
 from learner.weights.store_writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
-from paceline.weights.store_format import StoreOffer
+from paceline.weights.offers import StoreOffer
 
 MEMBER = Path(__file__).parents[2] / "support" / "store_member.py"
 ROOT = MEMBER.parents[2]

@@ -12,7 +12,8 @@ from learner.weights.store_chain import Stored
 from learner.weights.store_offers import MAX_ANCHORS, StoreOffers
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.weights.store_format import StoredObject, StoreOffer
+from paceline.weights.offers import StoreOffer
+from paceline.weights.store_format import StoredObject
 
 DEADLINE_S = 20.0
 

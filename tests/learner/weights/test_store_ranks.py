@@ -15,7 +15,8 @@ from tiny_policy import save_tiny_policy
 
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
-from paceline.weights.store_format import StoredObject, StoreOffer
+from paceline.weights.offers import StoreOffer
+from paceline.weights.store_format import StoredObject
 from rollout.weights.store_reader import StoreReader
 
 WORKER = Path(__file__).parents[2] / "support" / "store_rank.py"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.errors import WireError
-from paceline.weights.manifest import TensorPlan, WeightManifest, WeightOffer, checksum
+from paceline.weights.manifest import TensorPlan, WeightManifest, checksum
 from paceline.weights.packing import Check, check_fits, checksums, pack, plan
 
 
@@ -202,11 +202,6 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
         WeightManifest.plan([TensorPlan("a", "int8", (2,)), TensorPlan("b", "int8", (3,), "a")], 100)
     with pytest.raises(ValueError, match="bucket_bytes is 0"):
         WeightManifest.plan([], 0)
-
-
-def test_offer_names_its_version() -> None:
-    offer = WeightOffer("run", 1, "m", 1, "gloo", "127.0.0.1", 1, "p", 3, 14, b"")
-    assert offer.version == (3, 14)
 
 
 def test_the_shared_modules_do_not_import_torch() -> None:

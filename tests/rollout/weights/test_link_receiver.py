@@ -13,7 +13,8 @@ from paceline.errors import Conflict, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.link import SENDER, WeightLink, form_link, serve_store
-from paceline.weights.manifest import WeightManifest, WeightOffer
+from paceline.weights.manifest import WeightManifest
+from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import checksums, pack, plan
 from rollout.weights.link_receiver import WeightReceiver
 
@@ -63,12 +64,12 @@ class Sender:
         attempt: int = 1,
         value: float = 1.0,
         size: int = 1 << 20,
-    ) -> tuple[WeightOffer, torch.Tensor, WeightManifest]:
+    ) -> tuple[LinkOffer, torch.Tensor, WeightManifest]:
         tensors = {"weight": torch.full((size,), value)}
         manifest = plan(tensors, BUCKET_BYTES)
         flat = pack(tensors, manifest)
         manifest = manifest.with_checksums(checksums(flat, manifest))
-        offer = WeightOffer(
+        offer = LinkOffer(
             "run", 1, "m", attempt, "gloo", "127.0.0.1", self.port, prefix, session, step, manifest.to_bytes()
         )
         return offer, flat, manifest
@@ -174,7 +175,7 @@ def test_stale_and_foreign_offers_are_answered_without_receiving(engine: Engine,
     older, *_ = sender.offer(4, "d", attempt=4)
     engine.receiver.offer(older)
     assert engine.ack() == ((0, 4), False, "offered (0, 4), but (0, 5) is held")
-    foreign = WeightOffer(**{**vars(older), "run_id": "other", "step": 9})
+    foreign = LinkOffer(**{**vars(older), "run_id": "other", "step": 9})
     engine.receiver.offer(foreign)
     assert engine.ack() == ((0, 9), False, "offer is of run 'other', this member serves 'run'")
     changed, *_ = sender.offer(6, "e", attempt=5, size=7)
@@ -310,7 +311,7 @@ def test_a_version_offered_again_while_it_is_loaded_is_loaded_once(sender: Sende
 def test_garbage_is_refused_at_once_and_closed_is_closed(engine: Engine, sender: Sender) -> None:
     offer, *_ = sender.offer(1, "a")
     with pytest.raises(WireError, match="cannot be read"):
-        engine.receiver.offer(WeightOffer(**{**vars(offer), "manifest": b"{"}))
+        engine.receiver.offer(LinkOffer(**{**vars(offer), "manifest": b"{"}))
     engine.receiver.close()
     with pytest.raises(Conflict, match="closed"):
         engine.receiver.offer(offer)

@@ -12,7 +12,8 @@ import torch
 
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.weights.store_format import StoredObject, StoreOffer
+from paceline.weights.offers import StoreOffer
+from paceline.weights.store_format import StoredObject
 from rollout.weights import store_receiver
 from rollout.weights.store_receiver import StoreReceiver
 

@@ -14,7 +14,7 @@ import torch
 from learner.weights.publish_result import PublishResult
 from learner.weights.publisher import Publisher
 from paceline.groups import Version
-from paceline.weights.manifest import WeightOffer
+from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import plan
 from protos.paceline.v1 import worker_pb2
 from services.rollout.weights import RolloutWeights
@@ -57,21 +57,6 @@ class SlowEngine:
         return 0.0
 
 
-def message_of(offer: WeightOffer) -> worker_pb2.WeightOffer:
-    message = worker_pb2.WeightOffer(
-        run_id="run",
-        member_id="m",
-        attempt=offer.attempt,
-        backend=offer.backend,
-        store_host=offer.store_host,
-        store_port=offer.store_port,
-        prefix=offer.prefix,
-        manifest=offer.manifest,
-    )
-    message.version.session, message.version.step = offer.version
-    return message
-
-
 class Worker:
     """A worker whose learner is in the same process, with the coordinator left out between them."""
 
@@ -91,8 +76,8 @@ class Worker:
         )
         self.reporting = asyncio.create_task(self.weights.report_progress())
 
-    def _offer(self, offer: WeightOffer) -> None:
-        self.loop.call_soon_threadsafe(self.weights.offer, message_of(offer))
+    def _offer(self, offer: LinkOffer) -> None:
+        self.loop.call_soon_threadsafe(self.weights.offer, offer.to_proto(MAX_WAIT_S))
 
     def publish(self) -> None:
         self.publisher.set_members(1, ["m"])
@@ -157,8 +142,8 @@ async def test_the_last_yes_is_said_again_to_a_coordinator_that_was_away(worker:
 def link_offer(**fields: Any) -> worker_pb2.WeightOffer:
     """An offer as a learner makes it, but for these fields."""
     manifest = plan({"weight": torch.ones(4)}, bucket_bytes=64).to_bytes()
-    offer = WeightOffer("run", 1, "m", 1, "gloo", "127.0.0.1", 1, "prefix", *V1, manifest)
-    message = message_of(offer)
+    offer = LinkOffer("run", 1, "m", 1, "gloo", "127.0.0.1", 1, "prefix", *V1, manifest)
+    message = offer.to_proto(MAX_WAIT_S)
     for name, value in fields.items():
         setattr(message, name, value)
     return message

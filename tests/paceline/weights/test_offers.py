@@ -1,0 +1,43 @@
+"""Offers of weights as messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import WireError
+from paceline.groups import Version
+from paceline.weights.offers import LinkOffer, StoreOffer
+from paceline.weights.store_format import StoredObject
+
+LINK = LinkOffer("run", 1, "m", 2, "gloo", "127.0.0.1", 1, "p", 3, 14, b"manifest")
+STORE = StoreOffer(
+    run_id="run",
+    epoch=1,
+    member_id="m",
+    version=Version(3, 14),
+    url="memory://weights",
+    algorithm="xxh3_64",
+    manifest=StoredObject("delta.json", 10, "aa"),
+    anchor_version=Version(3, 10),
+    anchor=StoredObject("anchor.json", 20, "bb"),
+    anchor_bytes=400,
+)
+
+
+def test_a_link_offer_names_its_version() -> None:
+    assert LINK.version == (3, 14)
+
+
+@pytest.mark.parametrize("offer", [LINK, STORE], ids=["link", "store"])
+def test_an_offer_is_the_same_after_the_wire(offer: LinkOffer | StoreOffer) -> None:
+    message = offer.to_proto(max_wait_s=30.0)
+    assert type(offer).from_proto(message) == offer
+    assert message.max_wait_s == 30.0
+    assert message.HasField("stored") == isinstance(offer, StoreOffer)
+
+
+def test_an_object_outside_the_store_is_refused() -> None:
+    message = STORE.to_proto(max_wait_s=30.0)
+    message.stored.anchor.name = "../elsewhere"
+    with pytest.raises(WireError, match="an object may not be called"):
+        StoreOffer.from_proto(message)
