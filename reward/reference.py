@@ -146,7 +146,7 @@ class ReferenceScorer:
     def _load(self) -> None:
         frozen = self._spec.frozen_policy
         assert frozen is not None, "pool_serves_reference says so"
-        if self._spec.algorithm == "distillation":
+        if self._spec.has_teacher:
             check_same_tokenizer(self._spec.policy, frozen)
         self._model = ReferenceModel(frozen, self._spec.policy.generation.temperature)
 

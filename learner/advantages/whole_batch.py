@@ -44,7 +44,7 @@ class ScoredBatch:
 
 def needs_whole_batch(spec: RunSpec) -> bool:
     """Whether advantages can only be had once the whole batch, or the reference, was asked."""
-    return spec.examples is None and (
+    return spec.samples and (
         spec.grpo.advantage in ("trl_batch", "gdpo", "gae", *TOKEN_WHITENED) or spec.loss_fn.use_kl_in_reward
     )
 

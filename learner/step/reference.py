@@ -116,11 +116,11 @@ def reference_of(
         return PoolReference()
     if spec.precomputes_reference:
         return PrecomputedReference(spec, device)
-    frozen = spec.policy if spec.algorithm in ("dpo", "kto") else spec.frozen_policy
+    frozen = spec.frozen_policy
     if frozen is None:
         return Reference()
     model = policy
-    if spec.algorithm == "distillation":
+    if spec.has_teacher:
         check_same_tokenizer(spec.policy, frozen)
         model = load_reference(frozen, device)
     elif not spec.policy.lora_cfg.enabled:

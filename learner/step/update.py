@@ -58,7 +58,7 @@ def needs_proximal(spec: RunSpec) -> bool:
     """Whether the model has to be asked for log π_prox before the first update."""
     loss_fn = spec.loss_fn
     several = spec.policy.num_updates_per_step > 1 and loss_fn.proximal_policy == "exact"
-    return spec.examples is None and (several or loss_fn.m2_threshold is not None or loss_fn.use_kl_in_reward)
+    return spec.samples and (several or loss_fn.m2_threshold is not None or loss_fn.use_kl_in_reward)
 
 
 def settle(
@@ -71,7 +71,7 @@ def settle(
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]
     if needs_whole_batch(spec) and spec.grpo.advantage != "gae":
         _settle_advantages(batch, micro_batches, spec, device)
-    if spec.examples is None and spec.loss_fn.m2_threshold is not None:
+    if spec.samples and spec.loss_fn.m2_threshold is not None:
         moments = [second_moments(_given(m.proximal_N) - _given(m.row.behaviour_N)) for m in micro_batches]
         limit = m2_limit_of(
             torch.cat([torch.zeros(0, device=device), *moments]), spec.loss_fn.m2_threshold, sum_over_ranks

@@ -53,12 +53,12 @@ class Verdict(NamedTuple):
 
 def check_example(spec: RunSpec) -> Callable[[dict[str, Any]], None]:
     """A check of one row for the spec's algorithm; it raises DataError."""
-    match spec.algorithm:
-        case "sft":
+    match spec.examples and spec.examples.example_form:
+        case "demonstration":
             return lambda row: _ignore(read_demonstration(row, spec.data))
-        case "dpo" | "orpo" | "rm":
+        case "preference":
             return lambda row: _ignore(read_preference(row, spec.data))
-        case "kto":
+        case "verdict":
             return lambda row: _ignore(read_verdict(row, spec.data))
         case _:
             raise ValueError(f"algorithm {spec.algorithm!r} reads no examples")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.spec.base import PositiveFloat, Section
+from paceline.spec.algorithm import AlgorithmSection
+from paceline.spec.base import PositiveFloat
+from paceline.spec.grpo import GrpoSection
+from paceline.spec.loss import LossSection
+from paceline.spec.policy import PolicySection
 
 WHOLE_DISTRIBUTIONS = ("jsd", "gkd", "top_k", "full")
 
 
-class DistillationSection(Section):
+class DistillationSection(AlgorithmSection):
     """On-policy distillation (`algorithm: distillation`). Groups, steps and seed are `grpo`'s, corrections `loss_fn`'s."""
+
+    samples: ClassVar[bool] = True
+    has_teacher: ClassVar[bool] = True
 
     teacher_model_name: str | None = None
     """The teacher: a local folder or a name on the hub, with the student's tokenizer."""
@@ -35,3 +42,26 @@ class DistillationSection(Section):
                 "sampled token is asked for; use reverse, forward or mixed"
             )
         return kind
+
+    def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection:
+        """The teacher."""
+        return policy.model_copy(update={"model_name": self.teacher_model_name, "tokenizer_name": None})
+
+    def pool_serves_reference(self, loss_fn: LossSection) -> bool:
+        """Whether the reward pool asks the teacher."""
+        return self.teacher_pool == "reward"
+
+    def check_with(self, grpo: GrpoSection, loss_fn: LossSection) -> None:
+        """Raise ValueError for what the teacher takes the place of."""
+        if self.teacher_model_name is None:
+            raise ValueError("distillation.teacher_model_name is not set; name the teacher")
+        if loss_fn.reference_policy_kl_penalty > 0:
+            raise ValueError(
+                f"loss_fn.reference_policy_kl_penalty {loss_fn.reference_policy_kl_penalty} with algorithm "
+                "'distillation': the teacher takes the reference's place; set it to 0"
+            )
+        if grpo.advantage != "trl" or grpo.use_dynamic_sampling:
+            raise ValueError(
+                f"grpo.advantage {grpo.advantage!r} and use_dynamic_sampling {grpo.use_dynamic_sampling} with "
+                "algorithm 'distillation': the teacher gives the advantages, rewards are only shown; leave both out"
+            )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
+from paceline.spec.algorithm import AlgorithmSection
 from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from paceline.spec.loss import LossSection
+from paceline.spec.policy import PolicySection
 
 AdvantageName = Literal[
     "trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline", "gae"
@@ -16,8 +19,10 @@ WITHOUT_GROUP = ("gae", "reinforce_pp")
 """Advantages that do not compare the completions of a group."""
 
 
-class GrpoSection(Section):
+class GrpoSection(AlgorithmSection):
     """How groups are made and how many steps are trained (`algorithm: grpo`)."""
+
+    samples: ClassVar[bool] = True
 
     num_prompts_per_step: PositiveInt = 32
     """Groups in the batch of one step."""
@@ -55,6 +60,19 @@ class GrpoSection(Section):
     """Prompts of the validation set that one evaluation uses, from its start."""
     seed: NonNegativeInt = 42
     """Seeds the order of the data, the sampling and the initialisation."""
+
+    @property
+    def uses_value_model(self) -> bool:
+        """Whether the learner trains a value model beside the policy (PPO)."""
+        return self.advantage == "gae"
+
+    def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection | None:
+        """The policy as it was, for a KL penalty."""
+        return policy if loss_fn.reference_policy_kl_penalty > 0 else None
+
+    def pool_serves_reference(self, loss_fn: LossSection) -> bool:
+        """Whether loss_fn.reference_policy_pool asks the reward pool, and there is a reference."""
+        return loss_fn.reference_policy_kl_penalty > 0 and loss_fn.reference_policy_pool == "reward"
 
     @model_validator(mode="after")
     def _check(self) -> GrpoSection:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from paceline.spec.algorithm import AlgorithmSection
 from paceline.spec.base import Section
 from paceline.spec.data import DataSection, RewardFunctionSection
 from paceline.spec.distillation import DistillationSection
@@ -57,9 +58,20 @@ class RunSpec(Section):
     cluster: ClusterSection = ClusterSection()
 
     @property
+    def algorithm_section(self) -> AlgorithmSection:
+        """The section of the algorithm in use."""
+        section: AlgorithmSection = getattr(self, self.algorithm)
+        return section
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run trains on rollouts; else on a data set's examples."""
+        return self.algorithm_section.samples
+
+    @property
     def examples(self) -> ExamplesSection | None:
         """The section of an algorithm that trains on a data set's examples; None for one that samples."""
-        section = getattr(self, self.algorithm)
+        section = self.algorithm_section
         return section if isinstance(section, ExamplesSection) else None
 
     @property
@@ -70,30 +82,32 @@ class RunSpec(Section):
     @property
     def uses_value_model(self) -> bool:
         """Whether the learner trains a value model beside the policy (PPO)."""
-        return self.algorithm == "grpo" and self.grpo.advantage == "gae"
+        return self.algorithm_section.uses_value_model
+
+    @property
+    def has_scoring_head(self) -> bool:
+        """Whether the trained model gives scores in place of tokens."""
+        return self.algorithm_section.scoring_head
 
     @property
     def frozen_policy(self) -> PolicySection | None:
-        """What rollouts are compared with token by token: the teacher, or for a KL penalty the policy as it was."""
-        if self.algorithm == "distillation":
-            name = {"model_name": self.distillation.teacher_model_name, "tokenizer_name": None}
-            return self.policy.model_copy(update=name)
-        penalised = self.algorithm == "grpo" and self.loss_fn.reference_policy_kl_penalty > 0
-        return self.policy if penalised else None
+        """The model that the policy is compared with: a teacher, or the policy as it was; None without one."""
+        return self.algorithm_section.frozen_policy(self.policy, self.loss_fn)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether `frozen_policy` is another model than the policy."""
+        return self.algorithm_section.has_teacher
 
     @property
     def pool_serves_reference(self) -> bool:
         """Whether the reward pool asks `frozen_policy`, so that the learner gets its answers with the batch."""
-        if self.algorithm == "distillation":
-            return self.distillation.teacher_pool == "reward"
-        return self.frozen_policy is not None and self.loss_fn.reference_policy_pool == "reward"
+        return self.algorithm_section.pool_serves_reference(self.loss_fn)
 
     @property
     def precomputes_reference(self) -> bool:
         """Whether the reference is asked once about the whole data set, before training."""
-        return (self.algorithm == "dpo" and self.dpo.precompute) or (
-            self.algorithm == "kto" and self.kto.precompute
-        )
+        return self.algorithm_section.precomputes_reference
 
     @property
     def seed(self) -> int:
@@ -103,7 +117,7 @@ class RunSpec(Section):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is allowed and doubtful, a sentence each; said when the spec is submitted."""
-        return doubts(self.loss_fn, self.async_grpo.max_trajectory_age_steps, samples=self.examples is None)
+        return doubts(self.loss_fn, self.async_grpo.max_trajectory_age_steps, samples=self.samples)
 
     @model_validator(mode="before")
     @classmethod
@@ -120,8 +134,8 @@ class RunSpec(Section):
         self._check_lora()
         if self.examples is None:
             self._check_grpo()
-            if self.algorithm == "distillation":
-                self._check_distillation()
+            if self.has_teacher:
+                self.distillation.check_with(self.grpo, self.loss_fn)
         else:
             self._check_examples(self.examples)
         return self
@@ -150,20 +164,6 @@ class RunSpec(Section):
                 "multiple of val_period"
             )
 
-    def _check_distillation(self) -> None:
-        if self.distillation.teacher_model_name is None:
-            raise ValueError("distillation.teacher_model_name is not set; name the teacher")
-        if self.loss_fn.reference_policy_kl_penalty > 0:
-            raise ValueError(
-                f"loss_fn.reference_policy_kl_penalty {self.loss_fn.reference_policy_kl_penalty} with algorithm "
-                "'distillation': the teacher takes the reference's place; set it to 0"
-            )
-        if self.grpo.advantage != "trl" or self.grpo.use_dynamic_sampling:
-            raise ValueError(
-                f"grpo.advantage {self.grpo.advantage!r} and use_dynamic_sampling {self.grpo.use_dynamic_sampling} with "
-                "algorithm 'distillation': the teacher gives the advantages, rewards are only shown; leave both out"
-            )
-
     def _check_examples(self, section: ExamplesSection) -> None:
         if section.validates and self.data.validation is None:
             raise ValueError(
@@ -175,7 +175,7 @@ class RunSpec(Section):
                 f"policy.num_updates_per_step {self.policy.num_updates_per_step} exceeds "
                 f"{self.algorithm}.num_examples_per_step {section.num_examples_per_step}"
             )
-        if self.data.messages_key is not None and self.algorithm != "sft":
+        if self.data.messages_key is not None and not section.reads_conversations:
             raise ValueError(
                 f"data.messages_key {self.data.messages_key!r} with algorithm {self.algorithm!r}: only sft reads whole "
                 "conversations; remove it"
@@ -189,12 +189,12 @@ class RunSpec(Section):
         lora = self.policy.lora_cfg
         if not lora.enabled:
             return
-        if self.algorithm == "rm":
+        if self.has_scoring_head:
             raise ValueError(
-                "policy.lora_cfg.enabled true with algorithm rm: the score head is new and would stay as it was "
+                f"policy.lora_cfg.enabled true with algorithm {self.algorithm}: the score head is new and would stay as it was "
                 "drawn; train the reward model whole"
             )
-        if self.algorithm != "sft" and lora.dropout:
+        if lora.dropout and self.algorithm_section.compares_policies:
             raise ValueError(
                 f"policy.lora_cfg.dropout {lora.dropout} with algorithm {self.algorithm}: its ratio compares two "
                 "policies, of which only one would drop inputs; set it to 0"

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.algorithm import AlgorithmSection
+from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from paceline.spec.loss import LossSection
+from paceline.spec.policy import PolicySection
+
+ExampleForm = Literal["demonstration", "preference", "verdict"]
 
 
-class ExamplesSection(Section):
+class ExamplesSection(AlgorithmSection):
     """What every algorithm that reads examples has: how many, how long, and when held-out ones are measured."""
+
+    samples: ClassVar[bool] = False
+    example_form: ClassVar[ExampleForm]
+    """What a row of the data set holds (`paceline.data.examples`)."""
+    reads_conversations: ClassVar[bool] = False
+    """Whether data.messages_key may name whole conversations."""
 
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
@@ -44,6 +55,10 @@ class ExamplesSection(Section):
 class SftSection(ExamplesSection):
     """Supervised fine-tuning (`algorithm: sft`)."""
 
+    example_form: ClassVar[ExampleForm] = "demonstration"
+    reads_conversations: ClassVar[bool] = True
+    compares_policies: ClassVar[bool] = False
+
     loss_mask: Literal["completion", "assistant"] = "completion"
     """`completion` trains what follows the prompt (of a conversation: its last message), `assistant` every message of
     the assistant (data.messages_key)."""
@@ -51,6 +66,8 @@ class SftSection(ExamplesSection):
 
 class DpoSection(ExamplesSection):
     """Direct preference optimisation (`algorithm: dpo`)."""
+
+    example_form: ClassVar[ExampleForm] = "preference"
 
     reference_policy_kl_penalty: PositiveFloat = 0.05
     """β: how strongly the policy is held to the reference."""
@@ -69,6 +86,15 @@ class DpoSection(ExamplesSection):
     precompute: bool = False
     """Ask the reference once, for the whole data set, before training; then it needs no memory."""
 
+    @property
+    def precomputes_reference(self) -> bool:
+        """Whether `precompute` is set."""
+        return self.precompute
+
+    def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection:
+        """The policy as it was."""
+        return policy
+
     @model_validator(mode="after")
     def _check(self) -> DpoSection:
         if self.label_smoothing and self.preference_loss not in ("conservative", "robust"):
@@ -82,6 +108,8 @@ class DpoSection(ExamplesSection):
 class KtoSection(ExamplesSection):
     """Kahneman-Tversky optimisation of single completions, good or bad (`algorithm: kto`)."""
 
+    example_form: ClassVar[ExampleForm] = "verdict"
+
     reference_policy_kl_penalty: PositiveFloat = 0.1
     """β: how strongly the policy is held to the reference."""
     desirable_weight: PositiveFloat = 1.0
@@ -90,6 +118,15 @@ class KtoSection(ExamplesSection):
     """Factor of the bad ones'."""
     precompute: bool = False
     """Ask the reference once, about all that the run will see, before training; then it needs no memory."""
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """Whether `precompute` is set."""
+        return self.precompute
+
+    def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection:
+        """The policy as it was."""
+        return policy
 
     @model_validator(mode="after")
     def _check(self) -> KtoSection:
@@ -104,12 +141,17 @@ class KtoSection(ExamplesSection):
 class OrpoSection(ExamplesSection):
     """Odds-ratio preference optimisation, without a reference (`algorithm: orpo`)."""
 
+    example_form: ClassVar[ExampleForm] = "preference"
+
     odds_ratio_weight: PositiveFloat = 0.1
     """β (λ in the paper): factor of the odds-ratio term beside the chosen completions' likelihood."""
 
 
 class RmSection(ExamplesSection):
     """A reward model: one score for a prompt with a completion (`algorithm: rm`)."""
+
+    example_form: ClassVar[ExampleForm] = "preference"
+    scoring_head: ClassVar[bool] = True
 
     centring: NonNegativeFloat = 0.01
     """Factor of (r_chosen + r_rejected)², which keeps scores around 0."""

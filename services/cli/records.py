@@ -165,7 +165,7 @@ def export(
         expected_sha256=checkpoint.sha256,
         policy=spec.policy,
         dtype=getattr(torch, dtype) if dtype else None,
-        scoring=spec.algorithm == "rm",
+        scoring=spec.has_scoring_head,
         adapter_only=adapter,
     )
     facts = {

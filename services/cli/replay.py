@@ -148,7 +148,7 @@ def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
         return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
     from learner.checkpoints.export import checkpoint_weights, compare_weights
 
-    policy, scoring = plan.spec.policy, plan.spec.algorithm == "rm"
+    policy, scoring = plan.spec.policy, plan.spec.has_scoring_head
     reached = checkpoint_weights(saved["checkpoint"], saved["sha256"], policy, scoring=scoring)
     expected = checkpoint_weights(plan.expected.path, plan.expected.sha256, policy, scoring=scoring)
     names, largest = compare_weights(reached, expected)

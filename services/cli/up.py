@@ -132,8 +132,8 @@ def run_here(
             f"one{', or a failed run with --resume' if left.failed else ''}"
         )
     specs = [*([spec] if spec else []), *going_on.values()]
-    sizes = next((one.cluster for one in specs if one.examples is None), specs[0].cluster)
-    if all(one.examples is not None for one in specs):
+    sizes = next((one.cluster for one in specs if one.samples), specs[0].cluster)
+    if not any(one.samples for one in specs):
         sizes = sizes.model_copy(
             update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
         )
@@ -195,7 +195,7 @@ def _follow(client: Client, run_id: str, as_json: bool) -> bool:
 
 def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
     """The spec with what each role was given, so that a run goes on with the same division later."""
-    roles = ("learner",) if spec.examples is not None else ("learner", "rollout")
+    roles = ("learner",) if not spec.samples else ("learner", "rollout")
     given = {key: value for key, value in sizes if key.startswith(roles)}
     return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=given)})
 

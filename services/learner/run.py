@@ -378,7 +378,7 @@ class LearnerRun:
         if self._rank.rank == 0:
             if not adapter_only:
                 tensors = merged_export(self._trainer.model, tensors)
-            scoring = self._spec.algorithm == "rm"
+            scoring = self._spec.has_scoring_head
             export_policy(
                 path, tensors, self._spec.policy, scoring=scoring, adapter_only=adapter_only, replace=True
             )

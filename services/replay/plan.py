@@ -66,7 +66,7 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
         "SELECT step, world_size FROM receipts WHERE run_id = ? AND step >= ? AND step < ? ORDER BY step, session",
         (run_id, start, end),
     ).fetchall()
-    if spec.examples is None:
+    if spec.samples:
         _check_kept(ledger, run_id, start, end)
     return ReplayPlan(
         run_id=run_id,

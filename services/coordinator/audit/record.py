@@ -38,4 +38,4 @@ class Record:
     @property
     def has_batches(self) -> bool:
         """Whether the exchange makes this run's batches; a supervised learner reads its data itself."""
-        return self.spec.examples is None
+        return self.spec.samples

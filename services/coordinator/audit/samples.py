@@ -32,9 +32,7 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
         last = ledger.db.execute("SELECT MAX(step) FROM batches WHERE run_id = ?", (run_id,)).fetchone()[0]
         spec = ledger.db.execute("SELECT spec_yaml FROM runs WHERE run_id = ?", (run_id,)).fetchone()
         algorithm = (
-            ""
-            if spec is None or (parsed := spec_of_run(run_id, spec[0])[0]).examples is None
-            else parsed.algorithm
+            "" if spec is None or (parsed := spec_of_run(run_id, spec[0])[0]).samples else parsed.algorithm
         )
         if algorithm:
             raise NotFound(

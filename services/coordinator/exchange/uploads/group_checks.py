@@ -214,7 +214,7 @@ def _versions_T(completion: Completion) -> np.ndarray:
 
 def refuse_large_groups(spec: RunSpec) -> None:
     """Raises SpecError for a run whose groups no message could carry."""
-    if spec.examples is not None:
+    if not spec.samples:
         return
     completions, tokens = spec.grpo.num_generations_per_prompt, spec.policy.generation.max_new_tokens
     size_bytes = completions * tokens * ARRAY_BYTES + spec.policy.max_total_sequence_length * ARRAY_BYTES
