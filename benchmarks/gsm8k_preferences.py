@@ -153,7 +153,7 @@ def train(spec: RunSpec) -> Trainer:
     """Trains a spec to its end."""
     torch.manual_seed(spec.seed)
     trainer = Trainer(spec, CPU)
-    source = ExampleSource(spec, load_tokenizer(spec.policy))
+    source = ExampleSource(spec, load_tokenizer(spec.policy), trainer.objective)
     for step in range(spec.max_num_steps):
         trainer.train_step(source.part(step, 0, 1), step)
     return trainer
@@ -161,7 +161,8 @@ def train(spec: RunSpec) -> Trainer:
 
 def measure(trainer: Trainer) -> dict[str, float]:
     """Metrics on the held-out pairs."""
-    held_out = ExampleSource(trainer.spec, load_tokenizer(trainer.spec.policy), validation=True)
+    tokenizer = load_tokenizer(trainer.spec.policy)
+    held_out = ExampleSource(trainer.spec, tokenizer, trainer.objective, validation=True)
     return {"n": float(len(held_out)), **trainer.evaluate(held_out.held_out(0, 1))}
 
 

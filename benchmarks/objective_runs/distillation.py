@@ -53,7 +53,7 @@ def make_teacher(files: Path, taught: Path) -> Path:
     options = argparse.Namespace(steps=TEACHER_STEPS, held_out=1)
     spec = examples.make_spec("sft", {}, taught, data, options)
     trainer = Trainer(spec, CPU)
-    source = ExampleSource(spec, load_tokenizer(spec.policy))
+    source = ExampleSource(spec, load_tokenizer(spec.policy), trainer.objective)
     for step in range(TEACHER_STEPS):
         trainer.train_step(source.part(step, 0, 1), step)
     return export_pretrained(folder, gather_weights(trainer.model, None), model_name=str(taught))

@@ -58,14 +58,14 @@ def run(name: str, files: Path, taught: Path, options: argparse.Namespace) -> di
     tokenizer = load_tokenizer(spec.policy)
     torch.manual_seed(spec.seed)
     trainer = Trainer(spec, CPU)
-    source = ExampleSource(spec, tokenizer)
+    source = ExampleSource(spec, tokenizer, trainer.objective)
     trainer.reference.prepare(source, rank=0)
     held_out = [json.loads(line) for line in (data / "validation.jsonl").read_text().splitlines()]
     held_out = held_out[: options.held_out]
 
     def measure() -> float:
         if algorithm == "rm":
-            pairs = ExampleSource(spec, tokenizer, validation=True)
+            pairs = ExampleSource(spec, tokenizer, trainer.objective, validation=True)
             return trainer.evaluate(pairs.held_out(0, 1))["accuracy"]
         return right_probability(trainer, tokenizer, held_out)
 

@@ -97,7 +97,7 @@ def imitate_until(files: Path, share: float, seed: int) -> Path:
 async def _imitate(files: Path, taught: Path, steps: int, seed: int, share: float | None = None) -> Path:
     spec = load_spec(files / "sft.yaml", (f"sft.max_num_steps={steps}", f"sft.seed={seed}"))
     trainer = Trainer(spec, CPU)
-    source = ExampleSource(spec, TOKENIZER)
+    source = ExampleSource(spec, TOKENIZER, trainer.objective)
     for step in range(steps):
         trainer.train_step(source.part(step, 0, 1), step)
         if share is not None and step % 25 == 24 and await _right_answers(trainer, files) >= share:

@@ -7,14 +7,13 @@ chosen and rejected completions is on one rank, its sequences share a group id, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from learner.batch.samples import TrainingSample, Verdict
-from paceline.data.examples import check_example, read_demonstration, read_preference, read_verdict
+from learner.batch.encoding import ExampleEncoder
+from learner.batch.samples import TrainingSample
+from paceline.data.examples import check_example
 from paceline.data.rows import PromptSource, open_rows
-from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 
@@ -26,14 +25,44 @@ class Asked(NamedTuple):
     completions: int
 
 
-class ExampleSource:
-    """Examples of a run, by step, or with `validation` the held-out ones."""
+Row = dict[str, Any]
 
-    def __init__(self, spec: RunSpec, tokenizer: Any, *, validation: bool = False):
+
+class SampleMaker(Protocol):
+    """The part of an objective that turns rows into samples."""
+
+    @property
+    def measures_mismatched(self) -> bool:
+        """Whether each example also has a sample with the completion of another one."""
+
+    def samples(
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
+    ) -> list[TrainingSample]:
+        """The samples of a row, with `number` as their group id.
+
+        Args:
+            reference_S: Σ_t log π_ref of each sample, if it is known.
+        """
+
+    def mismatched_sample(
+        self,
+        row: Row,
+        other: Row,
+        number: int,
+        encoder: ExampleEncoder,
+        reference_S: Sequence[float] | None,
+    ) -> TrainingSample:
+        """The prompt of `row` with the completion of `other`."""
+
+
+class ExampleSource:
+    """Examples of a run, by step, or with `validation` the held-out ones; `maker` is the run's objective."""
+
+    def __init__(self, spec: RunSpec, tokenizer: Any, maker: SampleMaker, *, validation: bool = False):
         assert spec.examples is not None, "the spec samples; it has no examples"
-        self._spec = spec
         self._section = spec.examples
-        self._tokenizer = tokenizer
+        self._maker = maker
+        self._encoder = ExampleEncoder(spec, tokenizer)
         name, split, field = (
             (spec.data.validation, spec.data.validation_split, "data.validation")
             if validation
@@ -64,9 +93,9 @@ class ExampleSource:
         return sorted({self._order.index(cursor) for cursor in range(min(self._drawn, len(self)))})
 
     def asked(self) -> list[Asked]:
-        """What the run (or a measurement) will ask the reference about, ascending, each once."""
+        """The completions that the run (or a measurement) will ask the reference about, ascending, each once."""
         own = {Asked(row, row) for row in self.rows_used()}
-        if self._spec.algorithm == "kto":
+        if self._maker.measures_mismatched:
             own |= {
                 Asked(self._order.index(c), self._order.index(self._other(c))) for c in range(self._drawn)
             }
@@ -80,14 +109,10 @@ class ExampleSource:
         """The sequences of `asked`, with `number` as their id. Raises InvalidInput as `part`."""
         try:
             if asked.completions != asked.prompt:
-                return [self._foreign(asked, number)]
-            match self._spec.algorithm:
-                case "sft":
-                    return [self._demonstration(asked.prompt, number)]
-                case "kto":
-                    return [self._judged(asked.prompt, number)]
-                case _:
-                    return self._pairs(asked.prompt, number)
+                return [self._mismatched(asked, number)]
+            return self._maker.samples(
+                self._rows[asked.prompt], number, self._encoder, self._reference_sums(asked)
+            )
         except InvalidInput as error:
             raise InvalidInput(f"row {asked.prompt} of {self._name}: {error}") from None
 
@@ -117,63 +142,14 @@ class ExampleSource:
         for cursor in cursors:
             row = self._order.index(cursor)
             sequences += self.about(Asked(row, row), cursor)
-            if self._spec.algorithm == "kto":
-                sequences.append(self._foreign(Asked(row, self._order.index(self._other(cursor))), cursor))
+            if self._maker.measures_mismatched:
+                sequences.append(self._mismatched(Asked(row, self._order.index(self._other(cursor))), cursor))
         return sequences
 
-    def _demonstration(self, row: int, number: int) -> TrainingSample:
-        example = read_demonstration(self._rows[row], self._spec.data)
-        if self._spec.sft.loss_mask == "assistant":
-            ids, mask = encode_conversation(self._tokenizer, [*example.prompt, *example.completion])
-            first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
-            return TrainingSample(number, ids[:first], self._fitting(ids)[first:], trained_T=mask[first:])
-        return self._sequence(number, example.prompt, example.completion, None)
+    def _mismatched(self, asked: Asked, number: int) -> TrainingSample:
+        row, other = self._rows[asked.prompt], self._rows[asked.completions]
+        return self._maker.mismatched_sample(row, other, number, self._encoder, self._reference_sums(asked))
 
-    def _pairs(self, row: int, number: int) -> list[TrainingSample]:
-        prompt, chosen, rejected, margin = read_preference(self._rows[row], self._spec.data)
-        verdicts = [(chosen, Verdict(True, margin)), *((worse, Verdict(False)) for worse in rejected)]
-        known = self._known(Asked(row, row), len(verdicts))
-        return [
-            self._sequence(number, prompt, completion, verdict._replace(reference_logprob=logprob))
-            for (completion, verdict), logprob in zip(verdicts, known, strict=True)
-        ]
-
-    def _judged(self, row: int, number: int) -> TrainingSample:
-        """A good or bad completion."""
-        prompt, completion, desirable = read_verdict(self._rows[row], self._spec.data)
-        (known,) = self._known(Asked(row, row), 1)
-        return self._sequence(number, prompt, completion, Verdict(desirable, reference_logprob=known))
-
-    def _foreign(self, asked: Asked, number: int) -> TrainingSample:
-        """Another example's completion after this one's prompt, cut off where it would not fit: nothing trains on it."""
-        prompt, _, desirable = read_verdict(self._rows[asked.prompt], self._spec.data)
-        foreign = read_verdict(self._rows[asked.completions], self._spec.data).completion
-        (known,) = self._known(asked, 1)
-        prompt_ids, ids = encode_exchange(
-            self._tokenizer, prompt, foreign, self._spec.data.apply_chat_template
-        )
-        room = max(self._spec.policy.max_total_sequence_length - len(prompt_ids), 0)
-        verdict = Verdict(desirable, mismatched=True, reference_logprob=known)
-        return TrainingSample(number, prompt_ids, ids[:room], verdict=verdict)
-
-    def _known(self, asked: Asked, count: int) -> list[float | None]:
-        """What the reference said of the completions of `asked`; Nones where it is asked in the step."""
-        return [None] * count if self._reference is None else list(self._reference[asked])
-
-    def _sequence(self, number: int, prompt: Any, completion: Any, verdict: Verdict | None) -> TrainingSample:
-        template = self._spec.data.apply_chat_template
-        if self._spec.algorithm == "rm":
-            # The whole text is read, and one thing is asked at its last token: the score.
-            ids = self._fitting(encode_for_scoring(self._tokenizer, prompt, completion, template))
-            return TrainingSample(number, ids, np.zeros(1, np.int32), verdict=verdict)
-        prompt_ids, completion_ids = encode_exchange(self._tokenizer, prompt, completion, template)
-        self._fitting(np.concatenate((prompt_ids, completion_ids)))
-        return TrainingSample(number, prompt_ids, completion_ids, verdict=verdict)
-
-    def _fitting(self, ids: np.ndarray) -> np.ndarray:
-        limit = self._spec.policy.max_total_sequence_length
-        if len(ids) > limit:
-            raise InvalidInput(
-                f"it has {len(ids)} tokens, policy.max_total_sequence_length is {limit}; raise that, or remove the row"
-            )
-        return ids
+    def _reference_sums(self, asked: Asked) -> list[float] | None:
+        """The reference's sums for the completions of `asked`; None where it is asked in the step."""
+        return None if self._reference is None else self._reference[asked]

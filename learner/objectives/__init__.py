@@ -1,1 +1,34 @@
-"""Losses: what makes completions likelier, as pure functions, and which algorithm takes which."""
+"""Objectives: one file for each algorithm, with its samples, its loss and its metrics."""
+
+from __future__ import annotations
+
+from learner.objectives.base import Objective
+from learner.objectives.distillation import Distillation
+from learner.objectives.dpo import Dpo
+from learner.objectives.grpo import Grpo
+from learner.objectives.kto import Kto
+from learner.objectives.orpo import Orpo
+from learner.objectives.reward_model import RewardModel
+from learner.objectives.sft import Sft
+from paceline.spec import RunSpec
+
+
+def objective_of(spec: RunSpec) -> Objective:
+    """The objective of the spec's algorithm."""
+    match spec.algorithm:
+        case "grpo":
+            return Grpo(spec)
+        case "distillation":
+            return Distillation(spec)
+        case "sft":
+            return Sft(spec)
+        case "dpo":
+            return Dpo(spec)
+        case "orpo":
+            return Orpo(spec)
+        case "kto":
+            return Kto(spec)
+        case "rm":
+            return RewardModel(spec)
+        case _:
+            raise ValueError(f"unknown algorithm {spec.algorithm!r}")

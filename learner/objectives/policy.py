@@ -1,21 +1,14 @@
-"""Losses: pure functions from log-probabilities to one number, with the sums that metrics are made of.
+"""The policy loss of rollouts: ratio, corrections for the sampler's age, clip, masks and the KL to a reference.
 
-Promise: with denominators counted over the global batch, the losses of all micro-batches on all ranks add up to the
-loss of the batch, however it was split (`bnpo` excepted, by its definition), and so do the metric sums.
-
-All arrays are flat over the active tokens of a micro-batch: N tokens that train, S the sequences they belong to.
-A token that must not train (a tool's output, an over-long row) is simply not among them; its sequence still counts
-in the denominators. μ is the behaviour policy (the sampler), π_prox the learner at the start of the step, π the
-learner now.
+Suffixes and symbols are those of `learner.objectives.base`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from learner.objectives.base import Denominators, LossResult, TokenArrays, detached_sum, token_sums
 from learner.objectives.corrections import (
     at_level,
     bounded_exp,
@@ -24,96 +17,11 @@ from learner.objectives.corrections import (
     log_linear_proximal,
 )
 from learner.objectives.policy_losses import PolicyTerms, policy_losses
+from learner.objectives.reduction import reduced
 from paceline.spec import LossSection
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within ±20 where they are exponentiated without a bound (k3 and metrics), as in NeMo RL."""
-
-
-@dataclass(frozen=True)
-class TokenArrays:
-    """What a loss is computed from. Log-probabilities are in nats, at the sampler's temperature."""
-
-    current_N: Tensor
-    """log π, with gradient."""
-    entropy_N: Tensor
-    """Entropy of π at each token in nats; with gradient where an entropy bonus is on."""
-    lengths_N: Tensor
-    """Active tokens of the sequence that the token belongs to, as float."""
-    sequence_N: Tensor
-    """Index in [0, S) of that sequence."""
-    num_sequences: int
-    """S."""
-    behaviour_N: Tensor | None = None
-    """log μ; None for supervised data."""
-    proximal_N: Tensor | None = None
-    """log π_prox; None means this is the only update of the step, so π_prox is π, detached."""
-    reference_N: Tensor | None = None
-    """log π_ref; None unless the KL penalty is on."""
-    advantages_N: Tensor | None = None
-    """Advantage of the token; None for supervised data."""
-    ages_N: Tensor | None = None
-    """Steps between the version that sampled the token and the step; only the log-linear π_prox reads it."""
-    m2_limit: float | None = None
-    """Tokens with a larger (log ρ)² are dropped (`m2_limit_of`); None keeps all."""
-    batch_kl: float | None = None
-    """KTO's KL, measured over the global batch before its first update."""
-
-
-@dataclass(frozen=True)
-class Denominators:
-    """Counts over the whole batch of one update: all micro-batches, all ranks."""
-
-    tokens: int
-    """Active tokens."""
-    sequences: int
-    """Sequences, those without active tokens included."""
-    max_completion_tokens: int
-    """The longest completion that sampling allows, in tokens (`dr_grpo`)."""
-    micro_batches: int
-    """Micro-batches that hold tokens (`bnpo`)."""
-    prompts: int = 0
-    """Prompts (preference pairs): sequences that share a group id count once."""
-
-
-@dataclass(frozen=True)
-class LossResult:
-    """A micro-batch's share of the loss."""
-
-    loss: Tensor
-    """Scalar with gradient; shares add up to the loss of the batch."""
-    sums: dict[str, Tensor]
-    """Scalars that add up over micro-batches and ranks; `metrics_from_sums` reads them."""
-    token_losses_N: Tensor
-    """Detached, before the reduction: tells which sequence went wrong."""
-
-
-def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str) -> Tensor:
-    """[N] weight of each token's loss, so that a reduction is Σ_t weight_t · loss_t.
-
-    - `grpo`: 1 / (B · length of the sequence): mean over sequences of the mean over tokens (Shao et al. 2024).
-    - `dapo`: 1 / tokens of the batch (Yu et al. 2025).
-    - `dr_grpo`: 1 / (B · max_completion_tokens): no length in the denominator (Liu et al. 2025).
-    - `sequence_sum`: 1 / B: mean over sequences of the sum over tokens (LUSPO).
-    - `bnpo`: token mean of the micro-batch, averaged over micro-batches (TRL); depends on the split.
-    """
-    match reduction:
-        case "grpo":
-            return 1.0 / (denominators.sequences * lengths_N)
-        case "dapo":
-            return torch.full_like(lengths_N, 1.0 / max(denominators.tokens, 1))
-        case "dr_grpo":
-            return torch.full_like(
-                lengths_N, 1.0 / (denominators.sequences * denominators.max_completion_tokens)
-            )
-        case "sequence_sum":
-            return torch.full_like(lengths_N, 1.0 / denominators.sequences)
-        case "bnpo":
-            return torch.full_like(
-                lengths_N, 1.0 / (max(len(lengths_N), 1) * max(denominators.micro_batches, 1))
-            )
-        case _:
-            raise ValueError(f"unknown reduction {reduction!r}")
 
 
 def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSection) -> LossResult:
@@ -165,7 +73,7 @@ def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSec
         "clipped": policy.clipped_N.sum(),
         "truncated": truncated_N.sum(),
         "dropped": (~keep_N).sum(),
-        **_common_sums(tokens),
+        **token_sums(tokens),
         **_behaviour_sums(tokens.current_N.detach() - tokens.behaviour_N),
         **_weight_sums(log_rho_N, tokens),
     }
@@ -173,10 +81,10 @@ def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSec
         kl_N = kl_to_reference(
             tokens.current_N, tokens.reference_N, bounded_exp(log_ratio_N), config.reference_policy_kl_type
         )
-        sums["kl_reference"] = _sum(kl_N)
+        sums["kl_reference"] = detached_sum(kl_N)
         if not config.use_kl_in_reward:
             losses_N = losses_N + config.reference_policy_kl_penalty * kl_N
-    return _reduced(losses_N, sums, tokens, denominators, config.reduction, config.entropy_bonus)
+    return reduced(losses_N, sums, tokens, denominators, config.reduction, config.entropy_bonus)
 
 
 def proximal_logprobs(tokens: TokenArrays, config: LossSection) -> Tensor:
@@ -186,15 +94,6 @@ def proximal_logprobs(tokens: TokenArrays, config: LossSection) -> Tensor:
             raise ValueError("the log-linear proximal policy needs behaviour log-probabilities and ages")
         return log_linear_proximal(tokens.current_N, tokens.behaviour_N, tokens.ages_N)
     return tokens.current_N.detach() if tokens.proximal_N is None else tokens.proximal_N
-
-
-def sft_loss(tokens: TokenArrays, denominators: Denominators, config: LossSection) -> LossResult:
-    """Negative log-likelihood of the completions, mean over the tokens of the global batch.
-
-    loss = -Σ_t log π_t / tokens of the batch: maximum likelihood, as in every language model since Bengio et al. 2003.
-    `config` is part of the common signature; nothing in it applies.
-    """
-    return _reduced(-tokens.current_N, _common_sums(tokens), tokens, denominators, "dapo")
 
 
 def kl_to_reference(current_N: Tensor, reference_N: Tensor, ratio_N: Tensor, kind: str) -> Tensor:
@@ -218,57 +117,6 @@ def kl_to_reference(current_N: Tensor, reference_N: Tensor, ratio_N: Tensor, kin
             raise ValueError(f"unknown KL estimator {kind!r}")
 
 
-def metrics_from_sums(sums: dict[str, float]) -> dict[str, float]:
-    """Metrics of a batch from the sums of all its micro-batches and ranks.
-
-    `ratio_behaviour` mean of π/μ; `kl_behaviour` k3 estimate of KL(μ‖π) from μ's samples: mean of ratio - 1 - log
-    ratio; `effective_sample_size` (Σw)²/(N·Σw²) with w = π_prox/μ, not truncated, per token and per sequence;
-    `clip_fraction`, `truncation_fraction` (a weight's bound acted) and `drop_fraction` (a mask) of tokens; `entropy`, `logprob` and `kl_reference` means, in nats.
-    """
-    tokens = sums["tokens"]
-    if tokens == 0:
-        return {}
-    means = {
-        "entropy": "entropy",
-        "logprob": "logprob",
-        "ratio_behaviour": "ratio",
-        "kl_behaviour": "kl_behaviour",
-        "kl_reference": "kl_reference",
-        "clip_fraction": "clipped",
-        "truncation_fraction": "truncated",
-        "drop_fraction": "dropped",
-    }
-    metrics = {name: sums[key] / tokens for name, key in means.items() if key in sums}
-    if "weight" in sums:
-        metrics["effective_sample_size"] = sums["weight"] ** 2 / (tokens * sums["weight_squared"])
-        metrics["effective_sample_size_sequence"] = sums["sequence_weight"] ** 2 / (
-            sums["sequences_with_tokens"] * sums["sequence_weight_squared"]
-        )
-    return metrics
-
-
-def _reduced(
-    losses_N: Tensor,
-    sums: dict[str, Tensor],
-    tokens: TokenArrays,
-    denominators: Denominators,
-    reduction: str,
-    entropy_bonus: float = 0.0,
-) -> LossResult:
-    loss = (losses_N * token_weights(tokens.lengths_N, denominators, reduction)).sum()
-    if entropy_bonus:
-        loss = loss - entropy_bonus * tokens.entropy_N.sum() / max(denominators.tokens, 1)
-    return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N.detach())
-
-
-def _common_sums(tokens: TokenArrays) -> dict[str, Tensor]:
-    return {
-        "tokens": torch.ones_like(tokens.current_N).sum(),
-        "entropy": _sum(tokens.entropy_N),
-        "logprob": _sum(tokens.current_N),
-    }
-
-
 def _behaviour_sums(log_ratio_N: Tensor) -> dict[str, Tensor]:
     log_ratio_N = log_ratio_N.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_N = log_ratio_N.exp()
@@ -287,7 +135,3 @@ def _weight_sums(log_weight_N: Tensor, tokens: TokenArrays) -> dict[str, Tensor]
         "sequence_weight_squared": weight_S.square().sum(),
         "sequences_with_tokens": torch.ones_like(weight_S).sum(),
     }
-
-
-def _sum(values_N: Tensor) -> Tensor:
-    return values_N.detach().sum(dtype=torch.float64)

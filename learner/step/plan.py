@@ -14,29 +14,31 @@ import numpy as np
 import torch
 
 from learner.batch.packing import pack, pack_whole
-from learner.batch.samples import TrainingSample, Verdict, pack_row
+from learner.batch.samples import TrainingSample, pack_row
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
-from learner.objectives.policy import Denominators
+from learner.objectives.base import Denominators, Objective
 from learner.step.update import MicroBatch, Update
 from paceline.spec import RunSpec
 
 
 def plan_updates(
-    batch: Sequence[TrainingSample], step: int, spec: RunSpec, device: torch.device
+    batch: Sequence[TrainingSample], step: int, spec: RunSpec, objective: Objective, device: torch.device
 ) -> list[Update]:
     """The batch of `step` as `policy.num_updates_per_step` updates of whole groups, in order of their id."""
     count = spec.policy.num_updates_per_step
     if count == 1:
-        return _plan(batch, step, [range(len(batch))], spec, device)
+        return _plan(batch, step, [range(len(batch))], spec, objective, device)
     group_ids = union_over_ranks([s.group_id for s in batch], device)
     update_of = {group_id: i * count // len(group_ids) for i, group_id in enumerate(group_ids)}
     parts = [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(count)]
-    return _plan(batch, step, parts, spec, device)
+    return _plan(batch, step, parts, spec, objective, device)
 
 
-def plan_one(batch: Sequence[TrainingSample], spec: RunSpec, device: torch.device) -> Update:
+def plan_one(
+    batch: Sequence[TrainingSample], spec: RunSpec, objective: Objective, device: torch.device
+) -> Update:
     """Everything as one update, for what is only measured."""
-    (update,) = _plan(batch, 0, [range(len(batch))], spec, device)
+    (update,) = _plan(batch, 0, [range(len(batch))], spec, objective, device)
     return update
 
 
@@ -73,10 +75,11 @@ def _plan(
     step: int,
     parts: Sequence[Sequence[int]],
     spec: RunSpec,
+    objective: Objective,
     device: torch.device,
 ) -> list[Update]:
     """One update for each part, of indices in the batch."""
-    packed = [_pack(batch, part, spec.policy.train_mb_tokens) for part in parts]
+    packed = [_pack(batch, part, spec.policy.train_mb_tokens, objective) for part in parts]
     counts_U4 = torch.tensor(
         [
             [
@@ -97,16 +100,18 @@ def _plan(
         rows = [
             _micro_batch(batch, tuple(part[i] for i in indices), step, device) for indices in micro_batches
         ]
-        rows += [_dummy(spec, device) for _ in range(max(passes, 1) - len(rows))]
+        rows += [_dummy(objective, device) for _ in range(max(passes, 1) - len(rows))]
         max_tokens = spec.policy.generation.max_new_tokens
         updates.append(Update(rows, Denominators(tokens, sequences, max_tokens, total, prompts)))
     return updates
 
 
-def _pack(batch: Sequence[TrainingSample], part: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """Places in `part`, by micro-batch; a prompt's chosen and rejected completions are not separated."""
+def _pack(
+    batch: Sequence[TrainingSample], part: Sequence[int], budget_tokens: int, objective: Objective
+) -> list[list[int]]:
+    """Indices in `part`, by micro-batch."""
     lengths = [batch[i].num_row_tokens for i in part]
-    if any(batch[i].verdict is not None for i in part):
+    if objective.keeps_prompts_whole:
         return pack_whole(lengths, [batch[i].group_id for i in part], budget_tokens)
     return pack(lengths, budget_tokens)
 
@@ -118,14 +123,6 @@ def _micro_batch(
     return MicroBatch(row, places, ages_N=None if row.versions_N is None else step - row.versions_N)
 
 
-def _dummy(spec: RunSpec, device: torch.device) -> MicroBatch:
-    """With all that any objective or reference reads."""
-    zero, known_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    sequences = [TrainingSample(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)]
-    if spec.algorithm == "sft":
-        sequences = [TrainingSample(-1, zero, zero)]
-    elif spec.examples is not None:
-        verdicts = [Verdict(good, reference_logprob=0.0) for good in (True, False)]
-        sequences = [TrainingSample(-1, zero, zero, verdict=verdict) for verdict in verdicts]
-    row = pack_row(sequences, device)
+def _dummy(objective: Objective, device: torch.device) -> MicroBatch:
+    row = pack_row(objective.dummy(), device)
     return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from learner.batch.samples import PackedBatch, TrainingSample
 from learner.collectives import sum_over_ranks, union_over_ranks, world_size
-from learner.model.policy import load_policy, load_reward_model, row_logprobs
-from learner.objectives.per_algorithm import example_metrics, objective_of
-from learner.objectives.policy import LossResult, TokenArrays, metrics_from_sums
+from learner.model.policy import row_logprobs
+from learner.objectives import objective_of
+from learner.objectives.base import LossResult, TokenArrays
 from learner.step.critic import Critic
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
 from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
@@ -41,25 +41,21 @@ class Trainer:
     """Model, optimizer and the step. One per rank, after the process group was made (if there is more than one rank).
 
     `model` (a transformers model, its parameters DTensors when sharded), `optimizer` and PPO's `critic` are public:
-    checkpoints, export and publishing read them between steps. So is `reference`: it prepares the examples of a run.
+    checkpoints, export and publishing read them between steps. So are `objective`, which makes samples from the examples of a
+    run, and `reference`, which prepares them.
     """
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self.spec = spec
         self.device = device
         self.world_size = world_size()
-        self.model: PreTrainedModel = (
-            load_reward_model(spec.policy, device)
-            if spec.algorithm == "rm"
-            else load_policy(spec.policy, device, spec.seed)
-        )
-        self._temperature = spec.policy.generation.temperature if spec.examples is None else 1.0
-        self.reference = reference_of(spec, self.model, device, self._temperature)
+        self.objective = objective_of(spec)
+        self.model: PreTrainedModel = self.objective.load_model(spec.policy, device, spec.seed)
+        self.reference = reference_of(spec, self.model, device, self.objective.temperature)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
         self.critic = Critic(spec, device) if spec.uses_value_model else None
         self.skipped: list[NonFiniteLoss] = []
         """Updates of the last step that were left out."""
-        self._objective = objective_of(spec)
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Trains this rank's part of the batch of `step`; returns metrics of the global batch, equal on all ranks.
@@ -74,9 +70,8 @@ class Trainer:
         factor = lr_factor(step, self.spec.max_num_steps, self.spec.policy.scheduler)
         lr = self.spec.policy.optimizer.lr * factor
         set_learning_rate(self.optimizer, lr)
-        measured = [s for s in batch if s.verdict is not None and s.verdict.mismatched]
-        batch = [s for s in batch if s.verdict is None or not s.verdict.mismatched]
-        updates = plan_updates(batch, step, self.spec, self.device)
+        batch, measured = self.objective.set_aside(batch)
+        updates = plan_updates(batch, step, self.spec, self.objective, self.device)
         with watch.measure("frozen_s"):
             self._ask_frozen_policies(updates)
             settle(batch, updates, self.spec, self.device)
@@ -122,8 +117,7 @@ class Trainer:
         return {
             "loss": sums["loss"] / made,
             "grad_norm": sum(grad_norms) / made,
-            **metrics_from_sums(sums),
-            **example_metrics({**sums, **self._batch_kl(updates)}, made),
+            **self.objective.metrics({**sums, **self._batch_kl(updates)}, made),
             **({} if self.critic is None else self.critic.metrics(made)),
         }
 
@@ -133,9 +127,8 @@ class Trainer:
 
         All ranks call it together. Nothing changes, no random number is drawn.
         """
-        measured = [s for s in held_out if s.verdict is not None and s.verdict.mismatched]
-        examples = [s for s in held_out if s.verdict is None or not s.verdict.mismatched]
-        update = plan_one(examples, self.spec, self.device)
+        examples, measured = self.objective.set_aside(held_out)
+        update = plan_one(examples, self.spec, self.objective, self.device)
         updates = [update]
         self.model.train(False)  # an adapter may drop inputs while it is trained
         self._ask_frozen_policies(updates)
@@ -147,7 +140,7 @@ class Trainer:
             if isinstance(module, FSDPModule):
                 module.reshard()  # without a backward pass nothing else does, and checkpoints read shards
         metrics = {"loss": sums["loss"], "sequences": float(update.denominators.sequences)}
-        return {**metrics, **metrics_from_sums(sums), **example_metrics({**sums, **self._batch_kl(updates)})}
+        return {**metrics, **self.objective.metrics({**sums, **self._batch_kl(updates)})}
 
     @property
     def _policy_starts(self) -> int:
@@ -163,10 +156,10 @@ class Trainer:
 
     @torch.no_grad()
     def _measure_batch_kl(self, measured: Sequence[TrainingSample], updates: Sequence[Update]) -> None:
-        """KTO's KL: mean Σ_t log π - log π_ref of completions of other prompts, over the global batch."""
-        if self.spec.algorithm != "kto":
+        """The mean Σ_t log π - log π_ref of completions of other prompts, over the global batch, where the loss reads it."""
+        if not self.objective.measures_mismatched:
             return
-        update = plan_one(measured, self.spec, self.device)
+        update = plan_one(measured, self.spec, self.objective, self.device)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for micro in update.micro_batches:
             log_sum = self._logprobs(micro.row)[0].sum(dtype=torch.float64)
@@ -198,8 +191,9 @@ class Trainer:
                     self.critic.accumulate(update, micro, self.world_size, is_last=is_last)
 
     def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
-        with_bonus = self.spec.examples is None and self.spec.loss_fn.entropy_bonus > 0
-        logprobs_N, entropy_N = self._logprobs(micro.row, entropy_gradient=with_bonus)
+        logprobs_N, entropy_N = self._logprobs(
+            micro.row, entropy_gradient=self.objective.with_entropy_gradient
+        )
         tokens = TokenArrays(
             current_N=logprobs_N,
             entropy_N=entropy_N,
@@ -214,7 +208,7 @@ class Trainer:
             m2_limit=update.m2_limit,
             batch_kl=update.batch_kl,
         )
-        result = self._objective(tokens, micro.row, update.denominators)
+        result = self.objective.loss(tokens, micro.row, update.denominators)
         if not micro.is_dummy:
             return result
         return LossResult(
@@ -227,7 +221,7 @@ class Trainer:
         return row_logprobs(
             self.model,
             row,
-            temperature=self._temperature,
+            temperature=self.objective.temperature,
             chunk_tokens=self.spec.policy.logprob_chunk_tokens,
             entropy_gradient=entropy_gradient,
         )

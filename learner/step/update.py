@@ -23,8 +23,9 @@ from learner.advantages.whole_batch import (
 )
 from learner.batch.samples import PackedBatch, TrainingSample
 from learner.collectives import rows_of_all_ranks, sum_over_ranks
+from learner.objectives.base import Denominators, LossResult
 from learner.objectives.corrections import per_sequence, second_moments
-from learner.objectives.policy import Denominators, LossResult, kl_to_reference
+from learner.objectives.policy import kl_to_reference
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 

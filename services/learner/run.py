@@ -201,9 +201,10 @@ class LearnerRun:
         self._trainer = Trainer(spec, self._rank.device)
         self._tokenizer = load_tokenizer(spec.policy)
         if spec.examples is not None:
-            self._examples = ExampleSource(spec, self._tokenizer)
+            objective = self._trainer.objective
+            self._examples = ExampleSource(spec, self._tokenizer, objective)
             if spec.examples.validates:
-                self._held_out = ExampleSource(spec, self._tokenizer, validation=True)
+                self._held_out = ExampleSource(spec, self._tokenizer, objective, validation=True)
 
     def _set_up_channel(self) -> None:
         channel = make_channel(self._assignment, self._spec, self._rank, self._warn)

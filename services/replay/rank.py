@@ -55,8 +55,9 @@ def replay(
             optimizer=trainer.optimizer,
             critic=trainer.critic,
         )
-    examples = ExampleSource(spec, load_tokenizer(spec.policy)) if spec.examples is not None else None
-    if examples is not None:
+    examples: ExampleSource | None = None
+    if not spec.samples:
+        examples = ExampleSource(spec, load_tokenizer(spec.policy), trainer.objective)
         trainer.reference.prepare(examples, rank)
 
     def part(step: int) -> list[TrainingSample]:

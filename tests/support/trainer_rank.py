@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from learner.batch.examples import ExampleSource
 from learner.batch.validate_examples import check_rows
 from learner.collectives import FailedElsewhere, succeed_on_all_ranks
+from learner.objectives import objective_of
 from learner.step.trainer import Trainer
 from paceline.errors import InvalidInput, NonFiniteLoss, Unreadable
 from paceline.process import end_process
@@ -59,7 +60,7 @@ def too_long(out: Path) -> str:
     rows.write_text("".join(json.dumps({"prompt": "1+1=", "completion": "7" * n}) + "\n" for n in lengths))
     spec = make_spec(out, "sft", max_total_sequence_length=20)
     data = spec.data.model_copy(update={"train": str(rows)})
-    source = ExampleSource(spec.model_copy(update={"data": data}), make_tokenizer())
+    source = ExampleSource(spec.model_copy(update={"data": data}), make_tokenizer(), objective_of(spec))
     try:
         check_rows(source, CPU, dist.get_rank())
     except InvalidInput as error:

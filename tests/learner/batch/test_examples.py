@@ -11,6 +11,7 @@ from tiny_policy import CPU
 
 from learner.batch.examples import Asked, ExampleSource
 from learner.batch.validate_examples import check_rows
+from learner.objectives import objective_of
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 from services.demo.model import make_tokenizer
@@ -19,9 +20,9 @@ LENGTHS = (1, 4, 2, 9, 3)
 """Characters of each row's completion; the prompt has two, and an end of sequence follows."""
 
 
-def source_of(
+def spec_of(
     folder: Path, algorithm: str, limit: int, lengths: tuple[int, ...] = LENGTHS, **section: Any
-) -> ExampleSource:
+) -> RunSpec:
     rows = [
         {
             "prompt": f"{place}=",
@@ -34,7 +35,7 @@ def source_of(
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"num_examples_per_step": 5, "max_num_steps": 1, **section}
-    spec = RunSpec.model_validate(
+    return RunSpec.model_validate(
         {
             "algorithm": algorithm,
             "policy": {"model_name": "none", "max_total_sequence_length": limit},
@@ -42,7 +43,14 @@ def source_of(
             algorithm: sizes,
         }
     )
-    return ExampleSource(spec, make_tokenizer())
+
+
+def source_of(folder: Path, algorithm: str, limit: int, **section: Any) -> ExampleSource:
+    return make_source(spec_of(folder, algorithm, limit, **section))
+
+
+def make_source(spec: RunSpec) -> ExampleSource:
+    return ExampleSource(spec, make_tokenizer(), objective_of(spec))
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "orpo", "kto", "rm"])
@@ -61,14 +69,15 @@ def test_rows_that_the_run_never_reaches_are_not_looked_at(tmp_path: Path) -> No
 
 
 def test_anothers_completion_is_cut_where_it_would_not_fit(tmp_path: Path) -> None:
-    source = source_of(tmp_path, "kto", 12)
+    spec = spec_of(tmp_path, "kto", 12)
+    source = make_source(spec)
     # Each row's own completion and then the next one's, each with its end of sequence.
     assert [len(s.completion_ids) for s in source.part(0, 0, 1)] == [2, 5, 5, 3, 3, 10, 10, 4, 4, 2]
     # With a prompt of six characters, row 2's own completion fits and the ten tokens of row 3's do not.
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     rows[2]["prompt"] = "22222="
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    long = ExampleSource(source._spec, make_tokenizer())
+    long = make_source(spec)
     check_rows(long, CPU, rank=0)
     foreign = [s for s in long.part(0, 0, 1) if s.verdict and s.verdict.mismatched]
     assert [len(s.completion_ids) for s in foreign] == [5, 3, 6, 4, 2]

@@ -26,7 +26,8 @@ from ragged_batch import (
     solve,
 )
 
-from learner.objectives.policy import Denominators, TokenArrays, policy_loss
+from learner.objectives.base import Denominators, TokenArrays
+from learner.objectives.policy import policy_loss
 from paceline.spec import LossSection
 from paceline.spec.presets import PresetName
 

@@ -17,8 +17,10 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForCausalLM
 
 from learner.batch.examples import ExampleSource
 from learner.batch.samples import TrainingSample, pack_row, sequences_from_groups
-from learner.objectives.per_algorithm import distillation_advantages, objective_of, pairs_of
-from learner.objectives.policy import Denominators, TokenArrays
+from learner.objectives import objective_of
+from learner.objectives.base import Denominators, TokenArrays
+from learner.objectives.distillation import distillation_advantages
+from learner.objectives.pairs import pairs_of
 from learner.step.reference import LocalReference
 from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
@@ -188,7 +190,7 @@ def test_the_precomputed_reference_gives_the_same_steps(algorithm: str, tmp_path
                 algorithm: {"num_examples_per_step": 4, "max_num_steps": 4, "precompute": precompute},
             }
         )
-        source = ExampleSource(spec, load_tokenizer(spec.policy))
+        source = ExampleSource(spec, load_tokenizer(spec.policy), objective_of(spec))
         trainer = Trainer(spec, CPU)
         assert isinstance(trainer.reference, LocalReference) != precompute
         trainer.reference.prepare(source, rank=0)
@@ -247,7 +249,7 @@ def test_distillation_on_a_ragged_batch_of_older_samples(kind: str, parts: list[
     results = []
     for part in parts:
         tokens = replace(part_of(base, current_N, part), proximal_N=None)
-        results.append(objective(tokens, row, COUNTS))
+        results.append(objective.loss(tokens, row, COUNTS))
     loss = torch.stack([result.loss for result in results]).sum()
     (gradient_N,) = torch.autograd.grad(loss, current_N)
     assert loss.item() == pytest.approx(math.fsum(slopes), rel=1e-9)
@@ -284,7 +286,7 @@ def test_distillation_ignores_the_rewards(model: Path) -> None:
         reference_N=torch.tensor([-0.5, -2.0]),
         advantages_N=row.advantages_N,
     )
-    result = objective(tokens, row, Denominators(2, 1, 16, 1, 1))
+    result = objective.loss(tokens, row, Denominators(2, 1, 16, 1, 1))
     (gradient_N,) = torch.autograd.grad(result.loss, tokens.current_N)
     # -A/2 per token with A = log π_T - log π: 0.5 and -1.
     assert gradient_N.tolist() == pytest.approx([-0.25, 0.5])

@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 
 from learner.batch.samples import TrainingSample, pack_row
-from learner.objectives.policy import (
-    Denominators,
-    TokenArrays,
-    kl_to_reference,
-    metrics_from_sums,
-    policy_loss,
-    sft_loss,
-    token_weights,
-)
+from learner.objectives.base import Denominators, TokenArrays, metrics_from_sums
+from learner.objectives.policy import kl_to_reference, policy_loss
+from learner.objectives.reduction import token_weights
+from learner.objectives.sft import sft_loss
 from paceline.spec import LossSection
 
 ONE_TOKEN = Denominators(tokens=1, sequences=1, max_completion_tokens=4, micro_batches=1)
@@ -135,7 +130,7 @@ def test_supervised_loss_is_the_mean_over_the_batch() -> None:
         current_N, torch.zeros(2), torch.full((2,), 2.0), torch.zeros(2, dtype=torch.int64), 1
     )
     counts = Denominators(tokens=4, sequences=2, max_completion_tokens=8, micro_batches=2)
-    result = sft_loss(tokens, counts, LossSection())
+    result = sft_loss(tokens, counts)
     (grad_N,) = torch.autograd.grad(result.loss, current_N)
     assert result.loss.item() == pytest.approx(3 * math.log(2) / 4)
     assert grad_N.tolist() == pytest.approx([-0.25, -0.25])
@@ -163,7 +158,7 @@ def test_supervised_loss_of_ragged_sequences_with_tokens_that_do_not_train() -> 
             row.sequence_N,
             len(places),
         )
-        loss = sft_loss(tokens, counts, LossSection()).loss
+        loss = sft_loss(tokens, counts).loss
         slopes += torch.autograd.grad(loss, current_N)[0].tolist()
         total += loss.item()
     assert total == pytest.approx(43.5 / 6, rel=1e-9)

@@ -10,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.preferences import (
-    PairLogRatios,
-    kto_loss,
-    orpo_loss,
-    pair_weights,
-    preference_loss,
-    reward_model_loss,
-)
+from learner.objectives.dpo import PairLogRatios, preference_loss
+from learner.objectives.kto import kto_loss
+from learner.objectives.orpo import orpo_loss
+from learner.objectives.reward_model import reward_model_loss
 
 BETA, EPSILON = 0.5, 0.1
 CHOSEN = [1.2, -0.8, 300.0, 0.0]
@@ -140,12 +136,6 @@ def test_shares_of_micro_batches_add_up(kind: str, dtype: torch.dtype) -> None:
         torch.autograd.grad(parts, leaves), torch.autograd.grad(whole, leaves), strict=True
     ):
         torch.testing.assert_close(one, other, **tolerance)
-
-
-def test_a_prompt_counts_once_however_many_it_rejects() -> None:
-    assert pair_weights([1, 3]) == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
-    with pytest.raises(ValueError, match=r"\[1, 0\]"):
-        pair_weights([1, 0])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""From an example's texts to the sequence that trains: tokens, and the limit on their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from learner.batch.samples import TrainingSample, Verdict
+from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
+from paceline.errors import InvalidInput
+from paceline.spec import RunSpec
+
+
+class ExampleEncoder:
+    """The tokenizer with a run's settings. Every method raises InvalidInput for what the chat template refuses or what is
+    longer than the model allows."""
+
+    def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._template = spec.data.apply_chat_template
+        self._limit = spec.policy.max_total_sequence_length
+
+    def completion(
+        self, number: int, prompt: Any, completion: Any, verdict: Verdict | None = None
+    ) -> TrainingSample:
+        """The completion after its prompt; all of its tokens train."""
+        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, self._template)
+        self._check_length(np.concatenate((prompt_ids, ids)))
+        return TrainingSample(number, prompt_ids, ids, verdict=verdict)
+
+    def cut_completion(self, number: int, prompt: Any, completion: Any, verdict: Verdict) -> TrainingSample:
+        """The completion after the prompt, cut off where it would not fit."""
+        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, self._template)
+        room = max(self._limit - len(prompt_ids), 0)
+        return TrainingSample(number, prompt_ids, ids[:room], verdict=verdict)
+
+    def scored_text(self, number: int, prompt: Any, completion: Any, verdict: Verdict) -> TrainingSample:
+        """The whole text as a prompt with one place after it, where the model's answer is the score."""
+        ids = encode_for_scoring(self._tokenizer, prompt, completion, self._template)
+        self._check_length(ids)
+        return TrainingSample(number, ids, np.zeros(1, np.int32), verdict=verdict)
+
+    def conversation(self, number: int, messages: list[Any]) -> TrainingSample:
+        """The whole conversation; the tokens of the assistant's messages train."""
+        ids, mask = encode_conversation(self._tokenizer, messages)
+        first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
+        self._check_length(ids)
+        return TrainingSample(number, ids[:first], ids[first:], trained_T=mask[first:])
+
+    def _check_length(self, ids: np.ndarray) -> None:
+        if len(ids) > self._limit:
+            raise InvalidInput(
+                f"it has {len(ids)} tokens, policy.max_total_sequence_length is {self._limit}; raise that, or remove the "
+                "row"
+            )

@@ -1,0 +1,188 @@
+"""What every objective has: the arrays that a loss reads, what it returns, and how samples and metrics are made.
+
+Promise: with denominators counted over the global batch, the losses of all micro-batches on all ranks add up to the loss of
+the batch, however it was split (the reduction `bnpo` excepted, by its definition), and so do the metric sums.
+
+All arrays are flat over the active tokens of a micro-batch: N tokens that train, S the sequences they belong to.
+A token that must not train (a tool's output, an over-long row) is simply not among them; its sequence still counts
+in the denominators. μ is the behaviour policy (the sampler), π_prox the learner at the start of the step, π the
+learner now.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.batch.encoding import ExampleEncoder
+from learner.batch.examples import Row
+from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.model.policy import load_policy
+from paceline.spec import PolicySection
+
+
+@dataclass(frozen=True)
+class TokenArrays:
+    """What a loss is computed from. Log-probabilities are in nats, at the sampler's temperature."""
+
+    current_N: Tensor
+    """log π, with gradient."""
+    entropy_N: Tensor
+    """Entropy of π at each token in nats; with gradient where an entropy bonus is on."""
+    lengths_N: Tensor
+    """Active tokens of the sequence that the token belongs to, as float."""
+    sequence_N: Tensor
+    """Index in [0, S) of that sequence."""
+    num_sequences: int
+    """S."""
+    behaviour_N: Tensor | None = None
+    """log μ; None for supervised data."""
+    proximal_N: Tensor | None = None
+    """log π_prox; None means this is the only update of the step, so π_prox is π, detached."""
+    reference_N: Tensor | None = None
+    """log π_ref; None unless the KL penalty is on."""
+    advantages_N: Tensor | None = None
+    """Advantage of the token; None for supervised data."""
+    ages_N: Tensor | None = None
+    """Steps between the version that sampled the token and the step; only the log-linear π_prox reads it."""
+    m2_limit: float | None = None
+    """Tokens with a larger (log ρ)² are dropped (`m2_limit_of`); None keeps all."""
+    batch_kl: float | None = None
+    """KTO's KL, measured over the global batch before its first update."""
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the whole batch of one update: all micro-batches, all ranks."""
+
+    tokens: int
+    """Active tokens."""
+    sequences: int
+    """Sequences, those without active tokens included."""
+    max_completion_tokens: int
+    """The longest completion that sampling allows, in tokens (`dr_grpo`)."""
+    micro_batches: int
+    """Micro-batches that hold tokens (`bnpo`)."""
+    prompts: int = 0
+    """Prompts (preference pairs): sequences that share a group id count once."""
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """A micro-batch's share of the loss."""
+
+    loss: Tensor
+    """Scalar with gradient; shares add up to the loss of the batch."""
+    sums: dict[str, Tensor]
+    """Scalars that add up over micro-batches and ranks; `metrics_from_sums` reads them."""
+    token_losses_N: Tensor
+    """Detached, before the reduction: tells which sequence went wrong."""
+
+
+class Objective(ABC):
+    """One algorithm: its samples, its loss and its metrics. The defaults are those of training on single texts."""
+
+    temperature: float = 1.0
+    """Log-probabilities are taken at this temperature."""
+    with_entropy_gradient: bool = False
+    """Whether the loss reads the entropy's gradient."""
+    keeps_prompts_whole: bool = False
+    """Whether all sequences of a prompt go into one micro-batch."""
+    measures_mismatched: bool = False
+    """Whether the batch has samples that do not train: the mean of their Σ_t log π - log π_ref is `TokenArrays.batch_kl`."""
+
+    def load_model(self, policy: PolicySection, device: torch.device, seed: int) -> PreTrainedModel:
+        """The model that trains."""
+        return load_policy(policy, device, seed)
+
+    def samples(
+        self,
+        row: Row,
+        number: int,
+        encoder: ExampleEncoder,
+        reference_S: Sequence[float] | None,
+    ) -> list[TrainingSample]:
+        """The samples of a row of the data set (`learner.batch.examples.SampleMaker`)."""
+        raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
+
+    def mismatched_sample(
+        self,
+        row: Row,
+        other: Row,
+        number: int,
+        encoder: ExampleEncoder,
+        reference_S: Sequence[float] | None,
+    ) -> TrainingSample:
+        """The prompt of `row` with the completion of `other`, where `measures_mismatched`."""
+        raise ValueError(f"{type(self).__name__} measures nothing on mismatched completions")
+
+    @abstractmethod
+    def dummy(self) -> list[TrainingSample]:
+        """Samples of one token that have all that the loss or a reference reads; they count nothing."""
+
+    def set_aside(self, batch: Sequence[TrainingSample]) -> tuple[list[TrainingSample], list[TrainingSample]]:
+        """(samples that train, samples that are only measured)."""
+        return list(batch), []
+
+    @abstractmethod
+    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+        """The share of a micro-batch in the loss."""
+
+    def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
+        """Metrics of a batch, from the sums of its micro-batches and ranks over this many updates."""
+        return metrics_from_sums(sums)
+
+
+def dummy_sample(verdict: Verdict | None = None) -> TrainingSample:
+    """A completion of one token, as a data set has it."""
+    zero = np.zeros(1, np.int32)
+    return TrainingSample(-1, zero, zero, verdict=verdict)
+
+
+def token_sums(tokens: TokenArrays) -> dict[str, Tensor]:
+    """Number of tokens, and the sums of their entropy and log-probability."""
+    return {
+        "tokens": torch.ones_like(tokens.current_N).sum(),
+        "entropy": detached_sum(tokens.entropy_N),
+        "logprob": detached_sum(tokens.current_N),
+    }
+
+
+def detached_sum(values_N: Tensor) -> Tensor:
+    """The sum in float64, without gradient."""
+    return values_N.detach().sum(dtype=torch.float64)
+
+
+def metrics_from_sums(sums: dict[str, float]) -> dict[str, float]:
+    """Metrics of a batch from the sums of all its micro-batches and ranks.
+
+    `ratio_behaviour` mean of π/μ; `kl_behaviour` k3 estimate of KL(μ‖π) from μ's samples: mean of ratio - 1 - log
+    ratio; `effective_sample_size` (Σw)²/(N·Σw²) with w = π_prox/μ, not truncated, per token and per sequence;
+    `clip_fraction`, `truncation_fraction` (a weight's bound acted) and `drop_fraction` (a mask) of tokens; `entropy`, `logprob` and `kl_reference` means, in nats.
+    """
+    tokens = sums["tokens"]
+    if tokens == 0:
+        return {}
+    means = {
+        "entropy": "entropy",
+        "logprob": "logprob",
+        "ratio_behaviour": "ratio",
+        "kl_behaviour": "kl_behaviour",
+        "kl_reference": "kl_reference",
+        "clip_fraction": "clipped",
+        "truncation_fraction": "truncated",
+        "drop_fraction": "dropped",
+    }
+    metrics = {name: sums[key] / tokens for name, key in means.items() if key in sums}
+    if "weight" in sums:
+        metrics["effective_sample_size"] = sums["weight"] ** 2 / (tokens * sums["weight_squared"])
+        metrics["effective_sample_size_sequence"] = sums["sequence_weight"] ** 2 / (
+            sums["sequences_with_tokens"] * sums["sequence_weight_squared"]
+        )
+    return metrics

@@ -1,0 +1,133 @@
+"""`kto`: Kahneman-Tversky optimisation of single completions, good or bad. Suffix: S sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from learner.batch.encoding import ExampleEncoder
+from learner.batch.examples import Row
+from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, token_sums
+from learner.objectives.completions import (
+    completion_result,
+    completion_sums,
+    judged_dummies,
+    reference_sums,
+)
+from paceline.data.examples import read_verdict
+from paceline.spec import RunSpec
+
+
+class Kto(Objective):
+    """The reward of a completion is β·(log π - log π_ref). The KL is measured on completions of other prompts."""
+
+    keeps_prompts_whole = True
+    measures_mismatched = True
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._data = spec.data
+        self._section = spec.kto
+
+    def samples(
+        self,
+        row: Row,
+        number: int,
+        encoder: ExampleEncoder,
+        reference_S: Sequence[float] | None,
+    ) -> list[TrainingSample]:
+        prompt, completion, desirable = read_verdict(row, self._data)
+        known = reference_S[0] if reference_S else None
+        return [encoder.completion(number, prompt, completion, Verdict(desirable, reference_logprob=known))]
+
+    def mismatched_sample(
+        self,
+        row: Row,
+        other: Row,
+        number: int,
+        encoder: ExampleEncoder,
+        reference_S: Sequence[float] | None,
+    ) -> TrainingSample:
+        prompt, _, desirable = read_verdict(row, self._data)
+        completion = read_verdict(other, self._data).completion
+        known = reference_S[0] if reference_S else None
+        verdict = Verdict(desirable, mismatched=True, reference_logprob=known)
+        return encoder.cut_completion(number, prompt, completion, verdict)
+
+    def dummy(self) -> list[TrainingSample]:
+        return judged_dummies()
+
+    def set_aside(self, batch: Sequence[TrainingSample]) -> tuple[list[TrainingSample], list[TrainingSample]]:
+        """Mismatched completions are measured, the others train."""
+        measured = [s for s in batch if s.verdict is not None and s.verdict.mismatched]
+        return [s for s in batch if s.verdict is None or not s.verdict.mismatched], measured
+
+    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+        section = self._section
+        log_ratios_S = completion_sums(tokens.current_N, tokens) - reference_sums(tokens, row)
+        good_S = torch.tensor([verdict.good for verdict in row.verdicts_S], device=log_ratios_S.device)
+        batch_kl = tokens.batch_kl or 0.0
+        loss = kto_loss(
+            log_ratios_S,
+            good_S,
+            batch_kl,
+            counts.sequences,
+            beta=section.reference_policy_kl_penalty,
+            desirable_weight=section.desirable_weight,
+            undesirable_weight=section.undesirable_weight,
+        )
+        rewards_S = section.reference_policy_kl_penalty * log_ratios_S.detach().double()
+        right_S = (log_ratios_S.detach() > max(batch_kl, 0.0)) == good_S
+        sums = {
+            **token_sums(tokens),
+            "verdicts": torch.ones_like(rewards_S).sum(),
+            "verdicts_right": right_S.double().sum(),
+            "good": good_S.double().sum(),
+            "good_reward": rewards_S[good_S].sum(),
+            "bad_reward": rewards_S[~good_S].sum(),
+        }
+        return completion_result(loss, sums, tokens, log_ratios_S)
+
+    def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
+        """`batch_kl`; `accuracy` of completions on the right side of z, `margin` difference of the good and the bad ones'
+        mean reward, `chosen_reward`, `rejected_reward` these means."""
+        metrics = super().metrics(sums, num_updates)
+        metrics |= {"batch_kl": sums["batch_kl"]} if "batch_kl" in sums else {}
+        if sums["verdicts"]:
+            good, bad = sums["good"], sums["verdicts"] - sums["good"]
+            metrics["accuracy"] = sums["verdicts_right"] / sums["verdicts"]
+            metrics |= {"chosen_reward": sums["good_reward"] / good} if good else {}
+            metrics |= {"rejected_reward": sums["bad_reward"] / bad} if bad else {}
+            if good and bad:
+                metrics["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
+        return metrics
+
+
+def kto_loss(
+    log_ratios_S: Tensor,
+    desirable_S: Tensor,
+    batch_kl: float,
+    num_sequences: int,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Mean over the global batch of weight · (1 - σ(±β·(log-ratio - z))), + where desirable (Ethayarajh et al. 2024).
+
+    Args:
+        batch_kl: mean log-ratio of mismatched prompts and completions over the global batch; z = max(0, batch_kl) is
+            a constant of the loss.
+        num_sequences: completions in the global batch.
+    """
+    sign_S = torch.where(desirable_S, torch.ones_like(log_ratios_S), -torch.ones_like(log_ratios_S))
+    weight_S = torch.where(
+        desirable_S,
+        torch.full_like(log_ratios_S, desirable_weight),
+        torch.full_like(log_ratios_S, undesirable_weight),
+    )
+    # 1 - σ(x) = σ(-x), without the cancellation.
+    losses_S = torch.sigmoid(-beta * sign_S * (log_ratios_S - max(batch_kl, 0.0)))
+    return (weight_S * losses_S).sum() / num_sequences

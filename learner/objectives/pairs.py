@@ -1,0 +1,126 @@
+"""Pairs of a chosen and a rejected completion of one prompt: `dpo`, `orpo` and `rm`.
+
+Promise: a prompt counts once, however many completions it rejects; all denominators are of the global batch, so that
+shares add up however it was split (a prompt's sequences are in one micro-batch).
+
+Suffixes: N trained tokens, S sequences, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.batch.encoding import ExampleEncoder
+from learner.batch.examples import Row
+from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.objectives.base import Denominators, Objective
+from learner.objectives.completions import judged_dummies
+from paceline.data.examples import read_preference
+from paceline.spec import DataSection
+
+
+class PairObjective(Objective):
+    """An objective on pairs: a row gives the chosen completion, then the rejected ones."""
+
+    keeps_prompts_whole = True
+
+    def __init__(self, data: DataSection) -> None:
+        self._data = data
+
+    def samples(
+        self,
+        row: Row,
+        number: int,
+        encoder: ExampleEncoder,
+        reference_S: Sequence[float] | None,
+    ) -> list[TrainingSample]:
+        prompt, chosen, rejected, margin = read_preference(row, self._data)
+        verdicts = [(chosen, Verdict(True, margin)), *((worse, Verdict(False)) for worse in rejected)]
+        sums: Sequence[float | None] = reference_S or [None] * len(verdicts)
+        return [
+            self.encode(encoder, number, prompt, completion, verdict._replace(reference_logprob=known))
+            for (completion, verdict), known in zip(verdicts, sums, strict=True)
+        ]
+
+    def encode(
+        self, encoder: ExampleEncoder, number: int, prompt: Any, completion: Any, verdict: Verdict
+    ) -> TrainingSample:
+        """The sample of one completion."""
+        return encoder.completion(number, prompt, completion, verdict)
+
+    def dummy(self) -> list[TrainingSample]:
+        return judged_dummies()
+
+    def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
+        """`preference_loss` and `sft_loss` parts of the loss; `accuracy` of pairs whose chosen completion has the higher
+        reward (half counts where both are equal), `margin` mean difference of rewards, `chosen_reward`, `rejected_reward`
+        their means."""
+        metrics = super().metrics(sums, num_updates)
+        metrics |= {
+            name: sums[name] / num_updates for name in ("preference_loss", "sft_loss") if name in sums
+        }
+        if sums["pairs"]:
+            metrics |= {
+                "accuracy": sums["pairs_won"] / sums["pairs"],
+                "margin": (sums["chosen_reward"] - sums["rejected_reward"]) / sums["pairs"],
+                "chosen_reward": sums["chosen_reward"] / sums["pairs"],
+                "rejected_reward": sums["rejected_reward"] / sums["pairs"],
+            }
+        return metrics
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a micro-batch, as indices of its sequences."""
+
+    chosen_P: Tensor
+    rejected_P: Tensor
+    weights_P: Tensor
+    """1 / (prompts of the global batch · rejected completions of the prompt)."""
+    margins_P: Tensor
+
+
+def pairs_of(row: PackedBatch, num_prompts: int) -> Pairs:
+    """Each rejected completion with the chosen one of its prompt. ValueError for a prompt that lacks either."""
+    chosen: dict[int, int] = {}
+    rejected: dict[int, list[int]] = {}
+    for place, (prompt, verdict) in enumerate(zip(row.group_ids_S, row.verdicts_S, strict=True)):
+        if verdict.good:
+            chosen[prompt] = place
+        else:
+            rejected.setdefault(prompt, []).append(place)
+    if chosen.keys() != rejected.keys():
+        broken = sorted(chosen.keys() ^ rejected.keys())
+        raise ValueError(f"examples {broken} have only chosen or only rejected completions in a micro-batch")
+    places = [(prompt, place) for prompt, worse in rejected.items() for place in worse]
+
+    def integers(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=row.targets_N.device)
+
+    def floats(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=row.targets_N.device)
+
+    return Pairs(
+        integers([chosen[prompt] for prompt, _ in places]),
+        integers([place for _, place in places]),
+        floats([1 / (num_prompts * len(rejected[prompt])) for prompt, _ in places]),
+        floats([row.verdicts_S[chosen[prompt]].margin for prompt, _ in places]),
+    )
+
+
+def pair_sums(rewards_S: Tensor, pairs: Pairs, counts: Denominators) -> dict[str, Tensor]:
+    """Sums for `PairObjective.metrics`. They count prompts: the pairs of one prompt share a weight of 1."""
+    weights_P = pairs.weights_P.double() * counts.prompts
+    chosen_P, rejected_P = rewards_S[pairs.chosen_P].double(), rewards_S[pairs.rejected_P].double()
+    won_P = (chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P).double()
+    return {
+        "pairs": weights_P.sum(),
+        "pairs_won": (weights_P * won_P).sum(),
+        "chosen_reward": (weights_P * chosen_P).sum(),
+        "rejected_reward": (weights_P * rejected_P).sum(),
+    }

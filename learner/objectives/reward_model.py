@@ -1,0 +1,66 @@
+"""`rm`: a reward model from pairs: one score for a prompt with a completion. Suffixes: S sequences, P pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.batch.encoding import ExampleEncoder
+from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.model.policy import load_reward_model
+from learner.objectives.base import Denominators, LossResult, TokenArrays
+from learner.objectives.completions import completion_result
+from learner.objectives.pairs import PairObjective, pair_sums, pairs_of
+from paceline.spec import PolicySection, RunSpec
+
+
+class RewardModel(PairObjective):
+    """Every sequence has one trained place, where the model's answer is the score, which is also the reward."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec.data)
+        self._centring = spec.rm.centring
+
+    def load_model(self, policy: PolicySection, device: torch.device, seed: int) -> PreTrainedModel:
+        """A model with a new scoring head."""
+        return load_reward_model(policy, device)
+
+    def encode(
+        self, encoder: ExampleEncoder, number: int, prompt: Any, completion: Any, verdict: Verdict
+    ) -> TrainingSample:
+        """The whole text, with the score asked at its last token."""
+        return encoder.scored_text(number, prompt, completion, verdict)
+
+    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+        scores_S, pairs = tokens.current_N, pairs_of(row, counts.prompts)
+        loss = reward_model_loss(
+            scores_S[pairs.chosen_P],
+            scores_S[pairs.rejected_P],
+            pairs.weights_P,
+            margins_P=pairs.margins_P,
+            centring=self._centring,
+        )
+        sums = {"tokens": torch.ones_like(scores_S).sum(), **pair_sums(scores_S.detach(), pairs, counts)}
+        return completion_result(loss, sums, tokens, scores_S)
+
+
+def reward_model_loss(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    weights_P: Tensor,
+    *,
+    margins_P: Tensor | None = None,
+    centring: float = 0.01,
+) -> Tensor:
+    """Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], weights as for the other pairs.
+
+    Bradley and Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring: Eisenstein et al. 2023, so that scores of
+    different models are comparable.
+    """
+    gap_P = chosen_P - rejected_P if margins_P is None else chosen_P - rejected_P - margins_P
+    losses_P = -F.logsigmoid(gap_P) + centring * (chosen_P + rejected_P).square()
+    return (weights_P * losses_P).sum()

@@ -1,0 +1,54 @@
+"""`sft`: maximum likelihood of a data set's completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from learner.batch.encoding import ExampleEncoder
+from learner.batch.examples import Row
+from learner.batch.samples import PackedBatch, TrainingSample
+from learner.objectives.base import (
+    Denominators,
+    LossResult,
+    Objective,
+    TokenArrays,
+    dummy_sample,
+    token_sums,
+)
+from learner.objectives.reduction import reduced
+from paceline.data.examples import read_demonstration
+from paceline.spec import RunSpec
+
+
+class Sft(Objective):
+    """One sample for each row: the completion, or the assistant's messages of a conversation."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._data = spec.data
+        self._loss_mask = spec.sft.loss_mask
+
+    def samples(
+        self,
+        row: Row,
+        number: int,
+        encoder: ExampleEncoder,
+        reference_S: Sequence[float] | None,
+    ) -> list[TrainingSample]:
+        example = read_demonstration(row, self._data)
+        if self._loss_mask == "assistant":
+            return [encoder.conversation(number, [*example.prompt, *example.completion])]
+        return [encoder.completion(number, example.prompt, example.completion)]
+
+    def dummy(self) -> list[TrainingSample]:
+        return [dummy_sample()]
+
+    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+        return sft_loss(tokens, counts)
+
+
+def sft_loss(tokens: TokenArrays, denominators: Denominators) -> LossResult:
+    """Negative log-likelihood of the completions, mean over the tokens of the global batch.
+
+    loss = -Σ_t log π_t / tokens of the batch: maximum likelihood, as in every language model since Bengio et al. 2003.
+    """
+    return reduced(-tokens.current_N, token_sums(tokens), tokens, denominators, "dapo")
