@@ -21,6 +21,8 @@ from paceline.spec import GenerationSection
 if TYPE_CHECKING:
     import torch
 
+    from protos.paceline.v1 import common_pb2
+
 
 MAX_ID = 2**31 - 1
 """Engines keep ids in 32 or 64 bits."""
@@ -73,6 +75,30 @@ class SamplingParams:
             top_p=generation.top_p,
             top_k=generation.top_k,
             stop_token_ids=generation.stop_token_ids,
+        )
+
+    @classmethod
+    def from_proto(cls, params: common_pb2.SamplingParams) -> SamplingParams:
+        """The parameters of a lease, in which every field is set."""
+        return cls(
+            max_new_tokens=params.max_new_tokens,
+            min_new_tokens=params.min_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stop_token_ids=tuple(params.stop_token_ids),
+        )
+
+    @classmethod
+    def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
+        """The parameters of a caller's request; zero or unset length, temperature and stop ids are those of `default`."""
+        return cls(
+            max_new_tokens=params.max_new_tokens or default.max_new_tokens,
+            min_new_tokens=params.min_new_tokens,
+            temperature=params.temperature or default.temperature,
+            top_p=params.top_p or 1.0,
+            top_k=params.top_k,
+            stop_token_ids=tuple(params.stop_token_ids) or default.stop_token_ids,
         )
 
 

@@ -321,7 +321,9 @@ class RolloutRun:
             self._running[request_id] = None
             prefix = begun if begun is not None and len(begun.token_ids) else None
             seed = sample_seed(lease.seed, lease.attempt, index)
-            request = GenerationRequest(request_id, prompt_ids, _lease_params(lease), seed, prefix)
+            request = GenerationRequest(
+                request_id, prompt_ids, SamplingParams.from_proto(lease.params), seed, prefix
+            )
             try:
                 completion = await self.engine.generate(request)
             finally:
@@ -383,18 +385,6 @@ class RolloutRun:
         if not self._leases:
             self._idle.set()
             self._empty_since_s = time.monotonic()
-
-
-def _lease_params(lease: pb.Lease) -> SamplingParams:
-    params = lease.params
-    return SamplingParams(
-        max_new_tokens=params.max_new_tokens,
-        min_new_tokens=params.min_new_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        stop_token_ids=tuple(params.stop_token_ids),
-    )
 
 
 def hand_back_seconds(max_tokens: int, grace_s: float) -> float:

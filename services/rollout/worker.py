@@ -290,17 +290,9 @@ def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None
 
 def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParams:
     """The request's parameters; zero or unset fields take the run's."""
-    default = run.params
     if params.max_new_tokens > run.spec.policy.max_total_sequence_length:
         raise InvalidInput(
             f"max_new_tokens {params.max_new_tokens} exceeds policy.max_total_sequence_length "
             f"{run.spec.policy.max_total_sequence_length}"
         )
-    return SamplingParams(
-        max_new_tokens=params.max_new_tokens or default.max_new_tokens,
-        min_new_tokens=params.min_new_tokens,
-        temperature=params.temperature or default.temperature,
-        top_p=params.top_p or 1.0,
-        top_k=params.top_k,
-        stop_token_ids=tuple(params.stop_token_ids) or default.stop_token_ids,
-    )
+    return SamplingParams.from_request(params, run.params)

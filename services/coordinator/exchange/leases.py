@@ -12,8 +12,8 @@ from paceline.errors import Unreadable
 from paceline.groups import Version, held_attempt, with_holder
 from paceline.tracing import group_traceparent, span
 from paceline.wire import parse_message
-from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.sampling_params import params_message
 from services.coordinator.exchange import evaluation, quarantine
 from services.coordinator.exchange.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange.batches import damaged_groups
@@ -45,15 +45,7 @@ class _Lending:
     def __init__(self, exchange: Exchange, run: ActiveRun, rooms: Sequence[int]):
         self._exchange, self._run = exchange, run
         self._group_size = run.spec.grpo.num_generations_per_prompt
-        generation = run.spec.policy.generation
-        self._params = common_pb2.SamplingParams(
-            max_new_tokens=generation.max_new_tokens,
-            min_new_tokens=generation.min_new_tokens,
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-            stop_token_ids=generation.stop_token_ids,
-        )
+        self._params = params_message(run.spec.policy.generation)
         self._free: list[tuple[sqlite3.Row, int]] = []
         """Groups to train that nobody has, in the order of their places, each with the step that it is for."""
         self._lent: list[tuple[str, int, str, int, int, str]] = []

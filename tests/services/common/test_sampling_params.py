@@ -1,0 +1,29 @@
+"""Sampling parameters from the spec to the engine."""
+
+from __future__ import annotations
+
+from paceline.spec import GenerationSection
+from protos.paceline.v1 import common_pb2
+from rollout.engine import SamplingParams
+from services.common.sampling_params import params_message
+
+GENERATION = GenerationSection(
+    max_new_tokens=7,
+    min_new_tokens=2,
+    temperature=0.5,
+    top_p=0.75,
+    top_k=3,
+    stop_token_ids=(4, 9),
+    allow_biased_sampling=True,
+)
+
+
+def test_parameters_of_a_lease_are_those_of_the_spec() -> None:
+    assert SamplingParams.from_proto(params_message(GENERATION)) == SamplingParams.from_spec(GENERATION)
+
+
+def test_unset_fields_of_a_request_come_from_the_run() -> None:
+    params = SamplingParams.from_request(
+        common_pb2.SamplingParams(max_new_tokens=5), SamplingParams.from_spec(GENERATION)
+    )
+    assert params == SamplingParams(5, 0, 0.5, 1.0, 0, (4, 9))
