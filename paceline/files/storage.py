@@ -19,6 +19,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from paceline.errors import SpecError
+from paceline.files.whole_file import sync_folder, write_whole
 
 CHUNK_BYTES = 8 << 20
 
@@ -122,15 +123,9 @@ class Folder:
         if self.local is None:
             self._store.pipe_file(self._at(name), data)
             return
-        _sync(self.local)
-        partial = self.local / f"{name}.partial"
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.local / name)
-        _sync(self.local)
-        _sync(self.local.parent)
+        sync_folder(self.local)
+        write_whole(self.local / name, data, durable=True)
+        sync_folder(self.local.parent)
 
     def delete(self, name: str) -> None:
         """Removes a file, if it is there."""
@@ -150,12 +145,3 @@ class Folder:
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path
-
-
-def _sync(path: Path) -> None:
-    """Makes the entries of a folder durable, which writing the files alone does not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

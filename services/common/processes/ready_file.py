@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.files.whole_file import write_whole
+
 
 def announce(ready_file: Path | None, address: str) -> None:
     """Writes `address` to `ready_file` as one object."""
     if ready_file is not None:
-        partial = ready_file.with_name(ready_file.name + ".partial")
-        partial.write_text(address + "\n")
-        partial.replace(ready_file)
+        write_whole(ready_file, address + "\n")

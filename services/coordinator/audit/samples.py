@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.errors import NotFound
+from paceline.files.whole_file import written_whole
 from paceline.wire import Buffer, decode_result, decode_rewards
 
 if TYPE_CHECKING:
@@ -96,21 +97,19 @@ def export_samples(ledger: Ledger, run_id: str, weights: list[float], destinatio
     ).fetchall()
     if not steps:
         raise NotFound(f"run {run_id} has trained no batch yet, so there is nothing to export")
-    partial = destination.with_name(destination.name + ".partial")
     schema, rows = _schema(), 0
-    try:
-        with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for step in steps:
-                table = [
-                    row
-                    for group in samples_of_step(ledger, run_id, step["step"])
-                    for row in _completion_rows(group, weights)
-                ]
-                writer.write_table(pyarrow.Table.from_pylist(table, schema=schema))
-                rows += len(table)
-        partial.replace(destination)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        written_whole(destination) as partial,
+        pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer,
+    ):
+        for step in steps:
+            table = [
+                row
+                for group in samples_of_step(ledger, run_id, step["step"])
+                for row in _completion_rows(group, weights)
+            ]
+            writer.write_table(pyarrow.Table.from_pylist(table, schema=schema))
+            rows += len(table)
     return rows
 
 

@@ -8,11 +8,11 @@ and put back. A coordinator that is started on it goes on from there, also where
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
+from paceline.files.whole_file import written_whole
 from services.coordinator.ledger import restored_backup
 from services.coordinator.ledger.integrity.file_check import check_file
 from services.coordinator.ledger.integrity.file_damage import sentence
@@ -31,8 +31,7 @@ def back_up(ledger: Ledger, destination: Path) -> int:
     """
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")
-    partial = destination.with_name(destination.name + ".partial")
-    try:
+    with written_whole(destination, durable=True) as partial:
         for attempt in range(1, ATTEMPTS + 1):
             partial.unlink(missing_ok=True)
             try:
@@ -43,11 +42,6 @@ def back_up(ledger: Ledger, destination: Path) -> int:
             except LedgerFault:
                 if attempt == ATTEMPTS:
                     raise
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(destination)
-    finally:
-        partial.unlink(missing_ok=True)
     return destination.stat().st_size
 
 

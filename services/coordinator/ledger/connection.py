@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from paceline.errors import Conflict, LedgerFault, NotFound
+from paceline.files.whole_file import sync_folder, written_whole
 from services.coordinator.ledger import restored_backup
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
 from services.coordinator.ledger.integrity.report import REMEDY as RESTORE
 from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
-from services.coordinator.ledger.segments import PayloadStore, sync_folder
+from services.coordinator.ledger.segments import PayloadStore
 
 KnownT = TypeVar("KnownT")
 MAX_KNOWN = 256
@@ -261,14 +262,11 @@ class LedgerFile:
     def _copy_before_upgrade(self, version: int) -> None:
         """The tables as they are, beside the ledger: an older Paceline can go on from there (the segments are the same)."""
         path = self.path.with_name(f"{self.path.name}.format-{version}")
-        partial = path.with_name(path.name + ".partial")
-        partial.unlink(missing_ok=True)
-        with contextlib.closing(sqlite3.connect(partial)) as copy:
+        with (
+            written_whole(path, durable=True) as partial,
+            contextlib.closing(sqlite3.connect(partial)) as copy,
+        ):
             self.db.backup(copy)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
         log.warning(
             "the ledger has format %d and is raised to %d; %s is a copy of it", version, SCHEMA_VERSION, path
         )

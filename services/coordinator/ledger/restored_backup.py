@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from services.coordinator.ledger.segments import sync_folder
+from paceline.files.whole_file import sync_folder
 
 MARK = 0x5043424B
 """SQLite's application_id of a backup: PCBK."""

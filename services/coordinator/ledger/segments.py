@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import LedgerFault
+from paceline.files.whole_file import sync_folder
 from paceline.wire import Buffer
 from services.coordinator.ledger.segment_writer import SegmentWriter
 
@@ -338,12 +339,3 @@ class PayloadStore:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}.seg"
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.files.whole_file import write_whole
 from services.coordinator.reporting import metrics_lines
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,4 @@ class MetricsFiles:
 
 def write_summary(directory: Path, summary: dict[str, Any]) -> None:
     """Writes summary.json as one object: it is there whole or not at all."""
-    path = directory / SUMMARY_NAME
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    partial.replace(path)
+    write_whole(directory / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n")
