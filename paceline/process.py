@@ -1,10 +1,26 @@
-"""How a process of Paceline ends."""
+"""How a process of Paceline ends: by itself, or with the process that started it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Ask the kernel to send signal `number` to this process when its parent ends; one that has ended counts too.
+
+    The parent is the *thread* that started this process. Linux only; elsewhere nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before the call
+        os.kill(os.getpid(), number)
 
 
 def end_process(status: int = 0) -> NoReturn:

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput, Unreadable
+from paceline.process import die_with_parent
 from reward.calling import InvalidRewards, call_function
 from reward.loading import RewardFunction, describe_error, load_function
 from reward.protocol import encode, receive
 
-PR_SET_PDEATHSIG = 1
 MAX_LIMIT_BYTES = 2**62  # what setrlimit takes
 OOM_SCORE = 500  # of 1000: when the host runs out of memory, the kernel takes this process before the service
 
@@ -46,7 +46,10 @@ class LoadedFunction:
 def main() -> None:
     """Serves the socket whose descriptor is argv[2] until the runner, process argv[3], closes it."""
     connection_fd, runner_pid = int(sys.argv[2]), int(sys.argv[3])
-    _die_with(runner_pid)
+    die_with_parent(
+        runner_pid, signal.SIGKILL
+    )  # elsewhere than on Linux, the closed socket ends an idle process
+    _be_killed_first()
     _print_to_stderr()
     os.set_inheritable(connection_fd, False)
     connection = socket.socket(fileno=connection_fd)
@@ -148,14 +151,8 @@ def _mapped_bytes() -> int | None:
         return None
 
 
-def _die_with(runner_pid: int) -> None:
-    if sys.platform != "linux":
-        return  # the closed socket still ends an idle process
-    import ctypes
-
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != runner_pid:  # it died before the call above
-        os._exit(1)
+def _be_killed_first() -> None:
+    """When the host runs out of memory, the kernel takes this process before the service. Linux only."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 

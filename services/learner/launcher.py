@@ -23,7 +23,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from services.common.processes.parent_death import STARTER_VARIABLE, die_with_parent
+from services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
 from services.common.processes.restart_policy import FROM_OUTSIDE
 from services.common.processes.supervisor import ending
 from services.common.processes.tether import tethered
@@ -150,7 +150,7 @@ def _named(ranks: set[int]) -> str:
 
 def main(arguments: list[str]) -> None:
     """Ranks of any module, as given on the command line."""
-    die_with_parent()
+    die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ranks, grace_s, module, *options = arguments
     end_as(run_ranks(module, options, int(ranks), float(grace_s)))

@@ -13,7 +13,7 @@ import os
 import click
 
 from services.common.options import token_file_option
-from services.common.processes.parent_death import die_with_parent
+from services.common.processes.parent_death import die_with_starter
 from services.learner.launcher import end_as, run_ranks
 
 
@@ -50,7 +50,7 @@ def main(
 
         rank_main(options, standalone_mode=False)
         return
-    die_with_parent()
+    die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end_as(run_ranks("services.learner.rank", options, ranks, grace_s))
 

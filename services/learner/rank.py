@@ -34,7 +34,7 @@ from services.common.gpus import unused_gpus
 from services.common.grpc_server import GrpcServer
 from services.common.membership import LEAVE_WAIT_S, Membership
 from services.common.processes.file_limit import raise_file_limit
-from services.common.processes.parent_death import die_with_parent
+from services.common.processes.parent_death import die_with_starter
 from services.common.processes.ready_file import announce
 from services.common.run_setup import failed_set_up
 from services.common.token_guard import worker_guard
@@ -264,7 +264,7 @@ def main(
     ready_file: str,
 ) -> None:
     """One rank; its options come from `paceline serve learner`."""
-    die_with_parent()
+    die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("learner")
     raise_file_limit()

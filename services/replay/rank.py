@@ -27,7 +27,7 @@ from paceline.onednn import bound_caches
 from paceline.process import end_process
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
-from services.common.processes.parent_death import die_with_parent
+from services.common.processes.parent_death import die_with_starter
 from services.coordinator.ledger.ledger import Ledger
 from services.learner.rank import set_up_device
 from services.replay.plan import plan_replay, read_part
@@ -93,7 +93,7 @@ def main(
     ledger_path: Path, run_id: str, spec_path: Path, start: int, end: int, output: Path, device: str
 ) -> None:
     """One rank; its options come from `paceline replay`."""
-    die_with_parent()
+    die_with_starter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     bound_caches()
     status = 0

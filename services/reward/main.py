@@ -17,7 +17,7 @@ from services.common.advertise import advertised_host
 from services.common.grpc_server import GrpcServer, run_service
 from services.common.options import functions_from_option, token_file_option
 from services.common.processes.file_limit import raise_file_limit
-from services.common.processes.parent_death import die_with_parent
+from services.common.processes.parent_death import die_with_starter
 from services.common.processes.ready_file import announce
 from services.common.token_guard import worker_guard
 from services.reward.servicer import RewardServicer
@@ -55,7 +55,7 @@ def main(
     ready_file: Path | None,
 ) -> None:
     """A reward worker: scores completions for the coordinator's run."""
-    die_with_parent()
+    die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("reward")
     raise_file_limit()

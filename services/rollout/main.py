@@ -18,7 +18,7 @@ from services.common.gpus import unused_gpus
 from services.common.grpc_server import GrpcServer, run_service
 from services.common.options import token_file_option
 from services.common.processes.file_limit import raise_file_limit
-from services.common.processes.parent_death import die_with_parent
+from services.common.processes.parent_death import die_with_starter
 from services.common.processes.ready_file import announce
 from services.common.token_guard import worker_guard
 from services.rollout.worker import RolloutWorker
@@ -57,7 +57,7 @@ def main(
     ready_file: Path | None,
 ) -> None:
     """A rollout worker: generates completions for the coordinator's run."""
-    die_with_parent()
+    die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("rollout")
     raise_file_limit()

@@ -1,8 +1,9 @@
 """Becomes another program that cannot outlive its starter, however the starter ends.
 
-Run as a file by a bare interpreter (`tethered` gives the command line), so it costs some 20 ms and no import of ours.
-The kernel sends the signal when the *thread* that started the process ends: start tethered processes from a thread
-that waits for them. Linux only; elsewhere the program simply runs.
+Run as a file by a bare interpreter (`tethered` gives the command line), so it costs some 20 ms and no import of ours;
+that is why it repeats the call of `paceline.process.die_with_parent`. The kernel sends the signal when the *thread* that
+started the process ends: start tethered processes from a thread that waits for them. Linux only; elsewhere the program
+simply runs.
 """
 
 import ctypes

@@ -18,14 +18,18 @@ def test_a_file_replaces_the_one_before_and_leaves_nothing_beside_it(tmp_path: P
     assert list(tmp_path.iterdir()) == [path]
 
 
+def fail_half_way(path: Path) -> None:
+    with written_whole(path) as partial:
+        assert not partial.exists()
+        partial.write_bytes(b"half")
+        raise OSError("disk full")
+
+
 def test_a_writer_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_whole(path, b"before")
     (tmp_path / "file.partial").write_bytes(b"of a process that was killed")
-    with pytest.raises(OSError, match="disk full"), written_whole(path) as partial:
-        assert not partial.exists()
-        partial.write_bytes(b"half")
-        assert path.read_bytes() == b"before"
-        raise OSError("disk full")
+    with pytest.raises(OSError, match="disk full"):
+        fail_half_way(path)
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
