@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.address import checked_address
+from paceline.backoff import ExponentialBackoff
 from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.token import open_channel
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 ENDED_STATES = ("succeeded", "failed", "cancelled")
-MAX_BACKOFF_S = 2.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 OPENING_S = 3600.0
 """How long a submitted run's data set may take to be opened."""
 OPTIONS = (
@@ -211,11 +212,13 @@ class Client:
 
         from protos.paceline.v1.run_pb2 import WatchRequest
 
-        heard_s, backoff_s, first = time.monotonic(), 0.1, True
+        backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        heard_s, first = time.monotonic(), True
         while True:
             try:
                 for response in self._runs.Watch(WatchRequest(run_id=run_id, after=after)):
-                    after, heard_s, backoff_s, first = response.sequence, time.monotonic(), 0.1, False
+                    after, heard_s, first = response.sequence, time.monotonic(), False
+                    backoff.reset()
                     yield Event(response.sequence, response.kind, json.loads(response.json))
                 return
             except grpc.RpcError as error:
@@ -225,8 +228,7 @@ class Client:
                     raise self._translated(error) from None
             except ValueError:  # grpc's word for a call on a closed channel
                 raise Unavailable(f"the client of {self.address} is closed") from None
-            self._closed.wait(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            self._closed.wait(backoff.next_s())
 
     def wait(self, run_id: str, timeout_s: float | None = None) -> Run:
         """The run once it has ended, in whatever way. A coordinator that restarts meanwhile shows only as a pause.
@@ -342,14 +344,14 @@ class Client:
         a worker (`other`) is asked once.
         """
         wait_s = self._wait_s if wait_s is None else wait_s
-        deadline_s, backoff_s = time.monotonic() + (0.0 if other else wait_s), 0.1
+        deadline_s = time.monotonic() + (0.0 if other else wait_s)
+        backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
             try:
                 return self._call_once(call, other)
             except Unavailable:
-                if time.monotonic() >= deadline_s or self._closed.wait(backoff_s):
+                if time.monotonic() >= deadline_s or self._closed.wait(backoff.next_s()):
                     raise
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def _call_once(self, call: Callable[[], T], other: str | None) -> T:
         import grpc

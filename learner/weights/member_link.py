@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from learner.weights.publish_result import Failure, PublishResult
 from learner.weights.staged import StagedWeights
+from paceline.backoff import pause_after
 from paceline.errors import PacelineError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
@@ -226,10 +227,10 @@ class MemberLink:
         return self._newest is not None and (self.held is None or self._newest.version > self.held)
 
     def _back_off(self) -> None:
-        """After failures in a row waits for 0.2 s, 0.4 s, … max_wait_s, or until it is told to leave."""
+        """Wait after failures in a row for 0.2 s, 0.4 s, … max_wait_s, or until the link is told to leave."""
         if not self._failures:
             return
-        seconds = min(FIRST_BACKOFF_S * 2.0 ** min(self._failures - 1, 20), self._settings.max_wait_s)
+        seconds = pause_after(self._failures, FIRST_BACKOFF_S, self._settings.max_wait_s)
         with self._changed:
             self._changed.wait_for(lambda: self._left, seconds)
 

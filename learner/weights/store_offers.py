@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from learner.weights.publish_result import PublishResult
 from learner.weights.store_chain import Stored
+from paceline.backoff import pause_after
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.manifest import Algorithm
@@ -109,8 +110,7 @@ class StoreOffers:
             member.next_s = now  # the next version may follow at once
             if not ok:
                 member.failures += 1
-                pause_s = FIRST_BACKOFF_S * 2.0 ** min(member.failures - 1, 20)
-                member.next_s = now + min(pause_s, self._max_wait_s)
+                member.next_s = now + pause_after(member.failures, FIRST_BACKOFF_S, self._max_wait_s)
                 newest = self._newest
                 # One anchor for each round of offers that fails, and none while a newer one waits to be tried.
                 if damaged and newest is not None and newest.anchor == offered.anchor:

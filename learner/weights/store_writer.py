@@ -24,6 +24,7 @@ from learner.weights.rank_board import RankBoard
 from learner.weights.shards import LocalSlice
 from learner.weights.store_chain import Chain, Stored
 from learner.weights.store_jobs import Job, StoreJobs
+from paceline.backoff import ExponentialBackoff
 from paceline.errors import PacelineError
 from paceline.groups import Version
 from paceline.weights.delta_codec import changed_positions, encode
@@ -265,15 +266,15 @@ class StoreWriter:
             log.warning("%d old objects stay in the weight store: %s", len(names), error)
 
     def _retried(self, attempt: Callable[[], T]) -> T:
-        wait_s = FIRST_RETRY_S
+        backoff = ExponentialBackoff(FIRST_RETRY_S, LONGEST_RETRY_S)
         while True:
             try:
                 return attempt()
             except PacelineError as error:
+                wait_s = backoff.next_s()
                 log.warning("weights cannot be stored, trying again in %.1f s: %s", wait_s, error)
             if self._closed.wait(wait_s):
                 raise _Closed
-            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
 
 class _Closed(Exception):

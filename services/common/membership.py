@@ -29,6 +29,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.address import checked_address
+from paceline.backoff import ExponentialBackoff
 from paceline.errors import Conflict, WireError
 from paceline.rate_limited_log import unforeseen
 from paceline.token import metadata, read_token, token_path
@@ -38,7 +39,7 @@ from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
 from services.common.grpc_server import CHANNEL_OPTIONS
 from services.common.zmq_keepalive import use_ipv6, watch
 
-MAX_BACKOFF_S = 5.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 LEAVE_WAIT_S = 2.0
 """How long a worker that leaves waits, unless it says otherwise, for the coordinator to have taken its last words."""
 
@@ -121,7 +122,7 @@ class Membership:
 
     async def run(self) -> None:
         """Belongs until cancelled. Raises Conflict when the coordinator refuses this worker for good."""
-        backoff_s = 0.1
+        backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._resend())
@@ -140,9 +141,8 @@ class Membership:
                         self._left.set()
                         await asyncio.Event().wait()  # until whoever called leave() cancels this
                     if time.monotonic() - started_s > MAX_BACKOFF_S:
-                        backoff_s = 0.1
-                    await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                        backoff.reset()
+                    await asyncio.sleep(backoff.next_s() * random.uniform(0.5, 1.0))
         finally:
             self._close_socket()
             self._context.term()

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.backoff import ExponentialBackoff, pause_after
 from paceline.errors import InvalidInput, Unreadable
 from paceline.files import function_files
 from paceline.groups import Completion, IntArray
@@ -27,7 +28,6 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
-from services.common.exponential_backoff import ExponentialBackoff
 from services.common.membership import Membership
 from services.common.run_setup import failed_set_up, spec_of
 
@@ -237,7 +237,7 @@ class RewardWorker:
 
     async def _pause(self, failures: int) -> None:
         """Before such a task goes back: whatever does not answer is not asked for the next one at once."""
-        pause_s = min(FIRST_PAUSE_S * 2.0**failures, MAX_PAUSE_S)
+        pause_s = pause_after(failures + 1, FIRST_PAUSE_S, MAX_PAUSE_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), pause_s)
 

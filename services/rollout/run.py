@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.backoff import ExponentialBackoff
 from paceline.data.tokens import encode_prompt, load_tokenizer
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
 from paceline.groups import Completion, Group, IntArray
@@ -26,7 +27,6 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
 from rollout.engines import create_engine
-from services.common.exponential_backoff import ExponentialBackoff
 from services.common.membership import Membership
 from services.rollout.gather import gather_or_cancel
 from services.rollout.hang_probe import answers, until_hung

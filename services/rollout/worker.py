@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 import numpy as np
 
+from paceline.backoff import ExponentialBackoff
 from paceline.data.tokens import encode_prompt
 from paceline.errors import Conflict, EngineDied, InvalidInput
 from paceline.groups import Completion
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 from rollout.engine import MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
-from services.common.exponential_backoff import ExponentialBackoff
 from services.common.grpc_server import with_status
 from services.common.membership import Membership
 from services.common.run_setup import failed_set_up, spec_of

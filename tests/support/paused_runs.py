@@ -7,8 +7,8 @@ import json
 
 from control_plane import DEADLINE_S, Plane
 
+from paceline.backoff import ExponentialBackoff
 from protos.paceline.v1 import run_pb2
-from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.lifecycle.worker_faults import Faults
 
 

@@ -10,6 +10,8 @@ import re
 import signal
 from dataclasses import dataclass
 
+from paceline.backoff import pause_after
+
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
 MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
@@ -45,7 +47,7 @@ class Death:
         return self.status, CHANGING.sub("#", self.last_line)
 
 
-class Backoff:
+class RestartPolicy:
     """What the deaths of one service so far mean for its next life."""
 
     def __init__(self, max_backoff_s: float = MAX_BACKOFF_S):
@@ -71,7 +73,7 @@ class Backoff:
         longest_s = (
             min(MAX_BACKOFF_AFTER_SIGNAL_S, self._max_backoff_s) if from_outside else self._max_backoff_s
         )
-        self.pause_s = min(FIRST_BACKOFF_S * 2.0 ** min(self.in_a_row - 1, 30), longest_s)
+        self.pause_s = pause_after(self.in_a_row, FIRST_BACKOFF_S, longest_s)
 
     @property
     def is_said(self) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import PacelineError
-from services.common.processes.restart_policy import MAX_BACKOFF_S, Backoff, Death
+from services.common.processes.restart_policy import MAX_BACKOFF_S, Death, RestartPolicy
 from services.common.processes.tether import tethered
 
 KILL_WAIT_S = 10.0
@@ -63,7 +63,7 @@ class Service:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._meant_to_die = False
-        self._backoff = Backoff(max_backoff_s)
+        self._policy = RestartPolicy(max_backoff_s)
         self._keeper = threading.Thread(target=self._keep, name=f"keeper of {name}", daemon=True)
 
     def start(self) -> None:
@@ -128,7 +128,7 @@ class Service:
                 last_line = lines[-1] if lines else ""
                 death = Death(status, time.monotonic() - started_s, last_line, self._meant_to_die)
             self._meant_to_die = False
-            if not self._goes_on(how, death, lines) or self._stopping.wait(self._backoff.pause_s):
+            if not self._goes_on(how, death, lines) or self._stopping.wait(self._policy.pause_s):
                 return
 
     def _live_once(self) -> int | None:
@@ -156,16 +156,16 @@ class Service:
     def _goes_on(self, how: str, death: Death, lines: list[str]) -> bool:
         """Says what happened, or gives up; whether there is a next life."""
         self.deaths.append(f"{self.name} {how}")
-        backoff = self._backoff
-        backoff.count(death)
-        what = backoff.in_words(self.name, how)
-        if self.max_deaths is not None and backoff.in_a_row >= self.max_deaths:
+        policy = self._policy
+        policy.count(death)
+        what = policy.in_words(self.name, how)
+        if self.max_deaths is not None and policy.in_a_row >= self.max_deaths:
             tail = "".join(f"\n  {line}" for line in lines) or " nothing"
             self._gave_up(PacelineError(f"{what}. Its log {self.log_path} ends with:{tail}"))
             return False
-        if backoff.is_said:
+        if policy.is_said:
             said = f"; its log ends with: {lines[-1]}" if lines else ""
-            self._say(f"{what}, starts again in {backoff.pause_s:g} s{said}")
+            self._say(f"{what}, starts again in {policy.pause_s:g} s{said}")
         return True
 
 

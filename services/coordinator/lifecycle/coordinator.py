@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from paceline.backoff import ExponentialBackoff
 from paceline.data.examples import check_example
 from paceline.data.rows import PromptSource, open_prompts, open_rows
 from paceline.errors import Busy, Conflict, DataError, InvalidInput, LedgerFault, PacelineError, SpecError
@@ -32,7 +33,6 @@ from paceline.files.storage import Folder
 from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_ledger, spec_of_run, spec_to_yaml, submitted_spec
-from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.batches import dropping, session_faults
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice

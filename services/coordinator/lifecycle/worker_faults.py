@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from paceline.backoff import ExponentialBackoff
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.exchange.state import Exchange
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Fault, Member, Members

@@ -12,13 +12,13 @@ import pytest
 from exchange_drivers import make_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paceline.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
 from reward.runner import RewardRunner
-from services.common.exponential_backoff import ExponentialBackoff
 from services.common.grpc_server import GrpcServer
 from services.common.run_setup import fault_of, spec_of
 from services.reward.worker import RewardWorker

@@ -10,9 +10,9 @@ import grpc
 from control_plane import Plane, refusal
 from exchange_drivers import make_spec
 
+from paceline.backoff import ExponentialBackoff
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import run_pb2, worker_pb2
-from services.common.exponential_backoff import ExponentialBackoff
 from services.reward.worker import RewardWorker
 
 CODE = "def f(completions, **_):\n    return [1.0] * len(completions)\n"

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from exchange_drivers import make_spec
 
+from paceline.backoff import ExponentialBackoff
 from paceline.groups import Completion, VersionSpan
 from paceline.spec.reading import spec_to_yaml
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.common.exponential_backoff import ExponentialBackoff
 from services.reward.worker import RewardWorker
 
 SLOW_REWARD = """

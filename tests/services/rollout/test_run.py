@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 from exchange_drivers import make_spec
 
+from paceline.backoff import ExponentialBackoff
 from paceline.errors import EngineDied
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import rollout_pb2
 from rollout.engine import GenerationRequest, empty_completion
-from services.common.exponential_backoff import ExponentialBackoff
 from services.demo.model import make_tokenizer
 from services.rollout.run import (
     HAND_BACK_BYTES_PER_S,

@@ -29,11 +29,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from paceline.backoff import ExponentialBackoff
 from paceline.errors import LedgerFault, WireError
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.wire import Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.exchange.batches import damaged_groups, delivery
 from services.coordinator.exchange.state import Exchange, Notice, Outcome
 from services.coordinator.exchange.transport.dispatch import handle, handle_leases, is_introduction, turn_away

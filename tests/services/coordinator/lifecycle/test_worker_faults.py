@@ -16,6 +16,7 @@ from control_plane import Plane, Worker, learner, refusal, rollout
 from exchange_drivers import make_spec
 from paused_runs import impatient, next_state, state_of
 
+from paceline.backoff import ExponentialBackoff
 from paceline.rate_limited_log import unforeseen
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import common_pb2, run_pb2
@@ -26,7 +27,6 @@ from protos.paceline.v1.worker_pb2 import (
     FAULT_UNSPECIFIED,
     RunReport,
 )
-from services.common.exponential_backoff import ExponentialBackoff
 from services.coordinator.audit.verify import verify
 from services.coordinator.exchange import leases
 from services.coordinator.exchange.state import Notice
