@@ -54,6 +54,40 @@ def coordinator_option(command: CommandT) -> CommandT:
     return token_file_option(_address_option(command))
 
 
+def worker_options(
+    name: str, *, grace: str, host: str = "Address to listen on.", port: str = "gRPC port"
+) -> Callable[[CommandT], CommandT]:
+    """Return the options that every worker has: --coordinator, --host, --port, --advertise-host, --name, --grace, --ready-file.
+
+    `name` is the default of --name; `grace`, `host` and `port` are the help of those options.
+    """
+    options = (
+        click.option(
+            "--coordinator", default=DEFAULT_ADDRESS, show_default=True, help="Address of the coordinator."
+        ),
+        click.option("--host", default="127.0.0.1", show_default=True, help=host),
+        click.option("--port", default=0, help=f"{port}; 0 takes a free one."),
+        click.option(
+            "--advertise-host", default="", help="This machine's address for the others; default --host."
+        ),
+        click.option("--name", default=name, help="A word for people; the member id is made from it."),
+        click.option("--grace", "grace_s", default=25.0, show_default=True, help=grace),
+        click.option(
+            "--ready-file",
+            type=click.Path(path_type=Path),
+            help="Written with the address once it listens.",
+        ),
+    )
+
+    def decorate(command: CommandT) -> CommandT:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+device_option = click.option("--device", default="auto", help="cpu, cuda, or auto.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 directory_option = click.option(
     "--directory",

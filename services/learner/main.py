@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import click
 
-from services.common.options import token_file_option
+from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.parent_death import die_with_starter
 from services.learner.launcher import end_as, run_ranks
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--coordinator", default="127.0.0.1:7070", help="Address of the coordinator.")
-@click.option("--host", default="127.0.0.1", help="Address to listen on, for gRPC and for weight links.")
-@click.option("--advertise-host", default="", help="This machine's address for the others; default --host.")
-@click.option("--port", default=0, help="gRPC port of rank 0; 0 takes a free one.")
-@click.option("--name", default="learner", help="A word for people; the member id is made from it.")
+@worker_options(
+    "learner",
+    grace="Seconds for the last checkpoint at SIGTERM.",
+    host="Address to listen on, for gRPC and for weight links.",
+    port="gRPC port of rank 0",
+)
+@device_option
 @click.option("--ranks", default=1, help="Ranks to start on this host.")
-@click.option("--device", default="auto", help="cpu, cuda, or auto.")
-@click.option("--grace", "grace_s", default=25.0, help="Seconds for the last checkpoint at SIGTERM.")
-@click.option("--ready-file", default="", help="Written with rank 0's address once it listens.")
 @token_file_option
 def main(
     coordinator: str,
@@ -37,13 +37,13 @@ def main(
     ranks: int,
     device: str,
     grace_s: float,
-    ready_file: str,
+    ready_file: Path | None,
 ) -> None:
     """The learner: trains on batches and publishes weights."""
     options = [
         *("--coordinator", coordinator, "--host", host, "--port", str(port), "--name", name),
-        *("--device", device, "--grace", str(grace_s), "--ready-file", ready_file),
-        *("--advertise-host", advertise_host),
+        *("--device", device, "--grace", str(grace_s), "--advertise-host", advertise_host),
+        *(("--ready-file", str(ready_file)) if ready_file is not None else ()),
     ]
     if "RANK" in os.environ or ranks == 1:
         from services.learner.rank import main as rank_main

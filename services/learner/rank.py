@@ -33,6 +33,7 @@ from services.common.advertise import advertised_host
 from services.common.gpus import unused_gpus
 from services.common.grpc_server import GrpcServer
 from services.common.membership import LEAVE_WAIT_S, Membership
+from services.common.options import device_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
 from services.common.processes.ready_file import announce
@@ -245,14 +246,8 @@ class LearnerRank:
 
 
 @click.command()
-@click.option("--coordinator", required=True)
-@click.option("--host", required=True)
-@click.option("--advertise-host", default="")
-@click.option("--port", type=int, required=True)
-@click.option("--name", required=True)
-@click.option("--device", required=True)
-@click.option("--grace", "grace_s", type=float, required=True)
-@click.option("--ready-file", default="")
+@worker_options("learner", grace="Seconds for the last checkpoint at SIGTERM.")
+@device_option
 def main(
     coordinator: str,
     host: str,
@@ -261,7 +256,7 @@ def main(
     name: str,
     device: str,
     grace_s: float,
-    ready_file: str,
+    ready_file: Path | None,
 ) -> None:
     """One rank; its options come from `paceline serve learner`."""
     die_with_starter()
@@ -279,7 +274,7 @@ def main(
         signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:
         rank.server = rank.background.wait(_serve(rank, host, port), 30.0)
-        announce(Path(ready_file) if ready_file else None, rank.address)
+        announce(ready_file, rank.address)
     rank.join()
     status = 0
     try:

@@ -15,7 +15,7 @@ from paceline.tracing import set_up_tracing
 from protos.paceline.v1 import reward_pb2_grpc
 from services.common.advertise import advertised_host
 from services.common.grpc_server import GrpcServer, run_service
-from services.common.options import functions_from_option, token_file_option
+from services.common.options import functions_from_option, token_file_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
 from services.common.processes.ready_file import announce
@@ -27,20 +27,8 @@ log = logging.getLogger(__name__)
 
 
 @click.command()
-@click.option(
-    "--coordinator", default="127.0.0.1:7070", show_default=True, help="Address of the coordinator."
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=0, help="gRPC port; 0 takes a free one.")
-@click.option("--advertise-host", default="", help="This machine's address for the others; default --host.")
-@click.option("--name", default="reward", help="A word for people; the member id is made from it.")
+@worker_options("reward", grace="Seconds to finish tasks at SIGTERM.")
 @click.option("--processes", default=1, show_default=True, help="Groups scored at one time.")
-@click.option(
-    "--grace", "grace_s", default=25.0, show_default=True, help="Seconds to finish tasks at SIGTERM."
-)
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
-)
 @functions_from_option
 @token_file_option
 def main(

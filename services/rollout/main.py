@@ -16,7 +16,7 @@ from protos.paceline.v1 import rollout_pb2_grpc
 from services.common.advertise import advertised_host
 from services.common.gpus import unused_gpus
 from services.common.grpc_server import GrpcServer, run_service
-from services.common.options import token_file_option
+from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
 from services.common.processes.ready_file import announce
@@ -27,22 +27,10 @@ log = logging.getLogger(__name__)
 
 
 @click.command()
-@click.option(
-    "--coordinator", default="127.0.0.1:7070", show_default=True, help="Address of the coordinator."
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=0, help="gRPC port; 0 takes a free one.")
+@worker_options("rollout", grace="Seconds to finish leases at SIGTERM.")
+@device_option
 @click.option(
     "--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none."
-)
-@click.option("--advertise-host", default="", help="This machine's address for the others; default --host.")
-@click.option("--name", default="rollout", help="A word for people; the member id is made from it.")
-@click.option("--device", default="auto", help="cpu, cuda, or auto.")
-@click.option(
-    "--grace", "grace_s", default=25.0, show_default=True, help="Seconds to finish leases at SIGTERM."
-)
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), help="Written with the address once it listens."
 )
 @token_file_option
 def main(
