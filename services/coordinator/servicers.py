@@ -134,7 +134,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.ListMembersRequest, context: Context
     ) -> worker_pb2.ListMembersResponse:
         now_s, response = time.monotonic(), worker_pb2.ListMembersResponse()
-        held = self._coordinator.committed.held()
+        held = self._coordinator.committed.group_queries.num_held()
         for member in self._coordinator.members.all():
             entry = response.members.add(
                 member_id=member.member_id,

@@ -24,10 +24,11 @@ from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.connection import lock_ledger
 from services.coordinator.ledger.folders import resolved
+from services.coordinator.ledger.group_queries import OPEN_SQL
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.integrity.file_check import DamagedRow, damaged_rows
 from services.coordinator.ledger.integrity.report import UNREADABLE, VerifyReport
-from services.coordinator.ledger.ledger import ACTIVE_STATES, OPEN_STATES, Ledger
+from services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from services.coordinator.ledger.segments import DamagedRecord
 from services.coordinator.sessions.starting_point import mark_damaged
 
@@ -203,7 +204,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
     ledger = exchange.ledger
     rows = exchange.db.execute(
         "SELECT p.* FROM payloads p JOIN groups g USING (run_id, group_id)"
-        f" WHERE p.run_id = ? AND g.state IN {OPEN_STATES} AND p.segment IS NOT NULL",
+        f" WHERE p.run_id = ? AND g.state IN {OPEN_SQL} AND p.segment IS NOT NULL",
         (run.run_id,),
     ).fetchall()
     for row in rows:

@@ -17,9 +17,10 @@ from paceline.spec.reading import spec_from_ledger
 from services.coordinator.audit import artifacts, evidence, side_records
 from services.coordinator.audit.record import Record
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from services.coordinator.ledger.groups import OPEN_STATES
 from services.coordinator.ledger.integrity.file_check import check_file, tolerant
 from services.coordinator.ledger.integrity.report import REMEDY, VerifyReport
-from services.coordinator.ledger.ledger import OPEN_STATES, Ledger
+from services.coordinator.ledger.ledger import Ledger
 
 STATES_WITH_STEP = ("batched", "trained")
 

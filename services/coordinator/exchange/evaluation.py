@@ -13,8 +13,9 @@ import numpy as np
 
 from paceline.errors import Unreadable
 from paceline.groups import Group, Version
-from services.coordinator.exchange import new_groups, rewards
+from services.coordinator.exchange import rewards
 from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.ledger.groups import State
 
 FIRST_EVALUATION_GROUP = 1 << 40
 """Group ids of evaluations start here, far from those that are trained."""
@@ -37,7 +38,7 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
         exchange.notice("warning", message=f"the evaluation of version {step} is left out: {error}")
         return
     exchange.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run.run_id, step))
-    new_groups.insert_groups(exchange, run, f"eval:{step}", groups)
+    exchange.groups.admit(run.run_id, f"eval:{step}", groups)
 
 
 def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
@@ -65,11 +66,7 @@ def to_lease(
         return []
     if row["member_id"] is None or (row["pinned_session"], row["pinned_step"]) != version:
         _pin(exchange, run, row["step"], member_id, version)
-    return exchange.db.execute(
-        "SELECT g.*, p.prompt_json FROM groups g JOIN prompts p USING (run_id, group_id)"
-        " WHERE g.run_id = ? AND class = ? AND state = 'admitted' ORDER BY slot LIMIT ?",
-        (run.run_id, f"eval:{row['step']}", room),
-    ).fetchall()
+    return exchange.group_queries.free_to_evaluate(run.run_id, f"eval:{row['step']}", room)
 
 
 def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
@@ -97,18 +94,10 @@ def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
 def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     """Writes the result when every group of the evaluation is scored or dropped."""
     step = int(kind.split(":")[1])
-    unfinished = exchange.db.execute(
-        "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-        " AND state IN ('admitted', 'leased', 'generated') LIMIT 1",
-        (run.run_id, kind),
-    ).fetchone()
-    if unfinished:
+    if not exchange.group_queries.is_evaluated(run.run_id, kind):
         return
-    rows = exchange.db.execute(
-        "SELECT group_id, state, rewards, tokens FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
-        (run.run_id, kind),
-    ).fetchall()
-    scored = [row for row in rows if row["state"] == "scored"]
+    rows = exchange.group_queries.of_class(run.run_id, kind)
+    scored = [row for row in rows if row["state"] == State.SCORED]
     rewards_GF = np.array([np.frombuffer(row["rewards"], "<f4") for row in scored], np.float32)
     totals_G = rewards.totals(rewards_GF.reshape(len(scored), len(run.spec.rewards)), run.weights_F)
     evaluation = pending(exchange, run)
@@ -133,12 +122,6 @@ def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version:
         "UPDATE evaluations SET member_id = ?, pinned_session = ?, pinned_step = ? WHERE run_id = ? AND step = ?",
         (member_id, *version, run.run_id, step),
     )
-    readmitted = exchange.db.execute(
-        "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted', member_id = NULL, scorer_id = NULL"
-        " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"
-        " RETURNING group_id",
-        (run.run_id, f"eval:{step}", member_id),
-    )
-    for (group_id,) in readmitted.fetchall():
+    for group_id in exchange.groups.restart_evaluation(run.run_id, f"eval:{step}", member_id):
         exchange.ledger.remove_payloads(run.run_id, group_id)
     exchange.notice("pinned", member_id=member_id)

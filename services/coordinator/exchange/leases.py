@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import sqlite3
 from collections.abc import Sequence
 
@@ -17,8 +16,8 @@ from services.common.sampling_params import params_message
 from services.coordinator.exchange import evaluation, quarantine
 from services.coordinator.exchange.admission import admissible, lease_step, may_lease
 from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.exchange.new_groups import insert_groups
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from services.coordinator.ledger.groups import NewLease
 from services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
 
 MAX_ROOM = 1 << 16
@@ -48,8 +47,8 @@ class _Lending:
         self._params = params_message(run.spec.policy.generation)
         self._free: list[tuple[sqlite3.Row, int]] = []
         """Groups to train that nobody has, in the order of their places, each with the step that it is for."""
-        self._lent: list[tuple[str, int, str, int, int, str]] = []
-        """What `write_down` has to: run, group, worker, attempt, oldest version that its tokens can have, holders so far."""
+        self._lent: list[NewLease] = []
+        """Leases that `write_down` has to write."""
         if run.prompts is not None and not exchange.paused(run):
             places = sum(max(1, room // self._group_size) for room in rooms)
             wanted = places + quarantine.num_reserved(exchange)
@@ -87,15 +86,7 @@ class _Lending:
     def write_down(self) -> None:
         """Makes leases of what was given since the last time."""
         if self._lent:
-            self._exchange.db.execute(
-                # The run is among the values, so that SQLite looks each group up instead of reading all that the run had.
-                "UPDATE groups SET state = 'leased', member_id = json_extract(lent.value, '$[2]'),"
-                " attempt = json_extract(lent.value, '$[3]'), lease_step = json_extract(lent.value, '$[4]'),"
-                " holders = json_extract(lent.value, '$[5]')"
-                " FROM json_each(?) AS lent WHERE run_id = json_extract(lent.value, '$[0]')"
-                " AND group_id = json_extract(lent.value, '$[1]')",
-                (json.dumps(self._lent),),
-            )
+            self._exchange.groups.lease(self._lent)
             self._lent.clear()
 
     def _leasable(self, version: Version, number: int) -> list[tuple[sqlite3.Row, int]]:
@@ -145,7 +136,7 @@ class _Lending:
             lease.prefix_finish_reasons.extend(returned.finish_reasons)
             oldest = min(oldest, row["oldest_step"])
         holders = with_holder(row["holders"], lease.attempt, member_id)
-        self._lent.append((run.run_id, group_id, member_id, lease.attempt, oldest, holders))
+        self._lent.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
         return True
 
     def _prefix(self, group_id: int) -> Payload | None:
@@ -196,7 +187,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
         else:
             slot, next_slot = next_slot, next_slot + 1
         new.append((group_id, slot, prompt, columns))
-    insert_groups(exchange, run, "train", new)
+    exchange.groups.admit(run_id, "train", new)
     ledger.count(run_id, "groups:ever_admitted", len(new))
     ledger.update_run(run_id, cursor=cursor, next_slot=next_slot)
 
@@ -205,13 +196,8 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
     """What the workers say that they hold, against the record."""
     if not requests:
         return
-    on_record: dict[str, set[int]] = {request.member_id: set() for request in requests}
-    for member_id, group_id in exchange.db.execute(
-        "SELECT member_id, group_id FROM groups INDEXED BY held_groups WHERE run_id = ? AND state = 'leased'"
-        " AND member_id IN (SELECT value FROM json_each(?))",
-        (run.run_id, json.dumps(list(on_record))),
-    ):
-        on_record[member_id].add(group_id)
+    member_ids = [request.member_id for request in requests]
+    on_record = exchange.group_queries.leased_by_member(run.run_id, member_ids)
     for request in requests:
         held = set(request.lease.held.group_ids)
         if on_record[request.member_id] - held:
@@ -226,11 +212,7 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
     """Takes back leases that the worker does not know of: the reply that gave them out was lost on its way."""
-    exchange.db.execute(
-        "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
-        " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",
-        (run.run_id, request.member_id, json.dumps(list(request.lease.held.group_ids))),
-    )
+    exchange.groups.release_unknown(run.run_id, request.member_id, list(request.lease.held.group_ids))
 
 
 def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
@@ -238,11 +220,7 @@ def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeReque
 
     Those keep its name. One that it has handed back meanwhile does not, though a request that was made before says that it is held.
     """
-    exchange.db.execute(
-        "UPDATE groups SET state = 'leased' WHERE run_id = ? AND state = 'admitted' AND member_id = ?"
-        " AND group_id IN (SELECT value FROM json_each(?))",
-        (run.run_id, request.member_id, json.dumps(list(request.lease.held.group_ids))),
-    )
+    exchange.groups.lease_again(run.run_id, request.member_id, list(request.lease.held.group_ids))
 
 
 def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
@@ -250,13 +228,7 @@ def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sql
 
     in_order: the place decides the step. ready_first: the number of groups ahead that are in no batch yet.
     """
-    rows = exchange.db.execute(
-        "SELECT g.*, p.prompt_json FROM (SELECT run_id, group_id, slot, attempt, oldest_step, holders"
-        " FROM groups INDEXED BY groups_by_state WHERE run_id = ?"
-        " AND class = 'train' AND state = 'admitted' ORDER BY slot, group_id LIMIT ?) g"
-        " JOIN prompts p USING (run_id, group_id) ORDER BY slot, group_id",
-        (run.run_id, number),
-    ).fetchall()
+    rows = exchange.group_queries.free_to_lease(run.run_id, number)
     if run.spec.async_grpo.order == "in_order":
         return [(row, row["slot"] // run.batch) for row in rows]
     next_batch = exchange.ledger.run(run.run_id)["next_batch"]
@@ -287,17 +259,9 @@ def lease_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool)
     """Takes back what silent workers hold, though they may be back: score tasks and, if wished, leases. Whichever attempt's
     result comes first wins. Returns how many groups.
     """
-    silent = json.dumps(member_ids)
-    number = exchange.db.execute(
-        "UPDATE groups SET scorer_id = NULL WHERE state = 'generated' AND scorer_id IN (SELECT value FROM json_each(?))",
-        (silent,),
-    ).rowcount
+    number = exchange.groups.release_scorers(member_ids)
     if with_leases:
-        number += exchange.db.execute(
-            "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
-            " AND member_id IN (SELECT value FROM json_each(?))",
-            (silent,),
-        ).rowcount
+        number += exchange.groups.release_members(member_ids)
     return number
 
 
@@ -310,11 +274,6 @@ def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False)
     exchange.offered.pop(member_id, None)
     exchange.overdue.discard(member_id)
     exchange.suspected.discard(member_id)
-    released = exchange.db.execute(
-        "UPDATE groups SET state = 'admitted' WHERE member_id = ? AND state = 'leased'",
-        (member_id,),
-    ).rowcount
-    exchange.db.execute(
-        "UPDATE groups SET scorer_id = NULL WHERE scorer_id = ? AND state = 'generated'", (member_id,)
-    )
+    released = exchange.groups.release_members([member_id])
+    exchange.groups.release_scorers([member_id])
     return released

@@ -19,21 +19,11 @@ def look(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
     measured = evaluation.pending(exchange, run)
     oldest_step = 0 if measured is None else measured["step"]
     samplers = {m for m, version in exchange.versions.items() if version.step >= oldest_step}
-    held = exchange.db.execute(
-        "SELECT member_id, group_id, attempt FROM groups INDEXED BY held_groups WHERE state = 'leased' AND run_id = ?",
-        (run.run_id,),
-    ).fetchall()
-    found = exchange.ages.look(now_s, [(row[0], row[1], row[2]) for row in held], samplers - unable)
-    tasks = exchange.db.execute(
-        "SELECT scorer_id, group_id, score_attempt FROM groups INDEXED BY held_tasks WHERE state = 'generated'"
-        " AND scorer_id IS NOT NULL AND run_id = ?",
-        (run.run_id,),
-    ).fetchall()
+    queries = exchange.group_queries
+    found = exchange.ages.look(now_s, queries.leases(run.run_id), samplers - unable)
     rewards = exchange.senders.of_role(common_pb2.ROLE_REWARD)
     scorers = {member.member_id for member in rewards if member.fault is None}
-    return found + exchange.task_ages.look(
-        now_s, [(row[0], row[1], row[2]) for row in tasks], scorers - unable
-    )
+    return found + exchange.task_ages.look(now_s, queries.tasks(run.run_id), scorers - unable)
 
 
 def take(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:

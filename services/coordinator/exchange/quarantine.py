@@ -33,7 +33,7 @@ def choose(
     suspected = suspects(exchange, run)
     if not suspected or room <= 0:
         return rows[: max(room, 0)]
-    held = {row["group_id"] for row in _held(exchange, run, member_id)}
+    held = {row["group_id"] for row in exchange.group_queries.held_by(run.run_id, member_id)}
     if suspected & held:
         return []
     reserved = exchange.reserved
@@ -65,7 +65,7 @@ def num_reserved(exchange: Exchange) -> int:
 
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
     """Counts the crash of a worker for what it held, before that is taken back; drops what is proven."""
-    for row in _held(exchange, run, member_id):
+    for row in exchange.group_queries.held_by(run.run_id, member_id):
         _count(exchange, run, row, member_id, member_id)
 
 
@@ -115,14 +115,6 @@ def clear(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
         exchange.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, group_id))
         exchange.ledger.forget("deaths")
     exchange.reserved.pop(group_id, None)
-
-
-def _held(exchange: Exchange, run: ActiveRun, member_id: str) -> list[sqlite3.Row]:
-    return exchange.db.execute(
-        "SELECT * FROM groups WHERE state = 'leased' AND member_id = ? AND run_id = ? UNION ALL"
-        " SELECT * FROM groups WHERE state = 'generated' AND scorer_id = ? AND run_id = ?",
-        (member_id, run.run_id) * 2,
-    ).fetchall()
 
 
 def _deaths(exchange: Exchange, run: ActiveRun) -> dict[int, int]:

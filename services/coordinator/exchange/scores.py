@@ -16,6 +16,7 @@ from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.rewards import has_variance, totals
 from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
 from services.coordinator.exchange.uploads.intake import Arrived
+from services.coordinator.ledger.groups import Scored, State
 from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment, frame_size
 from services.coordinator.text_limits import cut
 
@@ -36,12 +37,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
         return Outcome(reply, empty=True)
     payloads: list[Frame] = []
     room = min(request.task.room, MAX_ROOM)
-    rows = exchange.db.execute(
-        "SELECT g.*, p.prompt_json, p.columns_json FROM (SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ?"
-        " AND state = 'generated' AND scorer_id IS NULL ORDER BY score_failures, slot, group_id LIMIT ?) g"
-        " JOIN prompts p USING (run_id, group_id) ORDER BY score_failures, slot, group_id",
-        (run.run_id, room + quarantine.num_reserved(exchange)),
-    ).fetchall()
+    rows = exchange.group_queries.free_to_score(run.run_id, room + quarantine.num_reserved(exchange))
     chosen, size_bytes = quarantine.choose(exchange, run, request.member_id, rows, room), 0
     for row in chosen:
         try:
@@ -67,13 +63,8 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
         )
         payloads += (payload.arrays, payload.header)
         attempt = row["score_attempt"] + 1
-        exchange.set_group(
-            run,
-            row["group_id"],
-            scorer_id=request.member_id,
-            score_attempt=attempt,
-            scorers=with_holder(row["scorers"], attempt, request.member_id),
-        )
+        scorers = with_holder(row["scorers"], attempt, request.member_id)
+        exchange.groups.assign_scorer(run.run_id, row["group_id"], request.member_id, attempt, scorers)
     return Outcome(reply, payloads, empty=not reply.task.tasks)
 
 
@@ -89,7 +80,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
             request,
             f"attempt {score.attempt} at scoring group {score.group_id} was never {request.member_id}'s",
         )
-    if row["state"] != "generated":
+    if row["state"] != State.GENERATED:
         _handed_in(exchange, request)
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
@@ -99,7 +90,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     if (score.handed_back or score.error) and not _holds(row, request):
         return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
     if score.handed_back:
-        exchange.set_group(run, score.group_id, scorer_id=None)
+        exchange.groups.release_scorer(run.run_id, score.group_id, request.member_id, score.attempt)
         if score.crashed:
             quarantine.on_score_crash(exchange, run, row, request.member_id)
         if score.error:
@@ -135,16 +126,13 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     _handed_in(exchange, request)
     quarantine.clear(exchange, run, score.group_id)
     exchange.ledger.forget(BATCH_DUE)
-    exchange.set_group(
-        run,
-        score.group_id,
-        state="scored",
-        scorer_id=None,
+    scored = Scored(
         rewards=rewards_CF.astype("<f4").tobytes(),
         scores_digest=scores_digest(rewards_CF, reference),
         functions=json.dumps(functions),
         reward=float(known_C.mean()) if len(known_C) else None,
     )
+    exchange.groups.score(run.run_id, score.group_id, scored)
     if row["class"] != "train":
         evaluation.finish_if_done(exchange, run, row["class"])
     elif run.spec.grpo.use_dynamic_sampling and not has_variance(totals_C):
@@ -187,11 +175,7 @@ def _held_by(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
     """Takes back tasks that the worker does not know of: the reply that gave them out was lost on its way."""
-    exchange.db.execute(
-        "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
-        " AND group_id NOT IN (SELECT value FROM json_each(?))",
-        (run.run_id, request.member_id, json.dumps(list(request.task.held.group_ids))),
-    )
+    exchange.groups.release_unknown_tasks(run.run_id, request.member_id, list(request.task.held.group_ids))
 
 
 def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
@@ -208,7 +192,7 @@ def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
     failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures
-    exchange.set_group(run, row["group_id"], scorer_id=None, score_failures=failures)
+    exchange.groups.fail_scoring(run.run_id, row["group_id"], failures)
     exchange.ledger.count(run.run_id, "failures:reward_failed")
     exchange.notice(
         "warning",

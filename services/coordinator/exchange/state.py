@@ -5,9 +5,8 @@ ledger: `dispatch.py` takes one request inside a transaction and says what to re
 commits, then sends. No state of a group lives in memory, so a restart continues from the file. What others have to
 know afterwards (a step was trained, the run cannot go on) is left in `notices`.
 
-A group's way: admitted → leased → generated → scored → batched(step) → trained(step), or dropped(reason) from any
-state before batched. `leases.py`, `submissions.py` and `scores.py` hold the first half, `delivery.py` the second, `evaluation.py` the
-groups that are only measured.
+`ledger/groups.py` has the states of a group and its transitions. `leases.py`, `submissions.py` and `scores.py` decide on the first
+half of them, `batches/` on the second, `evaluation.py` on the groups that are only measured.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.lease_ages import LeaseAges
 from services.coordinator.ledger.batch_split import Splits
-from services.coordinator.ledger.integrity import row_checksums
-from services.coordinator.ledger.ledger import OPEN_STATES, Ledger
+from services.coordinator.ledger.group_queries import GroupQueries
+from services.coordinator.ledger.groups import Groups
+from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment, read_frame
 from services.coordinator.members.senders import Senders
 
@@ -154,6 +154,16 @@ class Exchange:
         """The ledger's connection."""
         return self.ledger.db
 
+    @property
+    def groups(self) -> Groups:
+        """The transitions of groups."""
+        return self.ledger.groups
+
+    @property
+    def group_queries(self) -> GroupQueries:
+        """The queries on groups."""
+        return self.ledger.group_queries
+
     def notice(self, kind: str, **content: Any) -> None:
         """Leaves a notice for after the commit."""
         self.notices.append(Notice(kind, content, self.active.run_id if self.active else ""))
@@ -222,18 +232,7 @@ class Exchange:
         """The row of a group, if there is one of that number."""
         if group_id > MAX_GROUP_ID:
             return None
-        row: sqlite3.Row | None = self.db.execute(
-            "SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, group_id)
-        ).fetchone()
-        return row
-
-    def set_group(self, run: ActiveRun, group_id: int, **columns: Any) -> None:
-        """Sets columns of a group."""
-        assignments = ", ".join(f"{name} = ?" for name in columns)
-        self.db.execute(
-            f"UPDATE groups SET {assignments} WHERE run_id = ? AND group_id = ?",
-            (*columns.values(), run.run_id, group_id),
-        )
+        return self.group_queries.get(run.run_id, group_id)
 
     def take_freed(self) -> bool:
         """Whether a group was dropped since the last call: another one can be admitted in its place."""
@@ -250,13 +249,9 @@ class Exchange:
         as leases go out in the order of places.
         """
         start, ahead = self._counted if self._counted[0] <= slot else (0, 0)
-        ahead += self.db.execute(
-            "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            " AND state IN ('admitted', 'leased', 'generated', 'scored') AND slot >= ? AND slot < ?",
-            (run.run_id, start, slot),
-        ).fetchone()[0]
+        ahead += self.group_queries.num_waiting(run.run_id, start, slot)
         self._counted = (slot, ahead)
-        return int(ahead)
+        return ahead
 
     def places_changed(self) -> None:
         """A group entered, or left, the open ones at a place that was counted before."""
@@ -285,12 +280,7 @@ class Exchange:
 
     def _drop(self, run_id: str, row: sqlite3.Row, reason: str, tokens: int) -> None:
         group_id = row["group_id"]
-        becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
-        self.db.execute(
-            f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"
-            f" {row_checksums.assignment('groups', **becomes)} WHERE run_id = ?2 AND group_id = ?3",
-            (reason, run_id, group_id),
-        )
+        self.groups.drop(run_id, group_id, reason)
         self.ledger.remove_payloads(run_id, group_id)
         self.reserved.pop(group_id, None)
         self.places_changed()
@@ -308,36 +298,15 @@ class Exchange:
             if kind != "train":
                 self.forget_groups(run_id, kind)
                 continue
-            rows = self.db.execute(
-                "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-                f" AND state IN {OPEN_STATES}",
-                (run_id, kind),
-            ).fetchall()
-            for row in rows:
+            for row in self.group_queries.open_of_class(run_id, kind):
                 self._drop(run_id, row, "run_ended", row["tokens"])
         self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run_id,))
         self.ledger.forget("deaths")
         self._deactivate(run_id)
 
     def forget_groups(self, run_id: str, kind: str) -> None:
-        """Removes the groups of an evaluation and all that they hold, which nobody needs after its end; in as many statements for
-        thousands of them as for one."""
-        self.ledger.forget_records(
-            self.db.execute(
-                "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
-                " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)"
-                " RETURNING segment, start",
-                (run_id, run_id, kind),
-            )
-        )
-        self.db.execute(
-            "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
-            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)",
-            (run_id, run_id, kind),
-        )
-        self.db.execute(
-            "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?", (run_id, kind)
-        )
+        """Remove the groups of an evaluation and all that they hold, because nobody needs them after its end."""
+        self.ledger.forget_records(self.groups.remove(run_id, kind))
 
     def _open_classes(self, run_id: str) -> list[str]:
         """Classes of groups that may be open: training, and evaluations that are not done."""
@@ -349,16 +318,7 @@ class Exchange:
     def set_aside(self, run_id: str) -> None:
         """The run is not worked on any more, but may be again: what is open stays so, and nobody holds any of it."""
         for kind in self._open_classes(run_id):
-            self.db.execute(
-                "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted'"
-                " WHERE run_id = ? AND class = ? AND state = 'leased'",
-                (run_id, kind),
-            )
-            self.db.execute(
-                "UPDATE groups INDEXED BY groups_by_state SET scorer_id = NULL"
-                " WHERE run_id = ? AND class = ? AND state = 'generated'",
-                (run_id, kind),
-            )
+            self.groups.release_class(run_id, kind)
         self.db.execute("UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND done = 0", (run_id,))
         self._deactivate(run_id)
 

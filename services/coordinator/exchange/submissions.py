@@ -10,6 +10,7 @@ from services.coordinator.exchange.leases import held_by
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.exchange.uploads.group_checks import fault_of_group, fault_of_ids
 from services.coordinator.exchange.uploads.intake import Arrived
+from services.coordinator.ledger.groups import Generated, State
 
 DATA_ERRORS = frozenset({"", "bad_prompt", "invalid_result"})
 """Reasons that a worker may give for a failed attempt; without one it is `bad_prompt`."""
@@ -32,7 +33,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
             request,
             f"attempt {result.attempt} of group {result.group_id} was never leased to {request.member_id}",
         )
-    if row["state"] not in ("admitted", "leased") and (arrived.is_known or group is not None):
+    if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_known or group is not None):
         if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
             _handed_in(exchange, request)
@@ -52,7 +53,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     ):
         if row["lease_step"] == pinned.step:  # else another version was pinned since
             exchange.ages.refused(request.member_id)
-        exchange.set_group(run, result.group_id, state="admitted", member_id=None)
+        exchange.groups.readmit(run.run_id, result.group_id)
         return exchange.stale(request, "tokens of another version than the evaluation's")
     fault = _fault(exchange, run, arrived, row, result.attempt)
     if fault:
@@ -68,16 +69,9 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     )
     _handed_in(exchange, request)
     quarantine.clear(exchange, run, result.group_id)
-    exchange.set_group(
-        run,
-        result.group_id,
-        state="generated",
-        member_id=None,
-        tokens=group.num_tokens,
-        sequence_tokens=group.num_tokens + len(group.completions) * len(group.prompt_ids),
-        oldest_step=group.oldest_step,
-        digest=result.digest,
-    )
+    sequence_tokens = group.num_tokens + len(group.completions) * len(group.prompt_ids)
+    generated = Generated(group.num_tokens, sequence_tokens, group.oldest_step, result.digest)
+    exchange.groups.commit(run.run_id, result.group_id, generated)
     return exchange.committed(request)
 
 
@@ -86,12 +80,11 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
-    if row is not None and row["state"] == "admitted" and row["member_id"] == request.member_id:
-        exchange.set_group(
-            run, returned.group_id, member_id=None
-        )  # lent again already, and not to be taken up by it
+    if row is not None and row["state"] == State.ADMITTED and row["member_id"] == request.member_id:
+        # It was taken back already, and this worker must not take it up again.
+        exchange.groups.forget_holder(run.run_id, returned.group_id)
     held = (returned.attempt, request.member_id)
-    if row is None or row["state"] != "leased" or (row["attempt"], row["member_id"]) != held:
+    if row is None or row["state"] != State.LEASED or (row["attempt"], row["member_id"]) != held:
         return exchange.stale(
             request,
             f"attempt {returned.attempt} of group {returned.group_id} is not leased to {request.member_id}",
@@ -121,8 +114,9 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
             (run.run_id, returned.group_id, *arrived.place),
         )
         oldest = begun.oldest_step
-        exchange.set_group(run, returned.group_id, oldest_step=oldest if oldest >= 0 else row["lease_step"])
-    exchange.set_group(run, returned.group_id, state="admitted", member_id=None)
+        oldest = oldest if oldest >= 0 else row["lease_step"]
+        exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)
+    exchange.groups.release(run.run_id, returned.group_id, request.member_id, returned.attempt)
     return exchange.committed(request)
 
 
@@ -144,7 +138,7 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     returned, allowed = request.lease_return, run.spec.grpo.max_generation_failures
     failures, reason = row["generation_failures"] + 1, returned.data_error_reason or "bad_prompt"
     error = returned.data_error[:MAX_ERROR_CHARS]
-    exchange.set_group(run, row["group_id"], state="admitted", member_id=None, generation_failures=failures)
+    exchange.groups.fail_generation(run.run_id, row["group_id"], failures)
     exchange.ledger.count(run.run_id, f"failures:{reason}")
     exchange.notice(
         "warning",

@@ -6,29 +6,17 @@ import sqlite3
 from collections import OrderedDict
 
 from services.coordinator.ledger.balance import balance
+from services.coordinator.ledger.group_queries import GroupQueries
 
 MAX_SPLITS = 8
 """That are kept: of the step that is trained, and of some that a later session trains again."""
 
-COLUMNS = (
-    "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
-)
-"""What a batch says of its groups. Not all columns: thousands of rows are read at a time."""
-
 Split = list[list[sqlite3.Row]]
-
-
-def read_batch(db: sqlite3.Connection, run_id: str, step: int) -> list[sqlite3.Row]:
-    """The groups of a step's batch in their order; none for a run without batches."""
-    return db.execute(
-        f"SELECT {COLUMNS} FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ? ORDER BY rank_order",
-        (run_id, step),
-    ).fetchall()
 
 
 def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int) -> Split:
     """The batch of `step` split over the ranks; empty for a run without batches."""
-    groups = read_batch(db, run_id, step)
+    groups = GroupQueries(db).of_step(run_id, step)
     if not groups:
         return []
     parts = balance([group["sequence_tokens"] for group in groups], world_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +19,11 @@ from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger.connection import LedgerFile
 from services.coordinator.ledger.folders import resolved, stored
+from services.coordinator.ledger.group_queries import GroupQueries
+from services.coordinator.ledger.groups import Groups
 from services.coordinator.ledger.segments import Payload
 from services.coordinator.text_limits import event_json
 
-OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
 ACTIVE_STATES = ("running", "paused")
 RECENT_RESULTS = 64
 """Of which the size of those to come is taken."""
@@ -44,6 +45,11 @@ class KnownCheckpoint(NamedTuple):
 
 class Ledger(LedgerFile):
     """Tables as in schema.py."""
+
+    def __init__(self, path: Path, *, read_only: bool = False):
+        super().__init__(path, read_only=read_only)
+        self.groups = Groups(self.db)
+        self.group_queries = GroupQueries(self.db)
 
     # Runs
 
@@ -222,9 +228,9 @@ class Ledger(LedgerFile):
             )
         )
 
-    def forget_records(self, removed: sqlite3.Cursor) -> None:
+    def forget_records(self, removed: Iterable[sqlite3.Row]) -> None:
         """Takes note of (segment, start) of rows that are gone from the table `payloads`."""
-        for segment, start in removed.fetchall():
+        for segment, start in list(removed):
             if segment is not None:
                 self.payloads.forget(segment, start)
                 self.payloads.validate_upload(segment)
@@ -247,25 +253,11 @@ class Ledger(LedgerFile):
 
     def groups_by_state(self, run_id: str) -> dict[str, int]:
         """Training groups by state; the ended ones from durable counters."""
-        rows = self.db.execute(
-            "SELECT state, COUNT(*) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            f" AND state IN {OPEN_STATES} GROUP BY state",
-            (run_id,),
-        )
-        counts = dict.fromkeys(OPEN_STATES, 0) | {row["state"]: row["n"] for row in rows}
+        counts = self.group_queries.num_open(run_id)
         ended = self.counters(run_id)
         counts |= {name.removeprefix("groups:"): n for name, n in ended.items() if name.startswith("groups:")}
         counts.pop("ever_admitted", None)
         return counts
-
-    def live_tokens(self, run_id: str) -> int:
-        """Committed tokens of groups that are neither trained nor dropped."""
-        row = self.db.execute(
-            "SELECT COALESCE(SUM(tokens), 0) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            f" AND state IN {OPEN_STATES}",
-            (run_id,),
-        ).fetchone()
-        return int(row["n"])
 
     def token_books(self, run_id: str) -> dict[str, int]:
         """generated = trained + dropped + live; `wasted` are tokens that no commit took; drops also by reason."""
@@ -275,7 +267,7 @@ class Ledger(LedgerFile):
         }
         dropped = sum(n for name, n in books.items() if name.startswith("dropped:"))
         defaults = {"generated": 0, "trained": 0, "wasted": 0}
-        return defaults | books | {"dropped": dropped, "live": self.live_tokens(run_id)}
+        return defaults | books | {"dropped": dropped, "live": self.group_queries.open_tokens(run_id)}
 
     def open_groups(self, run_id: str) -> int:
         """Groups admitted and neither trained nor dropped, from durable counters."""
@@ -284,13 +276,10 @@ class Ledger(LedgerFile):
         return counters.get("groups:ever_admitted", 0) - counters.get("groups:trained", 0) - dropped
 
     def trained_samples(self, run_id: str) -> int:
-        """Completions in trained groups (for a supervised run: 0); every group of a run has equally many."""
-        row = self.db.execute(
-            "SELECT LENGTH(rewards) / 4 / json_array_length(functions) AS n FROM groups INDEXED BY step_groups"
-            " WHERE run_id = ? AND step >= 0 LIMIT 1",
-            (run_id,),
-        ).fetchone()
-        return self.counters(run_id).get("groups:trained", 0) * int(row["n"]) if row else 0
+        """Completions in trained groups (for a supervised run: 0)."""
+        return self.counters(run_id).get("groups:trained", 0) * self.group_queries.completions_per_group(
+            run_id
+        )
 
     def evaluations(self, run_id: str) -> list[dict[str, Any]]:
         """Results of the finished evaluations, in the order of their steps."""
@@ -378,25 +367,12 @@ class Ledger(LedgerFile):
         path = resolved(self.path.parent, row["path"], row["run_id"])
         return KnownCheckpoint(row["session"], row["step"], path, row["sha256"], row["chain"], row["damaged"])
 
-    def held(self) -> dict[str, int]:
-        """Leases and score tasks by who holds them."""
-        rows = self.db.execute(
-            "SELECT member_id AS id, COUNT(*) AS n FROM groups WHERE state = 'leased' GROUP BY member_id UNION ALL"
-            " SELECT scorer_id, COUNT(*) FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
-            " GROUP BY scorer_id"
-        )
-        return {row["id"]: row["n"] for row in rows}
-
     def holders(self) -> list[tuple[str, Role.ValueType]]:
         """Members that hold leases, score tasks or a pending evaluation, by the record."""
-        leases = self.db.execute(
-            "SELECT member_id AS id FROM groups WHERE state = 'leased' UNION"
-            " SELECT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL"
-        ).fetchall()
-        tasks = self.db.execute(
-            "SELECT DISTINCT scorer_id AS id FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
-        ).fetchall()
-        return [(row["id"], ROLE_ROLLOUT) for row in leases] + [(row["id"], ROLE_REWARD) for row in tasks]
+        rollout, reward = self.group_queries.lease_holders(), self.group_queries.task_holders()
+        return [(member_id, ROLE_ROLLOUT) for member_id in rollout] + [
+            (member_id, ROLE_REWARD) for member_id in reward
+        ]
 
     def _first(self, query: str, *values: object) -> sqlite3.Row | None:
         row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", values).fetchone()

@@ -266,7 +266,7 @@ class Pool:
         if run is None or not silent:
             return
         async with self._lock:
-            if not self._ledger.held().keys() & set(silent):
+            if not self._ledger.group_queries.num_held().keys() & set(silent):
                 return
             with self._ledger.transaction():
                 number = leases.lease_again(

@@ -105,7 +105,7 @@ class Watchdog:
 
     def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int, asked: bool) -> stall.Facts:
         rollouts, rewards = self._connected(common_pb2.ROLE_ROLLOUT), self._connected(common_pb2.ROLE_REWARD)
-        held = self._ledger.held()
+        held = self._ledger.group_queries.num_held()
         groups = self._ledger.groups_by_state(run.run_id)
         return stall.Facts(
             waited_s=waited_s,

@@ -88,10 +88,5 @@ def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport)
 
 def _first_step_without_samples(ledger: Ledger, run: ActiveRun, start: int) -> int | None:
     """The first step from `start` that was trained and whose groups are not kept any more."""
-    row = ledger.db.execute(
-        "SELECT step FROM groups g INDEXED BY step_groups WHERE run_id = ? AND step IS NOT NULL AND step >= ?"
-        " AND step < ? AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id"
-        " AND p.kind = 'result') ORDER BY step LIMIT 1",
-        (run.run_id, start, ledger.run(run.run_id)["next_step"]),
-    ).fetchone()
-    return None if row is None else int(row["step"])
+    end = ledger.run(run.run_id)["next_step"]
+    return ledger.group_queries.first_step_without_payloads(run.run_id, start, end)

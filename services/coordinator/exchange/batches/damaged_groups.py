@@ -12,6 +12,7 @@ import sqlite3
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.batches.selection import take_apart
 from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.ledger.groups import State
 from services.coordinator.ledger.segments import DamagedRecord
 
 
@@ -29,19 +30,21 @@ def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None
             "DELETE FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'prefix'",
             (run.run_id, row["group_id"]),
         )
-        exchange.set_group(run, row["group_id"], oldest_step=None)
+        exchange.groups.set_prefix_step(run.run_id, row["group_id"], None)
         _count(exchange, run, f"what an earlier worker began of group {row['group_id']} is lost: {damaged}")
         return
-    if row["state"] == "trained" or (row["state"] == "batched" and _is_receipted(exchange, run, row["step"])):
+    if row["state"] == State.TRAINED or (
+        row["state"] == State.BATCHED and _is_receipted(exchange, run, row["step"])
+    ):
         exchange.pause(
             run,
             f"group {row['group_id']} of step {row['step']} cannot be read, and a session has trained it already: {damaged}. "
             "`paceline resume` goes on once the file is as it was",
         )
         return
-    if row["state"] == "batched":
+    if row["state"] == State.BATCHED:
         take_apart(exchange, run, row["step"], [row["group_id"]], f"damaged: {damaged}")
-    if row["state"] in ("generated", "scored", "batched"):
+    if row["state"] in (State.GENERATED, State.SCORED, State.BATCHED):
         _generate_again(exchange, run, row)
         _count(exchange, run, f"group {row['group_id']} is generated again: {damaged}")
 
@@ -49,17 +52,9 @@ def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None
 def take_back(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
     """Takes back the leases or tasks of a reply that could not be sent, so that its request is answered with others."""
     for task in reply.task.tasks:
-        exchange.db.execute(
-            "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'generated'"
-            " AND scorer_id = ? AND score_attempt = ?",
-            (run.run_id, task.group_id, member_id, task.attempt),
-        )
+        exchange.groups.release_scorer(run.run_id, task.group_id, member_id, task.attempt)
     for lease in reply.lease.leases:
-        exchange.db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
-            " AND state = 'leased' AND member_id = ? AND attempt = ?",
-            (run.run_id, lease.group_id, member_id, lease.attempt),
-        )
+        exchange.groups.release(run.run_id, lease.group_id, member_id, lease.attempt)
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:
@@ -68,21 +63,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Non
         exchange.ledger.count(run.run_id, "tokens:generated", -row["tokens"])
         exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])
     exchange.ledger.remove_payloads(run.run_id, row["group_id"])
-    exchange.set_group(
-        run,
-        row["group_id"],
-        state="admitted",
-        member_id=None,
-        scorer_id=None,
-        tokens=0,
-        sequence_tokens=0,
-        oldest_step=None,
-        digest=None,
-        rewards=None,
-        functions=None,
-        reward=None,
-        scores_digest="",
-    )
+    exchange.groups.generate_again(run.run_id, row["group_id"])
     exchange.places_changed()
 
 

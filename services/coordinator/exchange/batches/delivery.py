@@ -12,7 +12,6 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.batches import damaged_groups, session_faults
 from services.coordinator.exchange.batches.selection import fix_if_due
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment
 
 
@@ -186,17 +185,9 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
     ).fetchone()
     metrics, ends = {}, {"next_step": step + 1}
     if batch is not None:
-        totals = exchange.db.execute(
-            "SELECT COUNT(*) AS n, SUM(tokens) AS tokens FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
-            (run.run_id, step),
-        ).fetchone()
-        sealed = row_checksums.assignment("groups", state="'trained'")
-        exchange.db.execute(
-            f"UPDATE groups INDEXED BY step_groups SET state = 'trained', {sealed} WHERE run_id = ? AND step = ?",
-            (run.run_id, step),
-        )
-        ledger.count(run.run_id, "groups:trained", totals["n"])
-        ledger.count(run.run_id, "tokens:trained", totals["tokens"])
+        num_groups, num_tokens = exchange.groups.train(run.run_id, step)
+        ledger.count(run.run_id, "groups:trained", num_groups)
+        ledger.count(run.run_id, "tokens:trained", num_tokens)
         exchange.db.execute(
             "UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run.run_id, step)
         )

@@ -28,11 +28,7 @@ def drop(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: fl
         raise Conflict(
             f"run {run.run_id} has no batch that is fixed and not trained; its next step is {step}"
         )
-    rows = exchange.db.execute(
-        "SELECT * FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ? ORDER BY group_id",
-        (run.run_id, step),
-    ).fetchall()
-    in_batch = {group["group_id"]: group for group in rows}
+    in_batch = {group["group_id"]: group for group in exchange.group_queries.of_step(run.run_id, step)}
     others = [group_id for group_id in wanted if group_id not in in_batch]
     if others:
         raise InvalidInput(

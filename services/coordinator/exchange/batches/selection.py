@@ -17,7 +17,7 @@ import numpy as np
 from services.coordinator.exchange.admission import must_wait
 from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
-from services.coordinator.ledger.batch_split import COLUMNS, read_batch
+from services.coordinator.ledger.groups import State
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
@@ -63,10 +63,7 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
             with_scores,
         ),
     )
-    exchange.db.executemany(
-        "UPDATE groups SET state = 'batched', step = ?, rank_order = ? WHERE run_id = ? AND group_id = ?",
-        [(step, place, run.run_id, group["group_id"]) for place, group in enumerate(chosen)],
-    )
+    exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])
     exchange.places_changed()
     exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
     exchange.ledger.forget(BATCH_DUE)
@@ -82,7 +79,7 @@ def take_apart(
     """
     key = (run.run_id, step)
     batch = exchange.db.execute("SELECT * FROM batches WHERE run_id = ? AND step = ?", key).fetchone()
-    groups = [group["group_id"] for group in read_batch(exchange.db, run.run_id, step)]
+    groups = [group["group_id"] for group in exchange.group_queries.of_step(*key)]
     exchange.db.execute(
         "INSERT INTO replaced_batches (run_id, step, revision, digest, chain, group_ids, dropped_ids, reason)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -101,11 +98,7 @@ def take_apart(
         "DELETE FROM receipts WHERE run_id = ? AND session = ? AND step = ?",  # of ranks whose session then ended
         [(run.run_id, session, step) for session in exchange.sessions(run)],
     )
-    exchange.db.execute(
-        "UPDATE groups INDEXED BY step_groups SET state = 'scored', step = NULL, rank_order = NULL"
-        " WHERE run_id = ? AND step = ?",
-        key,
-    )
+    exchange.groups.unbatch(*key)
     exchange.ledger.update_run(run.run_id, next_batch=step)
     exchange.ledger.forget(BATCH_DUE)
     exchange.places_changed()
@@ -113,29 +106,16 @@ def take_apart(
 
 def _in_order(exchange: Exchange, run: ActiveRun, step: int) -> list[sqlite3.Row] | None:
     """The groups whose places belong to the step, when all are scored."""
-    scored = exchange.db.execute(
-        f"SELECT {COLUMNS} FROM groups INDEXED BY groups_by_state"
-        " WHERE run_id = ? AND class = 'train' AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot",
-        (run.run_id, step * run.batch, (step + 1) * run.batch),
-    ).fetchall()
+    scored = exchange.group_queries.scored_in(run.run_id, step * run.batch, (step + 1) * run.batch)
     return scored if len(scored) == run.batch else None
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
     """The oldest scored groups, when there are enough and no live group has to be waited for."""
     spec = run.spec.async_grpo
-    number = exchange.db.execute(
-        "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state"
-        " WHERE run_id = ? AND class = 'train' AND state = 'scored'",
-        (run.run_id,),
-    ).fetchone()[0]
-    if number < run.batch:
+    if exchange.group_queries.num_scored(run.run_id) < run.batch:
         return None
-    scored = exchange.db.execute(
-        f"SELECT {COLUMNS} FROM groups INDEXED BY groups_by_state"
-        " WHERE run_id = ? AND class = 'train' AND state = 'scored' ORDER BY slot, group_id",
-        (run.run_id,),
-    ).fetchall()
+    scored = exchange.group_queries.scored(run.run_id)
     for group in scored:
         if step - group["oldest_step"] > spec.hard_max_age_steps:
             exchange.drop(run, group, "stale")
@@ -152,13 +132,10 @@ def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
     """Oldest version that the tokens of each group can have that somebody works on, or that has no scores yet. What is in
     the hands of a worker that may be gone is not waited for.
     """
-    rows = exchange.db.execute(
-        "SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id FROM groups INDEXED BY groups_by_state"
-        " WHERE run_id = ? AND class = 'train' AND state IN ('leased', 'generated')",
-        (run.run_id,),
-    )
-    suspected = exchange.suspected
-    return [row["oldest"] for row in rows if row["state"] != "leased" or row["member_id"] not in suspected]
+    rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
+    return [
+        row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected
+    ]
 
 
 def _metrics(run: ActiveRun, groups: list[sqlite3.Row], step: int, wait_s: float) -> dict[str, float]:

@@ -15,7 +15,6 @@ from itertools import takewhile
 
 from protos.paceline.v1 import worker_pb2
 from services.coordinator.exchange.state import ActiveRun, Exchange, Training
-from services.coordinator.ledger.batch_split import read_batch
 
 SAME_FAULTS = 3
 """Sessions in a row that ended at a step in the same way."""
@@ -161,7 +160,7 @@ def _suspects(
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(exchange.db, run.run_id, fault.step, world_size)
         groups = parts[rank] if parts else []
-    groups = groups or read_batch(exchange.db, run.run_id, fault.step)
+    groups = groups or exchange.group_queries.of_step(run.run_id, fault.step)
     if fault.kind in (MEMORY, SILENT):
         groups = sorted(groups, key=lambda group: -group["sequence_tokens"])
     return [group["group_id"] for group in groups]

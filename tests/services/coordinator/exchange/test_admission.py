@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from exchange_drivers import MakeWorld, Rollout
 
-from services.coordinator.exchange import leases
 from services.coordinator.exchange.admission import admissible, lease_step, may_lease, must_wait
+from services.coordinator.ledger import groups
 from services.coordinator.ledger.balance import balance
 
 
@@ -93,5 +93,5 @@ def test_prompts_larger_together_than_a_statement_takes_are_admitted(
     path.write_text("".join(json.dumps({"prompt": str(i) * 4_000, "answer": i}) + "\n" for i in range(9)))
     world = make_world(data={"train": str(path)}, grpo={"num_prompts_per_step": 8})
     world.ledger.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 16_000)
-    monkeypatch.setattr(leases, "MAX_INSERTED_CHARS", 4_000)
+    monkeypatch.setattr(groups, "MAX_INSERTED_CHARS", 4_000)
     assert len(Rollout(world).lease(16)) == 8

@@ -34,10 +34,10 @@ def instructions(world: World) -> dict[str, int]:
     kind = "leave"
     world.release(rollout.member_id, crashed=True)
     kind = "gauges"
-    world.ledger.held()
+    world.ledger.group_queries.num_held()
     world.ledger.holders()
     world.ledger.groups_by_state(world.run_id)
-    world.ledger.live_tokens(world.run_id)
+    world.ledger.group_queries.open_tokens(world.run_id)
     world.ledger.db.set_progress_handler(None, 1)
     return counts
 

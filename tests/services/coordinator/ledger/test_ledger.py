@@ -392,5 +392,5 @@ def test_holders_are_whoever_has_leases_tasks_or_an_evaluation(tmp_path: Path) -
             (step, member, done),
         )
     assert set(ledger.holders()) == {("r1", ROLE_ROLLOUT), ("r2", ROLE_ROLLOUT), ("w1", ROLE_REWARD)}
-    assert ledger.held() == {"r1": 2, "w1": 1}
+    assert ledger.group_queries.num_held() == {"r1": 2, "w1": 1}
     ledger.close()

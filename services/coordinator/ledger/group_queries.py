@@ -1,0 +1,238 @@
+"""Queries on the table `groups`; `groups.py` has the statements that change it.
+
+Every query that a request needs is served by an index, because a table scan reads every group that the run ever had.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection
+
+from services.coordinator.ledger.groups import OPEN_STATES
+
+BATCH_COLUMNS = (
+    "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
+)
+"""Columns that batches need. Not all columns, because thousands of rows are read at a time."""
+
+OPEN_SQL = str(tuple(state.value for state in OPEN_STATES))
+
+
+class GroupQueries:
+    """Read groups; rows have the table's columns unless the method says otherwise."""
+
+    def __init__(self, db: sqlite3.Connection):
+        self._db = db
+
+    # One group, or those of a step
+
+    def get(self, run_id: str, group_id: int) -> sqlite3.Row | None:
+        """Return the row of a group, if there is one of that number."""
+        row: sqlite3.Row | None = self._db.execute(
+            "SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run_id, group_id)
+        ).fetchone()
+        return row
+
+    def of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
+        """Return the groups of a step's batch in their order; none for a run without batches."""
+        return self._db.execute(
+            f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ? ORDER BY rank_order",
+            (run_id, step),
+        ).fetchall()
+
+    def first_step_without_payloads(self, run_id: str, start: int, end: int) -> int | None:
+        """Return the first step in [start, end) of whose groups some have no result any more."""
+        row = self._db.execute(
+            "SELECT step FROM groups g INDEXED BY step_groups WHERE run_id = ? AND step IS NOT NULL AND step >= ?"
+            " AND step < ? AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id"
+            " AND p.kind = 'result') ORDER BY step LIMIT 1",
+            (run_id, start, end),
+        ).fetchone()
+        return None if row is None else int(row["step"])
+
+    # Free groups, oldest slot first, with their prompts
+
+    def free_to_lease(self, run_id: str, limit: int) -> list[sqlite3.Row]:
+        """Return the first admitted groups to train."""
+        return self._db.execute(
+            "SELECT g.*, p.prompt_json FROM (SELECT run_id, group_id, slot, attempt, oldest_step, holders"
+            " FROM groups INDEXED BY groups_by_state WHERE run_id = ?"
+            " AND class = 'train' AND state = 'admitted' ORDER BY slot, group_id LIMIT ?) g"
+            " JOIN prompts p USING (run_id, group_id) ORDER BY slot, group_id",
+            (run_id, limit),
+        ).fetchall()
+
+    def free_to_evaluate(self, run_id: str, kind: str, limit: int) -> list[sqlite3.Row]:
+        """Return the first admitted groups of an evaluation."""
+        return self._db.execute(
+            "SELECT g.*, p.prompt_json FROM groups g JOIN prompts p USING (run_id, group_id)"
+            " WHERE g.run_id = ? AND class = ? AND state = 'admitted' ORDER BY slot LIMIT ?",
+            (run_id, kind, limit),
+        ).fetchall()
+
+    def free_to_score(self, run_id: str, limit: int) -> list[sqlite3.Row]:
+        """Return the first generated groups that no scorer has, those with the fewest failures first."""
+        return self._db.execute(
+            "SELECT g.*, p.prompt_json, p.columns_json FROM (SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ?"
+            " AND state = 'generated' AND scorer_id IS NULL ORDER BY score_failures, slot, group_id LIMIT ?) g"
+            " JOIN prompts p USING (run_id, group_id) ORDER BY score_failures, slot, group_id",
+            (run_id, limit),
+        ).fetchall()
+
+    # Groups that workers hold
+
+    def held_by(self, run_id: str, member_id: str) -> list[sqlite3.Row]:
+        """Return the groups that a member generates or scores."""
+        return self._db.execute(
+            "SELECT * FROM groups WHERE state = 'leased' AND member_id = ? AND run_id = ? UNION ALL"
+            " SELECT * FROM groups WHERE state = 'generated' AND scorer_id = ? AND run_id = ?",
+            (member_id, run_id) * 2,
+        ).fetchall()
+
+    def leased_by_member(self, run_id: str, member_ids: Collection[str]) -> dict[str, set[int]]:
+        """Return the ids of the groups that are leased to each of the members."""
+        leased: dict[str, set[int]] = {member_id: set() for member_id in member_ids}
+        for member_id, group_id in self._db.execute(
+            "SELECT member_id, group_id FROM groups INDEXED BY held_groups WHERE run_id = ? AND state = 'leased'"
+            " AND member_id IN (SELECT value FROM json_each(?))",
+            (run_id, json.dumps(list(leased))),
+        ):
+            leased[member_id].add(group_id)
+        return leased
+
+    def leases(self, run_id: str) -> list[tuple[str, int, int]]:
+        """Return member, group and attempt of every lease."""
+        rows = self._db.execute(
+            "SELECT member_id, group_id, attempt FROM groups INDEXED BY held_groups WHERE state = 'leased' AND run_id = ?",
+            (run_id,),
+        ).fetchall()
+        return [(row[0], row[1], row[2]) for row in rows]
+
+    def tasks(self, run_id: str) -> list[tuple[str, int, int]]:
+        """Return scorer, group and attempt of every score task."""
+        rows = self._db.execute(
+            "SELECT scorer_id, group_id, score_attempt FROM groups INDEXED BY held_tasks WHERE state = 'generated'"
+            " AND scorer_id IS NOT NULL AND run_id = ?",
+            (run_id,),
+        ).fetchall()
+        return [(row[0], row[1], row[2]) for row in rows]
+
+    def num_held(self) -> dict[str, int]:
+        """Return the number of leases and score tasks of each member, over all runs."""
+        rows = self._db.execute(
+            "SELECT member_id AS id, COUNT(*) AS n FROM groups WHERE state = 'leased' GROUP BY member_id UNION ALL"
+            " SELECT scorer_id, COUNT(*) FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
+            " GROUP BY scorer_id"
+        )
+        return {row["id"]: row["n"] for row in rows}
+
+    def lease_holders(self) -> list[str]:
+        """Return the members that hold leases or are pinned for a pending evaluation, over all runs."""
+        rows = self._db.execute(
+            "SELECT member_id AS id FROM groups WHERE state = 'leased' UNION"
+            " SELECT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL"
+        ).fetchall()
+        return [row["id"] for row in rows]
+
+    def task_holders(self) -> list[str]:
+        """Return the members that hold score tasks, over all runs."""
+        rows = self._db.execute(
+            "SELECT DISTINCT scorer_id AS id FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
+        ).fetchall()
+        return [row["id"] for row in rows]
+
+    # Groups by state
+
+    def open_of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:
+        """Return the open groups of a class."""
+        return self._db.execute(
+            "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+            f" AND state IN {OPEN_SQL}",
+            (run_id, kind),
+        ).fetchall()
+
+    def of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:
+        """Return id, state, rewards and tokens of every group of a class."""
+        return self._db.execute(
+            "SELECT group_id, state, rewards, tokens FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
+            (run_id, kind),
+        ).fetchall()
+
+    def is_evaluated(self, run_id: str, kind: str) -> bool:
+        """Return whether every group of an evaluation is scored or dropped."""
+        unfinished = self._db.execute(
+            "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+            " AND state IN ('admitted', 'leased', 'generated') LIMIT 1",
+            (run_id, kind),
+        ).fetchone()
+        return unfinished is None
+
+    def num_waiting(self, run_id: str, start: int, end: int) -> int:
+        """Return the number of groups to train in slots [start, end) that are open and in no batch yet."""
+        row = self._db.execute(
+            "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            " AND state IN ('admitted', 'leased', 'generated', 'scored') AND slot >= ? AND slot < ?",
+            (run_id, start, end),
+        ).fetchone()
+        return int(row[0])
+
+    def in_progress(self, run_id: str) -> list[sqlite3.Row]:
+        """Return the groups to train between lease and scores: oldest version that the tokens can have, state and holder."""
+        return self._db.execute(
+            "SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id FROM groups INDEXED BY groups_by_state"
+            " WHERE run_id = ? AND class = 'train' AND state IN ('leased', 'generated')",
+            (run_id,),
+        ).fetchall()
+
+    def num_scored(self, run_id: str) -> int:
+        """Return the number of groups that could make a batch."""
+        row = self._db.execute(
+            "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state"
+            " WHERE run_id = ? AND class = 'train' AND state = 'scored'",
+            (run_id,),
+        ).fetchone()
+        return int(row[0])
+
+    def scored(self, run_id: str) -> list[sqlite3.Row]:
+        """Return the groups that could make a batch, in the order of their slots."""
+        return self._db.execute(
+            f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY groups_by_state"
+            " WHERE run_id = ? AND class = 'train' AND state = 'scored' ORDER BY slot, group_id",
+            (run_id,),
+        ).fetchall()
+
+    def scored_in(self, run_id: str, start: int, end: int) -> list[sqlite3.Row]:
+        """Return the scored groups of slots [start, end) in their order."""
+        return self._db.execute(
+            f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY groups_by_state"
+            " WHERE run_id = ? AND class = 'train' AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot",
+            (run_id, start, end),
+        ).fetchall()
+
+    def num_open(self, run_id: str) -> dict[str, int]:
+        """Return the number of groups to train in each open state."""
+        rows = self._db.execute(
+            "SELECT state, COUNT(*) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            f" AND state IN {OPEN_SQL} GROUP BY state",
+            (run_id,),
+        )
+        return {state.value: 0 for state in OPEN_STATES} | {row["state"]: row["n"] for row in rows}
+
+    def open_tokens(self, run_id: str) -> int:
+        """Return the committed tokens of groups to train that have not ended."""
+        row = self._db.execute(
+            "SELECT COALESCE(SUM(tokens), 0) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            f" AND state IN {OPEN_SQL}",
+            (run_id,),
+        ).fetchone()
+        return int(row["n"])
+
+    def completions_per_group(self, run_id: str) -> int:
+        """Return the completions of a trained group; every group of a run has equally many. 0: none is trained."""
+        row = self._db.execute(
+            "SELECT LENGTH(rewards) / 4 / json_array_length(functions) AS n FROM groups INDEXED BY step_groups"
+            " WHERE run_id = ? AND step >= 0 LIMIT 1",
+            (run_id,),
+        ).fetchone()
+        return int(row["n"]) if row else 0

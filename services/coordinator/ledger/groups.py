@@ -1,0 +1,349 @@
+"""The life of a group: its states, and one method for each transition.
+
+    admitted ──► leased ──► generated ──► scored ──► batched(step) ──► trained(step)
+       └───────────┴────────────┴───────────┴────────────┴──► dropped(reason)
+
+Back: leased → admitted when its worker is gone or returns it, generated, scored and batched → admitted when its payload is lost,
+batched → scored when its batch is fixed anew. Methods run inside a transaction of the ledger and decide nothing: which group
+makes which transition is the exchange's policy. The row of a group that ends is sealed by the statement that ends it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from services.coordinator.ledger.integrity import row_checksums
+
+INSERTED_AT_ONCE = 64
+"""Groups whose prompts are one parameter of a statement."""
+
+MAX_INSERTED_CHARS = 16 << 20
+"""Characters of prompts and columns after which a parameter takes no further group: SQLite takes 1 GB at most."""
+
+
+class State(enum.StrEnum):
+    """Where a group is between its admission and its end."""
+
+    ADMITTED = "admitted"
+    LEASED = "leased"
+    GENERATED = "generated"
+    SCORED = "scored"
+    BATCHED = "batched"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+OPEN_STATES = (State.ADMITTED, State.LEASED, State.GENERATED, State.SCORED, State.BATCHED)
+"""States of groups that have not ended."""
+
+
+class NewLease(NamedTuple):
+    """One attempt at generating a group."""
+
+    run_id: str
+    group_id: int
+    member_id: str
+    attempt: int
+    lease_step: int
+    """Oldest version that its tokens can have."""
+    holders: str
+    """Everyone who ever held the group, this one included."""
+
+
+class Generated(NamedTuple):
+    """The facts of a committed result."""
+
+    tokens: int
+    """Completion tokens."""
+    sequence_tokens: int
+    """Prompt and completion tokens."""
+    oldest_step: int
+    """Oldest version among the tokens."""
+    digest: str
+
+
+class Scored(NamedTuple):
+    """The facts of committed scores."""
+
+    rewards: bytes
+    """[C, F] float32, little endian."""
+    scores_digest: str
+    functions: str
+    """Names of the F functions, JSON."""
+    reward: float | None
+    """Mean weighted reward."""
+
+
+class Groups:
+    """The transitions, in the order of a group's life. `group_queries.py` reads what they wrote."""
+
+    def __init__(self, db: sqlite3.Connection):
+        self._db = db
+
+    # Admission
+
+    def admit(self, run_id: str, kind: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
+        """Insert new groups of a class: id, slot, prompt and columns of each. One statement inserts many of them, because
+        between two statements another thread may take the interpreter.
+        """
+        rows: list[dict[str, object]] = []
+        num_chars = 0
+        for group_id, slot, prompt, columns in groups:
+            prompt_json, columns_json = json.dumps(prompt), json.dumps(columns, default=str)
+            row = {
+                "run_id": run_id,
+                "group_id": group_id,
+                "prompt_json": prompt_json,
+                "columns_json": columns_json,
+            }
+            rows.append({**row, "seal": row_checksums.of("prompts", row), "slot": slot})
+            num_chars += len(prompt_json) + len(columns_json)
+            if len(rows) == INSERTED_AT_ONCE or num_chars > MAX_INSERTED_CHARS:
+                self._insert(kind, rows)
+                rows, num_chars = [], 0
+        if rows:
+            self._insert(kind, rows)
+
+    def _insert(self, kind: str, rows: Sequence[Mapping[str, object]]) -> None:
+        as_json = json.dumps(rows)
+        self._db.execute(
+            "INSERT INTO groups (run_id, group_id, class, state, slot)"
+            " SELECT json_extract(value, '$.run_id'), json_extract(value, '$.group_id'), ?, 'admitted',"
+            " json_extract(value, '$.slot') FROM json_each(?)",
+            (kind, as_json),
+        )
+        self._db.execute(
+            "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json, seal)"
+            " SELECT json_extract(value, '$.run_id'), json_extract(value, '$.group_id'),"
+            " json_extract(value, '$.prompt_json'), json_extract(value, '$.columns_json'), json_extract(value, '$.seal')"
+            " FROM json_each(?)",
+            (as_json,),
+        )
+
+    # Leases: admitted → leased, and back
+
+    def lease(self, leases: Sequence[NewLease]) -> None:
+        """Lease admitted groups, each for a new attempt."""
+        self._db.execute(
+            # The run is among the values, so that SQLite looks each group up instead of reading all that the run had.
+            "UPDATE groups SET state = 'leased', member_id = json_extract(lent.value, '$[2]'),"
+            " attempt = json_extract(lent.value, '$[3]'), lease_step = json_extract(lent.value, '$[4]'),"
+            " holders = json_extract(lent.value, '$[5]')"
+            " FROM json_each(?) AS lent WHERE run_id = json_extract(lent.value, '$[0]')"
+            " AND group_id = json_extract(lent.value, '$[1]')",
+            (json.dumps(leases),),
+        )
+
+    def lease_again(self, run_id: str, member_id: str, group_ids: Sequence[int]) -> None:
+        """Give those groups back to their last holder, in the same attempt, that are admitted and still have its name."""
+        self._db.execute(
+            "UPDATE groups SET state = 'leased' WHERE run_id = ? AND state = 'admitted' AND member_id = ?"
+            " AND group_id IN (SELECT value FROM json_each(?))",
+            (run_id, member_id, json.dumps(group_ids)),
+        )
+
+    def release(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
+        """Admit a group again that this attempt of the member holds; the member's name goes."""
+        self._db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
+            " AND state = 'leased' AND member_id = ? AND attempt = ?",
+            (run_id, group_id, member_id, attempt),
+        )
+
+    def release_unknown(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
+        """Admit the groups again that are leased to the member and not among those that it holds."""
+        self._db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
+            " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",
+            (run_id, member_id, json.dumps(held)),
+        )
+
+    def release_members(self, member_ids: Sequence[str]) -> int:
+        """Admit all groups again that the members hold. Their names stay, for `lease_again`. Return the number of groups."""
+        return self._db.execute(
+            "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
+            " AND member_id IN (SELECT value FROM json_each(?))",
+            (json.dumps(member_ids),),
+        ).rowcount
+
+    def release_class(self, run_id: str, kind: str) -> None:
+        """Take back all leases and score tasks of a class."""
+        self._db.execute(
+            "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted'"
+            " WHERE run_id = ? AND class = ? AND state = 'leased'",
+            (run_id, kind),
+        )
+        self._db.execute(
+            "UPDATE groups INDEXED BY groups_by_state SET scorer_id = NULL"
+            " WHERE run_id = ? AND class = ? AND state = 'generated'",
+            (run_id, kind),
+        )
+
+    def forget_holder(self, run_id: str, group_id: int) -> None:
+        """Remove the last holder's name from an admitted group, so that it cannot have it again by `lease_again`."""
+        self._db.execute(
+            "UPDATE groups SET member_id = NULL WHERE run_id = ? AND group_id = ?", (run_id, group_id)
+        )
+
+    def set_prefix_step(self, run_id: str, group_id: int, oldest_step: int | None) -> None:
+        """Set the oldest version among the tokens of the prefix that a worker returned; None: there is no prefix."""
+        self._db.execute(
+            "UPDATE groups SET oldest_step = ? WHERE run_id = ? AND group_id = ?",
+            (oldest_step, run_id, group_id),
+        )
+
+    def readmit(self, run_id: str, group_id: int) -> None:
+        """Admit a group again that is admitted or leased, whoever holds it."""
+        self._db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?",
+            (run_id, group_id),
+        )
+
+    def fail_generation(self, run_id: str, group_id: int, failures: int) -> None:
+        """Admit a leased group again after an attempt that failed because of the group's data."""
+        self._db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL, generation_failures = ?"
+            " WHERE run_id = ? AND group_id = ?",
+            (failures, run_id, group_id),
+        )
+
+    # Generation: admitted or leased → generated, and back
+
+    def commit(self, run_id: str, group_id: int, generated: Generated) -> None:
+        """Record the result of an attempt at a group that waits for one."""
+        self._db.execute(
+            "UPDATE groups SET state = 'generated', member_id = NULL, tokens = ?, sequence_tokens = ?, oldest_step = ?,"
+            " digest = ? WHERE run_id = ? AND group_id = ?",
+            (*generated, run_id, group_id),
+        )
+
+    def generate_again(self, run_id: str, group_id: int) -> None:
+        """Admit a generated, scored or batched group again, as before its generation."""
+        self._db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL, scorer_id = NULL, tokens = 0, sequence_tokens = 0,"
+            " oldest_step = NULL, digest = NULL, rewards = NULL, functions = NULL, reward = NULL, scores_digest = ''"
+            " WHERE run_id = ? AND group_id = ?",
+            (run_id, group_id),
+        )
+
+    def restart_evaluation(self, run_id: str, kind: str, member_id: str) -> list[int]:
+        """Admit all groups of an evaluation again but the dropped ones and those leased to the member. Return their ids."""
+        readmitted = self._db.execute(
+            "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted', member_id = NULL, scorer_id = NULL"
+            " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"
+            " RETURNING group_id",
+            (run_id, kind, member_id),
+        )
+        return [group_id for (group_id,) in readmitted.fetchall()]
+
+    # Score tasks: a generated group is given to a scorer, and taken back
+
+    def assign_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int, scorers: str) -> None:
+        """Give a generated group to a reward worker; `scorers` names everyone who ever had it."""
+        self._db.execute(
+            "UPDATE groups SET scorer_id = ?, score_attempt = ?, scorers = ? WHERE run_id = ? AND group_id = ?",
+            (member_id, attempt, scorers, run_id, group_id),
+        )
+
+    def release_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
+        """Take a task back that this attempt of the member holds."""
+        self._db.execute(
+            "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'generated'"
+            " AND scorer_id = ? AND score_attempt = ?",
+            (run_id, group_id, member_id, attempt),
+        )
+
+    def release_unknown_tasks(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
+        """Take back the member's tasks that are not among those that it holds."""
+        self._db.execute(
+            "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
+            " AND group_id NOT IN (SELECT value FROM json_each(?))",
+            (run_id, member_id, json.dumps(held)),
+        )
+
+    def release_scorers(self, member_ids: Sequence[str]) -> int:
+        """Take back all tasks of the members. Return their number."""
+        return self._db.execute(
+            "UPDATE groups SET scorer_id = NULL WHERE state = 'generated' AND scorer_id IN (SELECT value FROM json_each(?))",
+            (json.dumps(member_ids),),
+        ).rowcount
+
+    def fail_scoring(self, run_id: str, group_id: int, failures: int) -> None:
+        """Take a task back whose reward function failed."""
+        self._db.execute(
+            "UPDATE groups SET scorer_id = NULL, score_failures = ? WHERE run_id = ? AND group_id = ?",
+            (failures, run_id, group_id),
+        )
+
+    # Scores and batches: generated → scored → batched → trained
+
+    def score(self, run_id: str, group_id: int, scored: Scored) -> None:
+        """Record the scores of a generated group."""
+        self._db.execute(
+            "UPDATE groups SET state = 'scored', scorer_id = NULL, rewards = ?, scores_digest = ?, functions = ?, reward = ?"
+            " WHERE run_id = ? AND group_id = ?",
+            (*scored, run_id, group_id),
+        )
+
+    def batch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
+        """Make scored groups the batch of a step, in this order."""
+        self._db.executemany(
+            "UPDATE groups SET state = 'batched', step = ?, rank_order = ? WHERE run_id = ? AND group_id = ?",
+            [(step, place, run_id, group_id) for place, group_id in enumerate(group_ids)],
+        )
+
+    def unbatch(self, run_id: str, step: int) -> None:
+        """Take the batch of a step apart: its groups are scored again."""
+        self._db.execute(
+            "UPDATE groups INDEXED BY step_groups SET state = 'scored', step = NULL, rank_order = NULL"
+            " WHERE run_id = ? AND step = ?",
+            (run_id, step),
+        )
+
+    def train(self, run_id: str, step: int) -> tuple[int, int]:
+        """End the groups of a step as trained. Return their number and their tokens."""
+        totals = self._db.execute(
+            "SELECT COUNT(*) AS n, SUM(tokens) AS tokens FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
+            (run_id, step),
+        ).fetchone()
+        sealed = row_checksums.assignment("groups", state="'trained'")
+        self._db.execute(
+            f"UPDATE groups INDEXED BY step_groups SET state = 'trained', {sealed} WHERE run_id = ? AND step = ?",
+            (run_id, step),
+        )
+        return totals["n"], totals["tokens"]
+
+    # The other end
+
+    def drop(self, run_id: str, group_id: int, reason: str) -> None:
+        """End an open group as dropped(reason)."""
+        becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
+        self._db.execute(
+            f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"
+            f" {row_checksums.assignment('groups', **becomes)} WHERE run_id = ?2 AND group_id = ?3",
+            (reason, run_id, group_id),
+        )
+
+    def remove(self, run_id: str, kind: str) -> list[sqlite3.Row]:
+        """Delete the groups of an evaluation with their prompts and payloads, in as many statements for thousands of groups as
+        for one. Return (segment, start) of the payloads.
+        """
+        removed = self._db.execute(
+            "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
+            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)"
+            " RETURNING segment, start",
+            (run_id, run_id, kind),
+        ).fetchall()
+        self._db.execute(
+            "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
+            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)",
+            (run_id, run_id, kind),
+        )
+        self._db.execute(
+            "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?", (run_id, kind)
+        )
+        return removed
