@@ -65,13 +65,13 @@ def test_advantages_are_gae_of_the_value_models_answers_whitened_over_the_batch(
     white = (np.array(expected) - np.mean(expected)) / np.std(expected)
 
     seen: dict[int, torch.Tensor] = {}
-    objective = trainer._objective
+    loss = trainer.objective.loss
 
     def spy(tokens, *others):  # type: ignore[no-untyped-def]
         seen[len(seen)] = tokens.advantages_N.clone()
-        return objective(tokens, *others)
+        return loss(tokens, *others)
 
-    trainer._objective = spy
+    trainer.objective.loss = spy  # type: ignore[method-assign]
     trainer.train_step(batch, 0)
     got = np.sort(torch.cat(list(seen.values())).numpy())
     np.testing.assert_allclose(got, np.sort(white), atol=2e-5)
