@@ -34,6 +34,7 @@ COVERED_BY = {
     "learner/objectives/reduction.py": "test_policy.py",
     "learner/objectives/reward_model.py": "test_preferences.py",
     "learner/objectives/sft.py": "test_policy.py",
+    "learner/step/frozen.py": "test_trainer.py",
     "learner/step/gradients.py": "test_trainer.py",
     "learner/step/plan.py": "test_trainer.py",
     "learner/step/reference.py": "tests/learner/objectives/test_per_algorithm.py",

@@ -50,6 +50,7 @@ class TrainingSample:
     behaviour_logprobs_T: FloatArray | None = None
     """[T] log μ in nats; None for supervised data."""
     advantage: float = 0.0
+    """Relative to its group; 0 where `learner.step.assign_advantages` takes the whole batch or a value model."""
     versions_T: IntArray | None = None
     """[T] step of the version that sampled each token; None for supervised data."""
     rewards_F: FloatArray | None = None
@@ -152,7 +153,6 @@ class PackedBatch:
     sequence_N: Tensor
     """Index in [0, S) of the token's sequence."""
     behaviour_N: Tensor | None
-    advantages_N: Tensor | None
     group_ids_S: tuple[int, ...]
     versions_N: Tensor | None = None
     """int64: step of the version that sampled the token; None for supervised data."""
@@ -194,7 +194,6 @@ def pack_row(sequences: Sequence[TrainingSample], device: torch.device) -> Packe
         behaviour_N=None
         if supervised
         else floats(np.concatenate([_trained(s.behaviour_logprobs_T, s) for s in sequences])),
-        advantages_N=floats(np.repeat([s.advantage for s in sequences], lengths_S)),
         group_ids_S=tuple(s.group_id for s in sequences),
         versions_N=None
         if any(s.versions_T is None for s in sequences)

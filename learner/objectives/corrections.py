@@ -8,6 +8,9 @@ All arrays are flat over the N active tokens of a micro-batch, S are its sequenc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,3 +119,33 @@ def kept_tokens(
 def second_moments(log_rho_N: Tensor) -> Tensor:
     """[N] (log ρ)² in float32, finite: what M2PO's threshold is about."""
     return log_rho_N.detach().clamp(-MAX_EXPONENT, MAX_EXPONENT).float().square()
+
+
+def m2_limit_of(values_N: Tensor, threshold: float, total: Callable[[Tensor], Tensor]) -> float:
+    """The largest limit such that the mean of the values up to it is at most `threshold`; inf when all may stay.
+
+    M2PO (Zheng et al. 2025, arXiv 2510.01161) drops the largest (log ρ)² until the mean of the rest is within the
+    threshold. Equal values stay or go together, so the split over ranks cannot matter. Found by bisecting the bit
+    patterns of non-negative float32 numbers, which are in the numbers' order: 32 sums of two floats.
+
+    Args:
+        values_N: float32, this rank's, at least 0.
+        total: adds tensors up over ranks, in place.
+    """
+
+    def mean_up_to(limit: float) -> float:
+        within_N = values_N[values_N <= limit].double()
+        sums = torch.stack([within_N.sum(), torch.full_like(within_N.sum(), len(within_N))])
+        value, count = total(sums).tolist()
+        return float(value / max(count, 1.0))
+
+    if mean_up_to(np.inf) <= threshold:
+        return float("inf")
+    low, high = 0, int(np.float32(np.inf).view(np.int32))
+    while high - low > 1:
+        middle = (low + high) // 2
+        if mean_up_to(float(np.int32(middle).view(np.float32))) <= threshold:
+            low = middle
+        else:
+            high = middle
+    return float(np.int32(low).view(np.float32))

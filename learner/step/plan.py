@@ -102,7 +102,7 @@ def _plan(
         ]
         rows += [_dummy(objective, device) for _ in range(max(passes, 1) - len(rows))]
         max_tokens = spec.policy.generation.max_new_tokens
-        updates.append(Update(rows, Denominators(tokens, sequences, max_tokens, total, prompts)))
+        updates.append(Update(tuple(rows), Denominators(tokens, sequences, max_tokens, total, prompts)))
     return updates
 
 
@@ -117,10 +117,10 @@ def _pack(
 
 
 def _micro_batch(
-    batch: Sequence[TrainingSample], places: tuple[int, ...], step: int, device: torch.device
+    batch: Sequence[TrainingSample], indices: tuple[int, ...], step: int, device: torch.device
 ) -> MicroBatch:
-    row = pack_row([batch[i] for i in places], device)
-    return MicroBatch(row, places, ages_N=None if row.versions_N is None else step - row.versions_N)
+    row = pack_row([batch[i] for i in indices], device)
+    return MicroBatch(row, indices, ages_N=None if row.versions_N is None else step - row.versions_N)
 
 
 def _dummy(objective: Objective, device: torch.device) -> MicroBatch:

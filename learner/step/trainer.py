@@ -4,9 +4,10 @@ Promise: loss and gradient are those of the global batch, however it is split ov
 excepted); either every rank steps its optimizer or none does.
 
 All ranks call `train_step` together, each with its own part of the batch (which may be empty). Inside, they meet in
-this order: counts of the batch; then for each update every rank runs the same number of forward and backward passes
-(a rank with fewer micro-batches fills up with a dummy of zero weight, since under FSDP each pass is a collective),
-agrees on sums and gradient norm, and steps. Nothing else in the process may use the default group meanwhile.
+this order: the phases of `learner.step`; then for each update every rank runs the same number of forward and backward
+passes (a rank with fewer micro-batches fills up with a dummy of zero weight, since under FSDP each pass is a
+collective), agrees on sums and gradient norm, and steps. Nothing else in the process may use the default group
+meanwhile.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from learner.collectives import sum_over_ranks, union_over_ranks, world_size
 from learner.model.policy import row_logprobs
 from learner.objectives import objective_of
 from learner.objectives.base import LossResult, TokenArrays
+from learner.step.assign_advantages import with_advantages
 from learner.step.critic import Critic
+from learner.step.frozen import needs_proximal, with_frozen_logprobs, with_m2_limit
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
 from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
 from learner.step.plan import plan_one, plan_updates, workload
 from learner.step.reference import reference_of
 from learner.step.stopwatch import Stopwatch
-from learner.step.update import MicroBatch, Update, needs_proximal, settle
+from learner.step.update import FrozenLogprobs, MicroBatch, Update
 from paceline.errors import NonFiniteLoss
 from paceline.spec import RunSpec
 
@@ -73,20 +76,18 @@ class Trainer:
         batch, measured = self.objective.set_aside(batch)
         updates = plan_updates(batch, step, self.spec, self.objective, self.device)
         with watch.measure("frozen_s"):
-            self._ask_frozen_policies(updates)
-            settle(batch, updates, self.spec, self.device)
-            self._measure_batch_kl(measured, updates)
-            if self.critic is not None:
-                self.critic.look(batch, updates)
-                self.critic.settle(batch, updates)
+            updates = with_frozen_logprobs(updates, self._ask_frozen_policies)
+            updates = with_advantages(batch, updates, self.spec, self.device, self.critic)
+            updates = with_m2_limit(updates, self.spec, self.device)
+            updates = self._with_batch_kl(updates, measured)
         sums: dict[str, float] = {}
         grad_norms = []
         self.skipped = []
         for update in updates:
-            self._accumulate_gradients(update, watch)
-            update_sums = self._sum_metrics(update)
+            results = self._accumulate_gradients(update, watch)
+            update_sums = self._sum_metrics(results)
             try:
-                grad_norms.append(self._clip_gradients(update, update_sums["loss"]))
+                grad_norms.append(self._clip_gradients(update, results, update_sums["loss"]))
             except NonFiniteLoss as error:
                 if not self.spec.policy.skip_non_finite_updates:
                     raise
@@ -128,14 +129,13 @@ class Trainer:
         All ranks call it together. Nothing changes, no random number is drawn.
         """
         examples, measured = self.objective.set_aside(held_out)
-        update = plan_one(examples, self.spec, self.objective, self.device)
-        updates = [update]
+        updates = [plan_one(examples, self.spec, self.objective, self.device)]
         self.model.train(False)  # an adapter may drop inputs while it is trained
-        self._ask_frozen_policies(updates)
-        self._measure_batch_kl(measured, updates)
-        update.results = [self._loss(micro, update) for micro in update.micro_batches]
+        updates = with_frozen_logprobs(updates, self._ask_frozen_policies)
+        (update,) = updates = self._with_batch_kl(updates, measured)
+        results = [self._loss(micro, update) for micro in update.micro_batches]
         self.model.train()
-        sums = self._sum_metrics(update)
+        sums = self._sum_metrics(results)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # without a backward pass nothing else does, and checkpoints read shards
@@ -147,18 +147,16 @@ class Trainer:
         return 0 if self.critic is None else self.spec.value.policy_training_start_step
 
     @torch.no_grad()
-    def _ask_frozen_policies(self, updates: list[Update]) -> None:
+    def _ask_frozen_policies(self, row: PackedBatch) -> FrozenLogprobs:
         """π_prox where it is not π itself or is needed before the loss, π_ref where it is needed token by token."""
-        for micro in (micro for update in updates for micro in update.micro_batches):
-            if needs_proximal(self.spec):
-                micro.proximal_N = self._logprobs(micro.row)[0]
-            micro.reference_N = self.reference.logprobs(micro.row)
+        proximal_N = self._logprobs(row)[0] if needs_proximal(self.spec) else None
+        return FrozenLogprobs(proximal_N, self.reference.logprobs(row))
 
     @torch.no_grad()
-    def _measure_batch_kl(self, measured: Sequence[TrainingSample], updates: Sequence[Update]) -> None:
-        """The mean Σ_t log π - log π_ref of completions of other prompts, over the global batch, where the loss reads it."""
+    def _with_batch_kl(self, updates: Sequence[Update], measured: Sequence[TrainingSample]) -> list[Update]:
+        """With the mean Σ_t log π - log π_ref of `measured` over the global batch, where the loss reads it."""
         if not self.objective.measures_mismatched:
-            return
+            return list(updates)
         update = plan_one(measured, self.spec, self.objective, self.device)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for micro in update.micro_batches:
@@ -167,16 +165,16 @@ class Trainer:
             if not micro.is_dummy:
                 total += log_sum
         kl = sum_over_ranks(total).item() / max(update.denominators.sequences, 1)
-        for one in updates:
-            one.batch_kl = kl
+        return [replace(update, batch_kl=kl) for update in updates]
 
     @staticmethod
     def _batch_kl(updates: Sequence[Update]) -> dict[str, float]:
         kl = updates[0].batch_kl
         return {} if kl is None else {"batch_kl": kl}
 
-    def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> None:
+    def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> list[LossResult]:
         """Forward and backward of every micro-batch; afterwards the gradients are those of the global batch."""
+        results = []
         for i, micro in enumerate(update.micro_batches):
             is_last = i == len(update.micro_batches) - 1
             set_gradient_sync(self.model, self.device, is_last)
@@ -185,10 +183,11 @@ class Trainer:
             with watch.measure("backward_s"):
                 # FSDP averages gradients over ranks, the loss is a sum over them.
                 (result.loss * self.world_size).backward()  # type: ignore[no-untyped-call]
-            update.results.append(replace(result, loss=result.loss.detach()))
+            results.append(replace(result, loss=result.loss.detach()))
             if self.critic is not None:
                 with watch.measure("value_s"):
                     self.critic.accumulate(update, micro, self.world_size, is_last=is_last)
+        return results
 
     def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
         logprobs_N, entropy_N = self._logprobs(
@@ -201,9 +200,9 @@ class Trainer:
             sequence_N=micro.row.sequence_N,
             num_sequences=len(micro.row.group_ids_S),
             behaviour_N=micro.row.behaviour_N,
-            proximal_N=micro.proximal_N,
-            reference_N=micro.reference_N,
-            advantages_N=micro.row.advantages_N,
+            proximal_N=micro.frozen.proximal_N,
+            reference_N=micro.frozen.reference_N,
+            advantages_N=micro.advantages_N,
             ages_N=micro.ages_N,
             m2_limit=update.m2_limit,
             batch_kl=update.batch_kl,
@@ -226,15 +225,15 @@ class Trainer:
             entropy_gradient=entropy_gradient,
         )
 
-    def _sum_metrics(self, update: Update) -> dict[str, float]:
+    def _sum_metrics(self, results: Sequence[LossResult]) -> dict[str, float]:
         """The metric sums over micro-batches and ranks."""
-        names = list(update.results[0].sums)
+        names = list(results[0].sums)
         totals = torch.stack(
-            [torch.stack([result.sums[name].double() for name in names]) for result in update.results]
+            [torch.stack([result.sums[name].double() for name in names]) for result in results]
         ).sum(0)
         return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
 
-    def _clip_gradients(self, update: Update, loss: float) -> float:
+    def _clip_gradients(self, update: Update, results: Sequence[LossResult], loss: float) -> float:
         """Clips to the global norm and returns it as it was. Loss and norms are the same numbers on every rank, so
         every rank takes the same branch."""
         norm = gradient_norm(self.model)
@@ -243,13 +242,20 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             if self.critic is not None:
                 self.critic.discard()
-            raise self._non_finite(update, loss, norm, value_norm)
+            raise self._non_finite(update, results, loss, norm, value_norm)
         clip_gradients(self.model, self.spec.policy.max_grad_norm, norm)
         return norm
 
-    def _non_finite(self, update: Update, loss: float, norm: float, value_norm: float) -> NonFiniteLoss:
+    def _non_finite(
+        self,
+        update: Update,
+        results: Sequence[LossResult],
+        loss: float,
+        norm: float,
+        value_norm: float,
+    ) -> NonFiniteLoss:
         suspects: set[int] = set()
-        for micro, result in zip(update.micro_batches, update.results, strict=True):
+        for micro, result in zip(update.micro_batches, results, strict=True):
             bad_N = ~result.token_losses_N.isfinite()
             suspects.update(micro.row.group_ids_S[i] for i in micro.row.sequence_N[bad_N].tolist())
         group_ids = union_over_ranks([g for g in suspects if g >= 0], self.device)

@@ -20,7 +20,7 @@ from learner.advantages.whole_batch import (
 )
 from learner.batch.samples import sequences_from_groups
 from learner.model.logprobs import chunked_logprobs
-from learner.step.update import m2_limit_of
+from learner.objectives.corrections import m2_limit_of
 from paceline.groups import Completion, Group, VersionSpan
 from paceline.spec import RunSpec
 

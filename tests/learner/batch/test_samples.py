@@ -67,8 +67,6 @@ def test_a_row_holds_all_but_the_last_token_of_each() -> None:
     assert row.sequence_N.tolist() == [0, 0, 0, 1]
     assert row.behaviour_N is not None
     assert row.behaviour_N.tolist() == [-1, -2, -3, -4]
-    assert row.advantages_N is not None
-    assert row.advantages_N.tolist() == [0.5, 0.5, 0.5, -2.0]
     assert row.group_ids_S == (1, 2)
 
 

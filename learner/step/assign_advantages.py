@@ -1,0 +1,235 @@
+"""The phase of a step that assigns advantages: every token of a rollout gets its own here, and nowhere else.
+
+Three ways, by grpo.advantage: relative to the group, which the samples bring along (`learner.advantages.group`); from
+statistics over the whole batch, or with the KL in the reward (`learner.advantages.whole_batch`); from a value model
+(`learner.advantages.gae`). A teacher's advantages depend on the policy that is training, so its objective computes them.
+
+Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.advantages.gae import gae
+from learner.advantages.group import Float64Array, weighted_rewards
+from learner.advantages.whole_batch import (
+    TOKEN_WHITENED,
+    ScoredBatch,
+    batch_advantages,
+    clip_advantages,
+    needs_whole_batch,
+    whitened,
+    whitened_token_advantages,
+)
+from learner.batch.samples import TrainingSample
+from learner.collectives import rows_of_all_ranks, sum_over_ranks
+from learner.objectives.corrections import per_sequence
+from learner.objectives.policy import kl_to_reference
+from learner.step.critic import Critic
+from learner.step.frozen import given
+from learner.step.update import MicroBatch, States, Update
+from paceline.errors import InvalidInput
+from paceline.spec import RunSpec
+
+
+def with_advantages(
+    batch: Sequence[TrainingSample],
+    updates: Sequence[Update],
+    spec: RunSpec,
+    device: torch.device,
+    critic: Critic | None,
+) -> list[Update]:
+    """The updates with an advantage for each token, after the frozen policies were asked. All ranks call it together."""
+    if not spec.samples:
+        return list(updates)
+    updates = [
+        replace(
+            update, micro_batches=tuple(_with_own_advantages(batch, m, device) for m in update.micro_batches)
+        )
+        for update in updates
+    ]
+    if critic is not None:
+        return _by_value_model(batch, updates, spec, device, critic)
+    if needs_whole_batch(spec):
+        return _over_whole_batch(batch, updates, spec, device)
+    return updates
+
+
+def _with_own_advantages(
+    batch: Sequence[TrainingSample], micro: MicroBatch, device: torch.device
+) -> MicroBatch:
+    """With the advantage that each sample brings along; 0 for dummies."""
+    advantages_S = torch.tensor([batch[i].advantage for i in micro.indices] or [0.0], dtype=torch.float32)
+    return replace(micro, advantages_N=advantages_S.to(device)[micro.row.sequence_N])
+
+
+def _over_whole_batch(
+    batch: Sequence[TrainingSample], updates: Sequence[Update], spec: RunSpec, device: torch.device
+) -> list[Update]:
+    micro_batches = _real(updates)
+    penalties = [_kl_penalties(micro, spec) for micro in micro_batches]
+    rows, first = rows_of_all_ranks(_scores(batch, micro_batches, penalties, spec).to(device))
+    table = rows.double().cpu().numpy()
+    scored = ScoredBatch(table[:, 0].astype(np.int64), table[:, 2:], table[:, 1])
+    own_S = batch_advantages(scored, spec)[first : first + len(batch)]
+    token_wise = spec.grpo.advantage in TOKEN_WHITENED
+    own = torch.from_numpy(own_S if token_wise else clip_advantages(own_S, spec))
+    values = [
+        own[torch.tensor(micro.indices)].to(device, torch.float32)[micro.row.sequence_N]
+        for micro in micro_batches
+    ]
+    if token_wise:
+        values = whitened_token_advantages(
+            values, penalties, [m.row.sequence_N for m in micro_batches], device
+        )
+        values = _clipped(values, spec)
+    return _replaced(
+        updates, [replace(m, advantages_N=v) for m, v in zip(micro_batches, values, strict=True)]
+    )
+
+
+def _by_value_model(
+    batch: Sequence[TrainingSample],
+    updates: Sequence[Update],
+    spec: RunSpec,
+    device: torch.device,
+    critic: Critic,
+) -> list[Update]:
+    """GAE, whitened over the batch; and the states with the returns that the value model trains on."""
+    updates = critic.with_states(batch, updates)
+    real = _real(updates)
+    raw, settled = [], []
+    for micro in real:
+        advantages_N, states = _gae(batch, micro, spec, device)
+        raw.append(advantages_N)
+        settled.append(states)
+    values = _clipped(whitened(raw, [given(states.scored_N) for states in settled], device), spec)
+    updates = _replaced(
+        updates,
+        [
+            replace(micro, advantages_N=value_N, states=states)
+            for micro, value_N, states in zip(real, values, settled, strict=True)
+        ],
+    )
+    tokens_U = torch.tensor(
+        [
+            sum(given(_states(m).scored_N).sum().item() for m in u.micro_batches if not m.is_dummy)
+            for u in updates
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    totals = sum_over_ranks(tokens_U).tolist()
+    return [replace(update, num_scored_tokens=total) for update, total in zip(updates, totals, strict=True)]
+
+
+def _gae(
+    batch: Sequence[TrainingSample], micro: MicroBatch, spec: RunSpec, device: torch.device
+) -> tuple[Tensor, States]:
+    """([N] advantages before whitening, the states with their returns)."""
+    states = _states(micro)
+    sequences = [batch[i] for i in micro.indices]
+    lengths_S = np.array([len(s.completion_ids) for s in sequences])
+    ends_S = lengths_S.cumsum() - 1
+    rewards_SF = np.stack([_rewards(s, spec) for s in sequences])
+    totals_S = weighted_rewards(rewards_SF, [reward.weight for reward in spec.rewards])
+    rewards_N = np.zeros(int(lengths_S.sum()))
+    penalty_N = _kl_penalties(micro, spec)
+    if penalty_N is not None:
+        rewards_N -= penalty_N.double().cpu().numpy()
+    rewards_N[ends_S] += np.nan_to_num(totals_S, nan=0.0)
+    before_M = states.before_token_M.cpu().numpy()
+    values_M = states.values_M.double().cpu().numpy()
+    truncated_S = np.array([s.truncated for s in sequences])
+    advantages_N, returns_N = gae(
+        rewards_N,
+        values_M[before_M],
+        np.where(truncated_S, values_M[~before_M], 0.0),
+        lengths_S,
+        spec.value.gae_gamma,
+        spec.value.gae_lambda,
+    )
+    settled = replace(
+        states,
+        returns_N=torch.from_numpy(returns_N).to(device, torch.float32),
+        scored_N=torch.from_numpy(np.repeat(~np.isnan(totals_S), lengths_S)).to(device),
+    )
+    return torch.from_numpy(advantages_N).to(device, torch.float32), settled
+
+
+def _scores(
+    batch: Sequence[TrainingSample],
+    micro_batches: Sequence[MicroBatch],
+    penalties: Sequence[Tensor | None],
+    spec: RunSpec,
+) -> Tensor:
+    """[S, 2 + F] group id, β·ΣKL and rewards of this rank's sequences, float64."""
+    scores = torch.zeros(len(batch), 2 + len(spec.rewards), dtype=torch.float64)
+    for i, sequence in enumerate(batch):
+        scores[i, 0] = sequence.group_id
+        scores[i, 2:] = torch.from_numpy(_rewards(sequence, spec))
+    for micro, penalty_N in zip(micro_batches, penalties, strict=True):
+        if penalty_N is not None:
+            sums_S = per_sequence(penalty_N.double(), micro.row.sequence_N, len(micro.indices))
+            scores[torch.tensor(micro.indices), 1] = sums_S.cpu()
+    return scores
+
+
+def _rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:
+    """[F] the sequence's rewards. Raises InvalidInput when they are not there."""
+    if sequence.rewards_F is None or len(sequence.rewards_F) != len(spec.rewards):
+        raise InvalidInput(
+            f"group {sequence.group_id} has no rewards for the {len(spec.rewards)} functions; "
+            f"grpo.advantage {spec.grpo.advantage!r} is computed from them"
+        )
+    return sequence.rewards_F.astype(np.float64)
+
+
+def _kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
+    """[N] β·KL of π_prox to the reference, where it belongs to the reward."""
+    if not spec.loss_fn.use_kl_in_reward:
+        return None
+    proximal_N = given(micro.frozen.proximal_N)
+    kl_N = kl_to_reference(
+        proximal_N,
+        given(micro.frozen.reference_N),
+        torch.ones_like(proximal_N),
+        spec.loss_fn.reference_policy_kl_type,
+    )
+    return spec.loss_fn.reference_policy_kl_penalty * kl_N
+
+
+def _clipped(values: list[Tensor], spec: RunSpec) -> list[Tensor]:
+    low, high = spec.grpo.advantage_clip_low, spec.grpo.advantage_clip_high
+    if low is None and high is None:
+        return values
+    return [value_N.clamp(low, high) for value_N in values]
+
+
+def _states(micro: MicroBatch) -> States:
+    if micro.states is None:
+        raise ValueError("the value model was not asked about this micro-batch")
+    return micro.states
+
+
+def _real(updates: Sequence[Update]) -> list[MicroBatch]:
+    """The micro-batches that hold tokens, in order."""
+    return [m for update in updates for m in update.micro_batches if not m.is_dummy]
+
+
+def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Update]:
+    """The updates with these micro-batches in place of `_real(updates)`."""
+    rest = iter(real)
+    return [
+        replace(
+            update,
+            micro_batches=tuple(micro if micro.is_dummy else next(rest) for micro in update.micro_batches),
+        )
+        for update in updates
+    ]
