@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_collectiv
 from learner.checkpoints.files import files_of_all_ranks
 from learner.checkpoints.listed_pickle import restrict_rank_objects
 from learner.checkpoints.manifest import (
-    MANIFEST,
     CheckpointManifest,
     check_files,
     read_manifest,
@@ -52,6 +51,7 @@ from learner.collectives import max_over_ranks, world_size
 from learner.model.adapter import has_adapter, is_part_of_adapter
 from learner.step.critic import Critic
 from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
+from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
 
 restrict_rank_objects()  # before any rank says anything to another
@@ -121,7 +121,7 @@ def prepare(directory: Location, session: int, step: int) -> Folder:
     """The empty folder of a checkpoint to be, made by rank 0. Raises Conflict when it exists and is complete."""
     folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
-        if folder.exists(MANIFEST):
+        if folder.exists(CHECKPOINT_MANIFEST):
             raise Conflict(f"checkpoint {folder} exists and is complete")
         folder.remove()  # torn, of this session, so nobody else's
         folder.make()  # another rank's writer may make it in the meantime
@@ -259,7 +259,9 @@ def _gravest_of_ranks(
 
 def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
     """(session, step) and folder of what has the name of a checkpoint and is not torn, oldest first."""
-    return [(_position(folder), folder) for folder in _folders(directory) if folder.exists(MANIFEST)]
+    return [
+        (_position(folder), folder) for folder in _folders(directory) if folder.exists(CHECKPOINT_MANIFEST)
+    ]
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
@@ -274,7 +276,7 @@ def prune(directory: Location, keep: Collection[str], spared: Collection[str] = 
         if newest is None or _position(folder) >= newest or str(folder) in keep or str(folder) in spared:
             continue
         # The manifest first: should this be interrupted, what is left is torn and not a lie.
-        folder.delete(MANIFEST)
+        folder.delete(CHECKPOINT_MANIFEST)
         folder.remove()
         deleted.append(str(folder))
     return deleted

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import Conflict
-from paceline.files.run_folders import EXPORT_MANIFEST
+from paceline.files.names import EXPORT_MANIFEST
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LEFT_OVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|replaced)-(?P<pid>\d{1,9})")

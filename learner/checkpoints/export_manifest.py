@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from learner.checkpoints.manifest import hash_files
-from paceline.files.run_folders import EXPORT_MANIFEST
+from paceline.files.names import EXPORT_MANIFEST
 from paceline.files.storage import Folder
 
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import Conflict, NotFound
+from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
 
-MANIFEST = "manifest.json"
 HASHING_THREADS = 4
 NonNegative = Annotated[int, Field(ge=0)]
 
@@ -66,14 +66,14 @@ def hash_files(folder: Folder, names: Collection[str] | None = None) -> tuple[Ch
 def write_manifest(folder: Folder, manifest: CheckpointManifest) -> str:
     """Writes the manifest as one object after everything else is durable, and returns its SHA-256."""
     data = manifest.model_dump_json(indent=1).encode()
-    folder.write(MANIFEST, data)
+    folder.write(CHECKPOINT_MANIFEST, data)
     return hashlib.sha256(data).hexdigest()
 
 
 def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
     """The manifest and its SHA-256. Raises NotFound without one, Conflict when it cannot be read."""
     try:
-        data = folder.read(MANIFEST)
+        data = folder.read(CHECKPOINT_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
         reason = (
             "it has no manifest, so writing it was never finished" if folder.exists() else "no such folder"
@@ -95,7 +95,7 @@ def check_files(
     """
     listed = {file.path: file for file in manifest.files}
     present = folder.files()
-    for name in sorted(listed.keys() ^ (present.keys() - {MANIFEST})):
+    for name in sorted(listed.keys() ^ (present.keys() - {CHECKPOINT_MANIFEST})):
         what = "is missing" if name in listed else "is not in its manifest"
         raise Conflict(f"checkpoint {folder} refused: file {name!r} {what}")
     for name, file in listed.items():

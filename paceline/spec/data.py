@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from paceline.spec.base import PositiveFloat, PositiveInt, Section
 
@@ -42,6 +43,9 @@ class DataSection(Section):
 
 class RewardFunctionSection(Section):
     """One reward function."""
+
+    PATH_ARGUMENTS: ClassVar[Mapping[str, str]] = {"reward_model": "path"}
+    """Built-in functions with a keyword argument that is a path, relative to the spec's file, and that argument."""
 
     function: str
     """A built-in's name, or `path/to/file.py:function`."""

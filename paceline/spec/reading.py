@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from paceline.errors import SpecError
-from paceline.spec import RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.base import STORED
 
 MAX_PATH = 1024
@@ -267,11 +267,12 @@ def _absolute(value: str, base: Path) -> str:
 
 def _with_absolute_function(item: Any, base: Path) -> Any:
     function = item.get("function") if isinstance(item, dict) else None
-    if function == "reward_model" and isinstance(item.get("kwargs"), dict):
-        model = item["kwargs"].get("path")
-        if isinstance(model, str):
-            return {**item, "kwargs": {**item["kwargs"], "path": _absolute(model, base)}}
-    if not isinstance(function, str) or ":" not in function:
+    if not isinstance(function, str):
+        return item
+    kwargs, argument = item.get("kwargs"), RewardFunctionSection.PATH_ARGUMENTS.get(function)
+    if argument is not None and isinstance(kwargs, dict) and isinstance(kwargs.get(argument), str):
+        return {**item, "kwargs": {**kwargs, argument: _absolute(kwargs[argument], base)}}
+    if ":" not in function:
         return item
     file, _, name = function.rpartition(":")
     return {**item, "function": f"{(base / Path(file).expanduser()).resolve()}:{name}"}

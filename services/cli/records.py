@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.errors import NotFound
+from paceline.files.names import LEDGER_NAME
 from services.cli import render
-from services.common.options import LEDGER_NAME, directory_option, find_run, json_option, print_json
+from services.common.options import directory_option, find_run, json_option, print_json
 
 if TYPE_CHECKING:
     from services.coordinator.ledger.ledger import Ledger

@@ -14,12 +14,12 @@ import click
 
 from paceline.client import Client
 from paceline.errors import PacelineError
+from paceline.files.names import LEDGER_NAME
 from paceline.spec import ClusterSection, RunSpec
 from services.cli.left_runs import left_runs
 from services.cli.watching import follow
 from services.common.gpus import divide, visible_gpus
 from services.common.options import (
-    LEDGER_NAME,
     directory_option,
     functions_from_option,
     json_option,

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from paceline.client import DEFAULT_ADDRESS
+from paceline.files.names import LEDGER_NAME
 from paceline.token import VARIABLE
-
-LEDGER_NAME = "ledger.sqlite"
 
 
 def _use_token_file(_context: click.Context, _option: click.Parameter, path: str | None) -> None:

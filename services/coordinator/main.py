@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from paceline.files.names import LEDGER_NAME
 from paceline.token import TOKEN_NAME, make_token, token_path
 from paceline.tracing import set_up_metrics, set_up_tracing
 from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -30,7 +31,6 @@ from services.coordinator.members.registry import Members
 from services.coordinator.memory import keep_freed_memory
 from services.coordinator.servicers import RunServicer, WorkerServicer
 
-LEDGER_NAME = "ledger.sqlite"
 NEEDED_BYTES = 4 << 20
 """Free on the disk before the ledger is opened: its recovery writes."""
 

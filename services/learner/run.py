@@ -31,7 +31,7 @@ from learner.weights.channel import WeightChannel
 from learner.weights.gather import gather_export, merged_export
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, PacelineError, Unavailable
-from paceline.files.run_folders import EXPORT, EXPORTS
+from paceline.files.names import EXPORT, EXPORTS
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from paceline.files.run_folders import EXPORT_MANIFEST
+from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
 from services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:
     from services.coordinator.audit.record import Record
     from services.coordinator.ledger.ledger import KnownCheckpoint
-
-MANIFEST_NAME = "manifest.json"
 
 
 def checkpoints(record: Record, report: VerifyReport) -> None:
@@ -52,13 +50,15 @@ def compare_checkpoint(report: VerifyReport, subject: str, known: KnownCheckpoin
             subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it"
         )
         return False
-    if not folder.exists(MANIFEST_NAME):
-        report.problem(subject, f"it has no {MANIFEST_NAME}")
+    if not folder.exists(CHECKPOINT_MANIFEST):
+        report.problem(subject, f"it has no {CHECKPOINT_MANIFEST}")
         return False
-    digest = folder.sha256(MANIFEST_NAME)
+    digest = folder.sha256(CHECKPOINT_MANIFEST)
     report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, known.sha256)
     if digest == known.sha256:
-        compare_files(report, subject, folder, json.loads(folder.read(MANIFEST_NAME))["files"], contents)
+        compare_files(
+            report, subject, folder, json.loads(folder.read(CHECKPOINT_MANIFEST))["files"], contents
+        )
     return True
 
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from paceline.errors import InvalidInput
-from paceline.files.run_folders import EXPORT
+from paceline.files.names import EXPORT
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from protos.paceline.v1 import common_pb2, worker_pb2

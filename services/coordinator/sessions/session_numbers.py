@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.files.names import CHECKPOINT_MANIFEST
 from services.coordinator.ledger.restored_backup import free_name
 
 NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
@@ -78,7 +79,7 @@ def look_at_disk(
         for session, step, each in sorted(found)
         if (session > position[0] or (session == position[0] and step > position[1]))
         and str(each) not in known
-        and (each / "manifest.json").exists()
+        and (each / CHECKPOINT_MANIFEST).exists()
     ]
     if not ahead or not move:
         return OnDisk(largest)

@@ -16,7 +16,7 @@ from learner.checkpoints.export import export_checkpoint, export_pretrained
 from learner.step.trainer import Trainer
 from learner.weights.gather import gather_weights
 from paceline.errors import Conflict, InvalidInput
-from paceline.files.run_folders import EXPORT_MANIFEST
+from paceline.files.names import EXPORT_MANIFEST
 
 TOKENS = torch.arange(VOCABULARY)[None]
 

@@ -13,7 +13,7 @@ import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import NotFound
-from paceline.files.run_folders import EXPORT_MANIFEST
+from paceline.files.names import EXPORT_MANIFEST
 from services.coordinator.audit import artifacts
 from services.coordinator.audit.record import Record
 from services.coordinator.audit.verify import COMPARISONS, verify

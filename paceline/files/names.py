@@ -1,0 +1,17 @@
+"""The names of files and folders on which the coordinator, the learner and the commands must agree."""
+
+from __future__ import annotations
+
+LEDGER_NAME = "ledger.sqlite"
+"""The ledger, in the coordinator's directory."""
+
+CHECKPOINT_MANIFEST = "manifest.json"
+"""In every complete checkpoint: its files with their sizes and SHA-256."""
+
+EXPORT = "export"
+"""The final export, in the run's directory."""
+EXPORTS = "exports"
+"""The exports that were asked for by name, in the run's directory."""
+
+EXPORT_MANIFEST = "paceline_manifest.json"
+"""In every export: its files with their sizes and SHA-256."""
