@@ -1,6 +1,6 @@
 """The learner's side of a weight channel: what the loop of a run needs, whichever way the weights go.
 
-Every rank has one. `publish`, `write_anchor` and making it are collective calls; the rest matters on rank 0 only, where
+Every rank has one; rank 0's has a class of its own, which also faces the members. `publish`, `write_anchor` and making it are collective calls; the rest matters on rank 0 only, where
 the control plane's thread calls it. `publish` returns as soon as the copy is made that later steps do not touch.
 """
 
@@ -41,3 +41,19 @@ class WeightChannel(Protocol):
 
     def close(self) -> None:
         """Ends all threads, without waiting for a stuck one."""
+
+
+class WithoutMembers:
+    """The part of a channel that faces the members, on the ranks beside rank 0: members talk to rank 0 alone."""
+
+    def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
+        """See `WeightChannel.set_members`."""
+
+    def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
+        """See `WeightChannel.acknowledge`."""
+
+    def progress(self, member_id: str, version: Version) -> None:
+        """See `WeightChannel.progress`."""
+
+    def interrupt(self, reason: str) -> None:
+        """See `WeightChannel.interrupt`."""

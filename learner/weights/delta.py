@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from learner.weights.channel import WithoutMembers
 from learner.weights.shards import local_slices, plan_tensors
 from learner.weights.store_offers import StoreOffers
 from learner.weights.store_writer import StoreWriter
@@ -15,65 +16,85 @@ from paceline.groups import Version
 from paceline.weights.manifest import TensorPlan
 
 
-class DeltaChannel:
-    """See `WeightChannel`. `offers` is there on rank 0 only; `announce(version, gather_s)` is called on every rank,
-    before a member can have the version."""
+class DeltaChannel(WithoutMembers):
+    """See `WeightChannel`; on the ranks beside rank 0, which write their own slices alone."""
 
-    def __init__(
-        self,
-        writer: StoreWriter,
-        offers: StoreOffers | None,
-        dtype: torch.dtype,
-        announce: Callable[[Version, float], None],
-    ) -> None:
+    def __init__(self, writer: StoreWriter, dtype: torch.dtype) -> None:
         self._writer = writer
-        self._offers = offers
         self._dtype = dtype
-        self._announce = announce
         self._tensors: tuple[TensorPlan, ...] = ()
 
     @property
     def wants_anchor(self) -> bool:
         """See `WeightChannel.wants_anchor`."""
         self._writer.check()
-        return self._offers is not None and self._offers.wants_anchor
+        return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
         """See `WeightChannel.publish`: the time is that of copying this rank's slices."""
         started_s = time.perf_counter()
         slices = local_slices(model, self._dtype)
-        self._announce(version, time.perf_counter() - started_s)
+        self._copied(version, time.perf_counter() - started_s)
         self._tensors = self._tensors or plan_tensors(model, self._dtype)
         self._writer.put(version, slices, self._tensors)
 
     def write_anchor(self) -> None:
         """See `WeightChannel.write_anchor`."""
-        if self._offers is not None:
-            self._offers.anchor_ordered()
         self._writer.put_anchor()
-
-    def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
-        """See `WeightChannel.set_members`."""
-        if self._offers is not None:
-            self._offers.set_members(epoch, member_ids)
-
-    def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """See `WeightChannel.acknowledge`."""
-        if self._offers is not None:
-            self._offers.answer(member_id, version, ok, message, damaged)
-
-    def progress(self, member_id: str, version: Version) -> None:
-        """See `WeightChannel.progress`."""
-        if self._offers is not None:
-            self._offers.progress(member_id)
-
-    def interrupt(self, reason: str) -> None:
-        """See `WeightChannel.interrupt`."""
-        if self._offers is not None:
-            self._offers.interrupt()
 
     def close(self) -> None:
         """See `WeightChannel.close`."""
-        if self._offers is not None:
-            self._offers.close()
         self._writer.close()
+
+    def _copied(self, version: Version, copy_s: float) -> None:
+        """This rank's slices of the version are copied, and not yet written."""
+
+
+class Rank0DeltaChannel(DeltaChannel):
+    """Rank 0's: also makes the offers. `announce(version, copy_s)` is called before a member can have the version."""
+
+    def __init__(
+        self,
+        writer: StoreWriter,
+        offers: StoreOffers,
+        dtype: torch.dtype,
+        announce: Callable[[Version, float], None],
+    ) -> None:
+        super().__init__(writer, dtype)
+        self._offers = offers
+        self._announce = announce
+
+    @property
+    def wants_anchor(self) -> bool:
+        """See `WeightChannel.wants_anchor`."""
+        self._writer.check()
+        return self._offers.wants_anchor
+
+    def write_anchor(self) -> None:
+        """See `WeightChannel.write_anchor`."""
+        self._offers.anchor_ordered()
+        super().write_anchor()
+
+    def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
+        """See `WeightChannel.set_members`."""
+        self._offers.set_members(epoch, member_ids)
+
+    def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
+        """See `WeightChannel.acknowledge`."""
+        self._offers.answer(member_id, version, ok, message, damaged)
+
+    def progress(self, member_id: str, version: Version) -> None:
+        """See `WeightChannel.progress`."""
+        self._offers.progress(member_id)
+
+    def interrupt(self, reason: str) -> None:
+        """See `WeightChannel.interrupt`."""
+        self._offers.interrupt()
+
+    def close(self) -> None:
+        """See `WeightChannel.close`."""
+        self._offers.close()
+        super().close()
+
+    def _copied(self, version: Version, copy_s: float) -> None:
+        self._announce(version, copy_s)

@@ -9,8 +9,8 @@ import torch
 from learner.collectives import any_over_ranks
 from learner.weights.catch_up import CatchUp
 from learner.weights.channel import WeightChannel
-from learner.weights.collective import CollectiveChannel
-from learner.weights.delta import DeltaChannel
+from learner.weights.collective import CollectiveChannel, Rank0CollectiveChannel
+from learner.weights.delta import DeltaChannel, Rank0DeltaChannel
 from learner.weights.publish_result import PublishResult
 from learner.weights.publisher import Publisher
 from learner.weights.rank_board import make_board
@@ -77,7 +77,7 @@ class _WeightChannelFactory:
     def collective(self) -> CollectiveChannel:
         """Links on rank 0, and the store as the way in for joiners."""
         if self._rank.rank != 0:
-            return CollectiveChannel(None, None, self._dtype, self._announce)
+            return CollectiveChannel(self._dtype)
         backend = self._backend()
         publisher = Publisher(
             run_id=self._run_id,
@@ -100,21 +100,29 @@ class _WeightChannelFactory:
             on_result=self._report_result,
             warn=self._warn,
         )
-        return CollectiveChannel(publisher, catch_up, self._dtype, self._announce)
+        return Rank0CollectiveChannel(publisher, catch_up, self._dtype, self._announce)
 
     def delta(self) -> DeltaChannel:
         """Every rank writes; rank 0 tells the members."""
-        offers = None
-        if self._rank.rank == 0:
-            offers = StoreOffers(
-                run_id=self._run_id,
-                url=self._store.url,
-                algorithm=self._algorithm,
-                max_wait_s=self._weights.max_wait_s,
-                send=self._send_offer,
-                on_result=self._report_result,
+        if self._rank.rank != 0:
+            return DeltaChannel(
+                self._writer(on_stored=lambda stored: None, oldest_held=lambda: None), self._dtype
             )
-        writer = StoreWriter(
+        offers = StoreOffers(
+            run_id=self._run_id,
+            url=self._store.url,
+            algorithm=self._algorithm,
+            max_wait_s=self._weights.max_wait_s,
+            send=self._send_offer,
+            on_result=self._report_result,
+        )
+        writer = self._writer(on_stored=offers.tell, oldest_held=offers.oldest_held)
+        return Rank0DeltaChannel(writer, offers, self._dtype, self._announce)
+
+    def _writer(
+        self, *, on_stored: Callable[[Stored], None], oldest_held: Callable[[], Version | None]
+    ) -> StoreWriter:
+        return StoreWriter(
             store=self._store,
             board=make_board(self._rank.host, self._rank.reachable),
             run_id=self._run_id,
@@ -123,10 +131,9 @@ class _WeightChannelFactory:
             algorithm=self._algorithm,
             anchor_interval=self._weights.anchor_interval,
             any_rank=lambda fact: any_over_ranks([fact], self._rank.device)[0],
-            on_stored=offers.tell if offers is not None else _nobody,
-            oldest_held=offers.oldest_held if offers is not None else lambda: None,
+            on_stored=on_stored,
+            oldest_held=oldest_held,
         )
-        return DeltaChannel(writer, offers, self._dtype, self._announce)
 
     def _backend(self) -> str:
         backend = self._weights.backend
@@ -145,8 +152,6 @@ class _WeightChannelFactory:
     # To the control plane
 
     def _announce(self, version: Version, gather_s: float) -> None:
-        if self._rank.rank != 0:
-            return
         staged = worker_pb2.StagedReport(run_id=self._run_id, gather_s=gather_s, wait_s=gather_s)
         staged.version.session, staged.version.step = version
         self._rank.report(worker_pb2.ConnectRequest(staged=staged))
@@ -180,7 +185,3 @@ class _WeightChannelFactory:
         )
         report.version.session, report.version.step = result.version
         self._rank.report(worker_pb2.ConnectRequest(publish=report))
-
-
-def _nobody(stored: Stored) -> None:
-    """Only rank 0 has somebody to tell."""
