@@ -40,6 +40,7 @@ from services.common.run_setup import failed_set_up, spec_of
 from services.learner.batches import Part, Parts
 from services.learner.checkpoints import NotShared, SessionCheckpoints
 from services.learner.context import RankContext
+from services.learner.run_reports import Rank0RunReports, RunReports
 from services.learner.step_failure import describe
 from services.learner.weights import make_channel
 
@@ -62,13 +63,16 @@ class LearnerRun:
         self._spec: RunSpec = spec_of(assignment)
         self._phase = "loading"
         self._chain = assignment.chain
+        reports = Rank0RunReports if rank.rank == 0 else RunReports
+        self._reports = reports(assignment.run_id, assignment.session, rank.report)
         self._parts = Parts(assignment.run_id, assignment.session, rank)
-        self._checkpoints = SessionCheckpoints(assignment, self._spec.checkpointing, self._report, self._warn)
+        self._checkpoints = SessionCheckpoints(
+            assignment, self._spec.checkpointing, self._reports.keep, self._reports.warn
+        )
         self._channel: WeightChannel | None = None
         self._receivers = threading.Lock()
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None
-        self._reports: list[worker_pb2.ConnectRequest] = []
         self._longest = 0
         """Tokens of the longest sequence in this rank's last part."""
 
@@ -104,7 +108,7 @@ class LearnerRun:
             self._rank.report(failed_set_up(self.run_id, error, self.session))
             return
         self.ready = True
-        self._report(self._run_report(vocab_size=self._vocabulary))
+        self._reports.say(vocab_size=self._vocabulary)
         self._publish(last=False)
         try:
             while self.step < self._spec.max_num_steps:
@@ -166,8 +170,7 @@ class LearnerRun:
 
     def report_again(self) -> None:
         """The coordinator was away: what it must know may have been lost with the stream."""
-        for report in self._reports:
-            self._rank.report(report)
+        self._reports.repeat()
         if self._channel is not None:
             self._channel.interrupt("the coordinator was away")
 
@@ -207,7 +210,7 @@ class LearnerRun:
                 self._held_out = ExampleSource(spec, self._tokenizer, objective, validation=True)
 
     def _set_up_channel(self) -> None:
-        channel = make_channel(self._assignment, self._spec, self._rank, self._warn)
+        channel = make_channel(self._assignment, self._spec, self._rank, self._reports.warn)
         with self._receivers:
             epoch = self._epoch or self._rank.early_epoch
             if epoch is not None and epoch.run_id == self.run_id:
@@ -275,7 +278,7 @@ class LearnerRun:
             before = self._validate() if self.step == 0 else {}
             metrics = self._trainer.train_step(sequences, self.step)
         for skipped in self._trainer.skipped:
-            self._warn(f"step {self.step}: an update was left out, {skipped}")
+            self._reports.warn(f"step {self.step}: an update was left out, {skipped}")
         metrics["learner/tokens_per_s"] = metrics["tokens"] / metrics["step_s"]
         self._chain = part.batch.chain
         self.step += 1
@@ -320,11 +323,6 @@ class LearnerRun:
 
     def _begin_save(self) -> None:
         self._checkpoints.begin(self._trainer, self.step, self._chain)
-
-    def _warn(self, message: str) -> None:
-        log.warning("run %s: %s", self.run_id, message)
-        if self._rank.rank == 0:
-            self._rank.report(self._run_report(warning=message))
 
     def _save_ordered(self) -> None:
         self._begin_save()
@@ -401,12 +399,12 @@ class LearnerRun:
             text = f"the run is trained, but what it leaves could not be written: {error}"
             self._fail(text, fault=worker_pb2.FAULT_PASSING)
             return
-        self._report(self._run_report(finished=True, export_path=str(path)))
+        self._reports.say(finished=True, export_path=str(path))
         self._next_part()
 
     def _fail(self, message: str, **facts: Any) -> None:
         log.error("run %s: %s", self.run_id, message)
-        self._rank.report(self._run_report(error=message, step=self.step, **facts))
+        self._reports.fail(error=message, step=self.step, **facts)
 
     def _end_at_step(self, error: Exception) -> None:
         """The session ends here, and the process with it: the device's memory and the other ranks' collectives are in nobody
@@ -423,16 +421,6 @@ class LearnerRun:
         """Rows of the model's embedding: token ids are below this."""
         embedding = cast(torch.nn.Embedding, self._trainer.model.get_input_embeddings())
         return int(embedding.weight.shape[0])
-
-    def _run_report(self, **facts: Any) -> worker_pb2.ConnectRequest:
-        report = worker_pb2.RunReport(run_id=self.run_id, session=self.session, **facts)
-        return worker_pb2.ConnectRequest(run_report=report)
-
-    def _report(self, report: worker_pb2.ConnectRequest) -> None:
-        if self._rank.rank == 0:
-            kind = report.WhichOneof("report")
-            self._reports = [r for r in self._reports if r.WhichOneof("report") != kind] + [report]
-            self._rank.report(report)
 
 
 def _not_written(path: Path, error: Exception) -> PacelineError:
