@@ -1,0 +1,34 @@
+"""Reports of a run, from rank 0 and from the others."""
+
+from __future__ import annotations
+
+from protos.paceline.v1 import worker_pb2
+from services.learner.run_reports import Rank0RunReports, RunReports
+
+
+def test_rank_0_repeats_the_newest_report_of_each_kind() -> None:
+    sent: list[worker_pb2.ConnectRequest] = []
+    reports = Rank0RunReports("run", 2, sent.append)
+    checkpoint = worker_pb2.ConnectRequest(checkpoint=worker_pb2.CheckpointReport(run_id="run"))
+    reports.say(vocab_size=10)
+    reports.keep(checkpoint)
+    reports.warn("slow")
+    reports.say(finished=True)
+    assert [report.run_report.warning for report in sent] == ["", "", "slow", ""]
+    del sent[:]
+    reports.repeat()
+    finished = worker_pb2.RunReport(run_id="run", session=2, finished=True)
+    assert sent == [checkpoint, worker_pb2.ConnectRequest(run_report=finished)]
+
+
+def test_another_rank_reports_its_faults_alone() -> None:
+    sent: list[worker_pb2.ConnectRequest] = []
+    reports = RunReports("run", 2, sent.append)
+    reports.say(vocab_size=10)
+    reports.warn("slow")
+    reports.repeat()
+    assert sent == []
+    reports.fail(error="broken")
+    assert sent == [
+        worker_pb2.ConnectRequest(run_report=worker_pb2.RunReport(run_id="run", session=2, error="broken"))
+    ]
