@@ -102,6 +102,7 @@ COVERED_BY = {
     "services/cli/watching.py": "test_main.py",
     "services/cli/workers.py": "test_main.py",
     "services/common/advertise.py": "tests/test_deploy.py",
+    "services/common/assigned_run.py": "test_run_setup.py",
     "services/common/grpc_server.py": "test_membership.py",
     "services/common/healthcheck.py": "tests/test_deploy.py",
     "services/common/options.py": "tests/services/cli/test_main.py",

@@ -60,7 +60,7 @@ def main(
         servicer = RewardServicer(worker)
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"
-        worker.on_readiness = partial(server.set_serving, "paceline.v1.RewardService")
+        worker.assigned.on_readiness = partial(server.set_serving, "paceline.v1.RewardService")
         async with server, asyncio.TaskGroup() as tasks:
             announce(ready_file, worker.address)
             belonging = tasks.create_task(worker.membership.run())

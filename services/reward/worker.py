@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
+from services.common.assigned_run import AssignedRun
 from services.common.membership import Membership
-from services.common.run_setup import failed_set_up, spec_of
+from services.common.run_setup import spec_of
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
@@ -56,22 +57,17 @@ class RewardWorker:
     ):
         self.member_id = member_id
         self._functions_from = functions_from
-        self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
-        """Told whether this worker can work on its run, whenever that changes."""
+        self.assigned = AssignedRun()
         self._set_up_pause = pause or ExponentialBackoff()
         self.refused_pause = ExponentialBackoff()
         """Before the exchange is asked again after it has refused a request for tasks."""
-        self._failure: worker_pb2.ConnectRequest | None = None
-        """What the last set-up ended with, while it is to be tried again."""
         self.address = ""
         self._num_processes = num_processes
         self._turns = asyncio.Semaphore(num_processes)
         """Free processes. What has none yet goes back to the exchange when the worker is told to stop."""
-        self._assignment: worker_pb2.RunAssignment | None = None
         self._spec: RunSpec | None = None
         self._runner: RewardRunner | None = None
         self._reference: ReferenceScorer | None = None
-        self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._scored = 0
         self._unavailable = 0
@@ -81,10 +77,10 @@ class RewardWorker:
     async def work(self) -> None:
         """Scores for whatever run is assigned, until `stop` and the last task's end."""
         while not self._stopping.is_set():
-            self._changed.clear()
-            assignment = self._assignment
+            self.assigned.changed.clear()
+            assignment = self.assigned.assignment
             if assignment is None:
-                await self._changed.wait()
+                await self.assigned.changed.wait()
                 continue
             async with contextlib.AsyncExitStack() as opened:
                 try:
@@ -98,9 +94,8 @@ class RewardWorker:
                 self._spec, self._runner, self._reference = spec, runner, reference
                 opened.callback(self._forget_run)
                 self._turns = asyncio.Semaphore(self._num_processes)
-                self._failure = None
                 self._set_up_pause.reset()
-                await self.on_readiness(True)
+                await self.assigned.set_up()
                 await self._report_ready()
                 await self._score_forever(assignment.run_id, spec, runner)
 
@@ -111,11 +106,9 @@ class RewardWorker:
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
         """Says why the run cannot be set up, and waits until it is to be tried again or another one is assigned."""
-        self._failure = failed_set_up(assignment.run_id, error)
-        await self.membership.report(self._failure)
-        await self.on_readiness(False)
+        await self.assigned.failed(assignment.run_id, error, self.membership.report)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), self._set_up_pause.next_s())
+            await asyncio.wait_for(self.assigned.changed.wait(), self._set_up_pause.next_s())
 
     def _forget_run(self) -> None:
         self._spec = self._runner = self._reference = None
@@ -128,14 +121,14 @@ class RewardWorker:
     def stop(self) -> None:
         """Takes no further task."""
         self._stopping.set()
-        self._changed.set()
+        self.assigned.changed.set()
 
     async def _score_forever(self, run_id: str, spec: RunSpec, runner: RewardRunner) -> None:
         """Tasks as there are free processes, until the run changes; then the running ones end."""
         running: dict[asyncio.Task[None], int] = {}
-        changed = asyncio.create_task(self._changed.wait())
+        changed = asyncio.create_task(self.assigned.changed.wait())
         async with asyncio.TaskGroup() as tasks:
-            while not self._changed.is_set():
+            while not self.assigned.changed.is_set():
                 room = PREFETCH * self._num_processes - len(running)
                 if room == 0:
                     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +146,7 @@ class RewardWorker:
                     break
                 reply, payloads = asked.result()
                 if reply.status == pb.REPLY_STATUS_STALE:
-                    await self._changed.wait()  # the run is over; the next assignment is on its way
+                    await self.assigned.changed.wait()  # the run is over; the next assignment is on its way
                 if reply.status == pb.REPLY_STATUS_INVALID:
                     await self._ask_later(reply.message)
                     continue
@@ -169,7 +162,7 @@ class RewardWorker:
         pause_s = self.refused_pause.next_s()
         log.error("asking for tasks again in %.0f s, the exchange refuses: %s", pause_s, refusal)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), pause_s)
+            await asyncio.wait_for(self.assigned.changed.wait(), pause_s)
 
     async def _score(
         self,
@@ -269,26 +262,17 @@ class RewardWorker:
             case "welcome":
                 await self._report_ready()
             case "run":
-                known = self._assignment is not None and self._assignment.run_id == directive.run.run_id
-                if not known or self._failure is not None:  # one that is assigned again is tried at once
-                    if not known:
-                        self._set_up_pause.reset()
-                    self._failure = None
-                    self._assignment = directive.run
-                    self._changed.set()
+                if self.assigned.assign(directive.run):
+                    self._set_up_pause.reset()
             case "idle":
-                self._assignment = self._failure = None
-                self._changed.set()
-                await self.on_readiness(True)
+                await self.assigned.idle()
             case "drain":
                 self.stop()
 
     async def _report_ready(self) -> None:
-        if self._runner is not None and self._assignment is not None:
-            report = worker_pb2.RunReport(run_id=self._assignment.run_id)
-            await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
-        elif self._failure is not None:
-            await self.membership.report(self._failure)
+        assignment = self.assigned.assignment
+        run_id = assignment.run_id if self._runner is not None and assignment is not None else None
+        await self.assigned.report(run_id, self.membership.report)
 
     def _hello(self) -> worker_pb2.Hello:
         return worker_pb2.Hello(
@@ -298,7 +282,3 @@ class RewardWorker:
     def _gauges(self) -> dict[str, float]:
         scored, self._scored = self._scored, 0
         return {"groups_since_report": float(scored)}
-
-
-async def _nobody_asks(ready: bool) -> None:
-    pass

@@ -60,7 +60,7 @@ def main(
             worker, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
         )
         worker.address = f"{reachable}:{server.port}"
-        worker.on_readiness = partial(server.set_serving, "paceline.v1.RolloutService")
+        worker.assigned.on_readiness = partial(server.set_serving, "paceline.v1.RolloutService")
         if http_port is not None:
             worker.http_address = f"{reachable}:{await worker.endpoint.start(host, http_port)}"
             log.info("OpenAI-compatible endpoint at http://%s/v1", worker.http_address)

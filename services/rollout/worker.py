@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -22,9 +21,10 @@ from paceline.groups import Completion
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 from rollout.engine import MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
+from services.common.assigned_run import AssignedRun
 from services.common.grpc_server import with_status
 from services.common.membership import Membership
-from services.common.run_setup import failed_set_up, spec_of
+from services.common.run_setup import spec_of
 from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.requests import MAX_CHOICES
 from services.rollout.openai.sampling import MAX_CHARS_PER_TOKEN
@@ -51,8 +51,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         pause: ExponentialBackoff | None = None,
     ):
         self.member_id = member_id
-        self.on_readiness: Callable[[bool], Awaitable[None]] = _nobody_asks
-        """Told whether this worker can work on its run, whenever that changes."""
+        self.assigned = AssignedRun()
         self._set_up_pause = pause or ExponentialBackoff()
         self.address = ""
         self.http_address = ""
@@ -62,8 +61,6 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self._device = device
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
-        self._assignment: worker_pb2.RunAssignment | None = None
-        self._changed = asyncio.Event()
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
@@ -71,13 +68,13 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         with the reason; whoever started it starts it again.
         """
         while True:
-            self._changed.clear()
-            assignment = self._assignment
+            self.assigned.changed.clear()
+            assignment = self.assigned.assignment
             if assignment is None:
-                await self._changed.wait()
+                await self.assigned.changed.wait()
                 continue
             work = asyncio.create_task(self._work_on(assignment))
-            changed = asyncio.create_task(self._changed.wait())
+            changed = asyncio.create_task(self.assigned.changed.wait())
             try:
                 await asyncio.wait((work, changed), return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
@@ -87,7 +84,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
                         log.error("leaving the pool: %s", reason := str(_first(died)))
                         await self.membership.leave(reason=reason)
                         raise
-                    await self._changed.wait()
+                    await self.assigned.changed.wait()
             finally:
                 changed.cancel()
                 work.cancel()
@@ -128,13 +125,10 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             except (
                 Exception
             ) as error:  # whatever cannot be loaded now may be there later, and no exit would help
-                self._failure = failed_set_up(assignment.run_id, error)
-                await self.membership.report(self._failure)
-                await self.on_readiness(False)
+                await self.assigned.failed(assignment.run_id, error, self.membership.report)
                 await asyncio.sleep(self._set_up_pause.next_s())
             else:
-                self._failure = None
-                await self.on_readiness(True)
+                await self.assigned.set_up()
                 return run
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
@@ -144,15 +138,9 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
                 if self._run is not None:
                     await self._run.weights.answer_again()
             case "run":
-                known = self._assignment is not None and self._assignment.run_id == directive.run.run_id
-                if not known or self._failure is not None:  # one that is assigned again is tried at once
-                    self._failure = None
-                    self._assignment = directive.run
-                    self._changed.set()
+                self.assigned.assign(directive.run)
             case "idle":
-                self._assignment = self._failure = None
-                self._changed.set()
-                await self.on_readiness(True)
+                await self.assigned.idle()
             case "weight_offer":
                 if self._run is not None:
                     self._run.weights.offer(directive.weight_offer)
@@ -165,14 +153,8 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
                 self.drained.set()
 
     async def _report_ready(self) -> None:
-        if self._run is not None:
-            report = worker_pb2.RunReport(run_id=self._run.run_id)
-            await self.membership.report(worker_pb2.ConnectRequest(run_report=report))
-        elif self._failure is not None:
-            await self.membership.report(self._failure)
-
-    _failure: worker_pb2.ConnectRequest | None = None
-    """What the last set-up ended with, while it is to be tried again."""
+        run_id = self._run.run_id if self._run is not None else None
+        await self.assigned.report(run_id, self.membership.report)
 
     def _hello(self) -> worker_pb2.Hello:
         hello = worker_pb2.Hello(
@@ -260,10 +242,6 @@ async def _ended(cancelled: asyncio.Task[None]) -> None:
         caller = asyncio.current_task()
         if caller is not None and caller.cancelling():
             raise
-
-
-async def _nobody_asks(ready: bool) -> None:
-    pass
 
 
 def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:

@@ -51,7 +51,7 @@ class Membership:
 def join(worker: Any) -> Membership:
     worker.membership._context.term()
     worker.membership = membership = Membership()
-    worker.on_readiness = membership.on_readiness
+    worker.assigned.on_readiness = membership.on_readiness
     return membership
 
 
