@@ -41,8 +41,6 @@ COVERED_BY = {
     "learner/step/stopwatch.py": "test_trainer.py",
     "learner/step/update.py": "test_trainer.py",
     "learner/weights/channel.py": "tests/services/learner/test_weights.py",
-    "learner/weights/collective.py": "tests/services/learner/test_weights.py",
-    "learner/weights/delta.py": "tests/services/learner/test_weights.py",
     "learner/weights/member_link.py": "test_publisher.py",
     "learner/weights/publish_result.py": "test_store_offers.py",
     "learner/weights/shards.py": "test_store_members.py",

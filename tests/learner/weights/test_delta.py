@@ -1,0 +1,44 @@
+"""The delta channel on rank 0 and on the other ranks."""
+
+from __future__ import annotations
+
+from unittest.mock import MagicMock
+
+import torch
+from torch import nn
+
+from learner.weights.delta import DeltaChannel, Rank0DeltaChannel
+from paceline.groups import Version
+
+V1 = Version(1, 1)
+
+
+def names(calls: MagicMock) -> list[str]:
+    return [name for name, _, _ in calls.mock_calls]
+
+
+def test_rank_0_writes_as_the_others_do_and_makes_the_offers() -> None:
+    calls = MagicMock()
+    channel = Rank0DeltaChannel(calls.writer, calls.offers, torch.float32, calls.announce)
+    channel.publish(V1, nn.Linear(2, 2))
+    channel.write_anchor()
+    channel.acknowledge("m", V1, ok=True, message="", damaged=False)
+    channel.close()
+    assert names(calls) == [
+        *("announce", "writer.put", "offers.anchor_ordered", "writer.put_anchor"),
+        *("offers.answer", "offers.close", "writer.close"),
+    ]
+
+
+def test_another_rank_writes_alone_and_wants_no_anchor() -> None:
+    calls = MagicMock()
+    channel = DeltaChannel(calls.writer, torch.float32)
+    channel.publish(V1, nn.Linear(2, 2))
+    channel.set_members(3, ["m"])
+    channel.acknowledge("m", V1, ok=True, message="", damaged=False)
+    channel.progress("m", V1)
+    channel.interrupt("away")
+    assert not channel.wants_anchor
+    channel.write_anchor()
+    channel.close()
+    assert names(calls) == ["writer.put", "writer.check", "writer.put_anchor", "writer.close"]
