@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from services.coordinator.ledger.groups import OPEN_STATES
+
 if TYPE_CHECKING:
     from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
     from protos.paceline.v1.run_pb2 import Run
@@ -24,7 +26,6 @@ STYLES = {"warning": "yellow", "evaluation": "green", "state": "bold", "session"
 """Colour of an event's line on a terminal, by kind."""
 
 VERBS = {"succeeded": "has", "failed": "has", "cancelled": "was"}
-OPEN_STATES = ("admitted", "leased", "generated", "scored", "batched")
 
 
 def run_facts(run: Run) -> Facts:

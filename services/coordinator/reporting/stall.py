@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.coordinator.ledger.groups import State
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -64,9 +66,9 @@ def explain(facts: Facts) -> str:
 
 def _why(facts: Facts) -> tuple[str, str]:
     groups, held = facts.groups, f"{facts.holders} rollout workers hold leases"
-    to_generate = groups.get("admitted", 0) + groups.get("leased", 0)
-    to_score = groups.get("generated", 0)
-    scored = groups.get("scored", 0)
+    to_generate = groups.get(State.ADMITTED, 0) + groups.get(State.LEASED, 0)
+    to_score = groups.get(State.GENERATED, 0)
+    scored = groups.get(State.SCORED, 0)
     if facts.admission_closed:
         return f"admission is closed, {facts.admission_closed}", "Make room; it goes on by itself"
     if facts.unreadable_data:
@@ -100,7 +102,7 @@ def _why(facts: Facts) -> tuple[str, str]:
                 "weights.max_wait_s and the network from learner to rollout",
             )
         return (
-            f"{held}, although {groups.get('admitted', 0)} groups could be had",
+            f"{held}, although {groups.get(State.ADMITTED, 0)} groups could be had",
             "The workers do not ask: read their logs, and look whether their processes are stopped",
         )
     if to_score and not facts.rewards:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from protos.paceline.v1 import common_pb2
 from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.ledger.groups import State
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.reporting import stall
@@ -48,7 +49,9 @@ class Watchdog:
     def _bytes_to_come(self, run: ActiveRun) -> int:
         """What the groups that are admitted or leased will take, if they are like those that came last."""
         groups = self._ledger.groups_by_state(run.run_id)
-        return int((groups["admitted"] + groups["leased"]) * self._ledger.mean_result_bytes(run.run_id))
+        return int(
+            (groups[State.ADMITTED] + groups[State.LEASED]) * self._ledger.mean_result_bytes(run.run_id)
+        )
 
     def _check_disk(self, run: ActiveRun) -> list[str]:
         free_bytes, to_come = shutil.disk_usage(self._directory).free, self._bytes_to_come(run)
@@ -116,7 +119,7 @@ class Watchdog:
             ready_rollouts=sum(member.ready_run == run.run_id for member in rollouts),
             versions=tuple(version.step for version in self._exchange.versions.values()),
             rewards=len(rewards),
-            leases=groups["leased"],
+            leases=groups[State.LEASED],
             holders=sum(member.member_id in held for member in rollouts),
             tasks=sum(held.get(member.member_id, 0) for member in rewards),
             groups=groups,

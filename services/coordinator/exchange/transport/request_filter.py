@@ -9,6 +9,7 @@ from collections import Counter
 
 from services.coordinator.exchange.state import Exchange
 from services.coordinator.exchange.transport.router_socket import Waiting
+from services.coordinator.ledger.groups import State
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1}
 """Payload frames that a kind of request may bring; others bring none."""
@@ -86,10 +87,10 @@ class Door:
         if row is None:
             return True
         if kind == "group":
-            return row["state"] not in ("admitted", "leased") and bool(row["digest"] == said.digest)
+            return row["state"] not in (State.ADMITTED, State.LEASED) and bool(row["digest"] == said.digest)
         if kind == "score":
-            return bool(row["state"] != "generated")
-        return bool(row["state"] != "leased" or row["attempt"] != said.attempt)
+            return bool(row["state"] != State.GENERATED)
+        return bool(row["state"] != State.LEASED or row["attempt"] != said.attempt)
 
     def let_in(self, waiting: Waiting) -> None:
         """It is on its way to an answer."""
