@@ -128,6 +128,7 @@ COVERED_BY = {
     "services/coordinator/ledger/batch_chain.py": "tests/services/coordinator/exchange/batches/test_delivery.py",
     "services/coordinator/ledger/batch_split.py": "tests/services/coordinator/exchange/batches/test_costs.py",
     "services/coordinator/ledger/connection.py": "test_ledger.py",
+    "services/coordinator/ledger/deaths.py": "tests/services/coordinator/exchange/test_quarantine.py",
     "services/coordinator/ledger/group_queries.py": "test_groups.py",
     "services/coordinator/ledger/integrity/file_check.py": "test_file_damage.py",
     "services/coordinator/ledger/integrity/report.py": "tests/services/coordinator/audit/test_verify.py",

@@ -55,7 +55,8 @@ def choose(
 
 def suspects(exchange: Exchange, run: ActiveRun) -> set[int]:
     """Groups that are held alone."""
-    return {group_id for group_id, deaths in _deaths(exchange, run).items() if deaths >= SHARED_DEATHS}
+    deaths_by_group = exchange.ledger.deaths.of_run(run.run_id)
+    return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_DEATHS}
 
 
 def num_reserved(exchange: Exchange) -> int:
@@ -78,15 +79,7 @@ def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_
 
 def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
     """Counts a death, by its name, for a group; drops the group when it is proven."""
-    exchange.db.execute(
-        "INSERT OR IGNORE INTO deaths (run_id, group_id, member_id) VALUES (?, ?, ?)",
-        (run.run_id, row["group_id"], death),
-    )
-    exchange.ledger.forget("deaths")
-    deaths = exchange.db.execute(
-        "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?",
-        (run.run_id, row["group_id"]),
-    ).fetchone()["n"]
+    deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_DEATHS:
         exchange.notice(
             "warning",
@@ -105,27 +98,11 @@ def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, mem
 
 def clear_crashes(exchange: Exchange, member_id: str) -> None:
     """A worker that was taken for dead is back: it was not a group that ended it."""
-    exchange.db.execute("DELETE FROM deaths WHERE member_id = ?", (member_id,))
-    exchange.ledger.forget("deaths")
+    exchange.ledger.deaths.remove_member(member_id)
 
 
 def clear(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
     """A worker has finished the group and lives; the next stage counts anew."""
-    if group_id in _deaths(exchange, run):
-        exchange.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run.run_id, group_id))
-        exchange.ledger.forget("deaths")
+    if group_id in exchange.ledger.deaths.of_run(run.run_id):
+        exchange.ledger.deaths.remove_group(run.run_id, group_id)
     exchange.reserved.pop(group_id, None)
-
-
-def _deaths(exchange: Exchange, run: ActiveRun) -> dict[int, int]:
-    """How many workers died with it, by group id."""
-
-    def read() -> dict[str, dict[int, int]]:
-        deaths: dict[str, dict[int, int]] = {}
-        for run_id, group_id, number in exchange.db.execute(
-            "SELECT run_id, group_id, COUNT(*) FROM deaths GROUP BY run_id, group_id"
-        ):
-            deaths.setdefault(run_id, {})[group_id] = number
-        return deaths
-
-    return exchange.ledger.known("deaths", read).get(run.run_id, {})

@@ -119,10 +119,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         assert arrived.place is not None
         assert arrived.reference is not None
         reference.append(arrived.reference)
-        exchange.db.execute(
-            "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'reference', x'', x'', ?, ?, ?, ?, ?, ?)",
-            (run.run_id, score.group_id, *arrived.place),
-        )
+        exchange.ledger.add_payload(run.run_id, score.group_id, "reference", arrived.place)
     _handed_in(exchange, request)
     quarantine.clear(exchange, run, score.group_id)
     exchange.ledger.forget(BATCH_DUE)

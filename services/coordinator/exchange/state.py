@@ -285,8 +285,7 @@ class Exchange:
         self.reserved.pop(group_id, None)
         self.places_changed()
         self._freed = True
-        self.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id))
-        self.ledger.forget("deaths")
+        self.ledger.deaths.remove_group(run_id, group_id)
         if row["class"] == "train":
             self.ledger.count(run_id, f"groups:dropped:{reason}")
             self.ledger.count(run_id, f"tokens:dropped:{reason}", tokens)
@@ -300,8 +299,7 @@ class Exchange:
                 continue
             for row in self.group_queries.open_of_class(run_id, kind):
                 self._drop(run_id, row, "run_ended", row["tokens"])
-        self.db.execute("DELETE FROM deaths WHERE run_id = ?", (run_id,))
-        self.ledger.forget("deaths")
+        self.ledger.deaths.remove_run(run_id)
         self._deactivate(run_id)
 
     def forget_groups(self, run_id: str, kind: str) -> None:

@@ -63,10 +63,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
     if row["attempt"] > 1:  # what an earlier one handed back
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
-    exchange.db.execute(
-        "INSERT INTO payloads VALUES (?, ?, 'result', x'', x'', ?, ?, ?, ?, ?, ?)",
-        (run.run_id, result.group_id, *arrived.place),
-    )
+    exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.place)
     _handed_in(exchange, request)
     quarantine.clear(exchange, run, result.group_id)
     sequence_tokens = group.num_tokens + len(group.completions) * len(group.prompt_ids)
@@ -109,10 +106,7 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         fault = _fault(exchange, run, arrived, row, returned.attempt)
         if fault:
             return exchange.refuse(request, f"what was begun of group {returned.group_id}: {fault}")
-        exchange.db.execute(
-            "INSERT OR REPLACE INTO payloads VALUES (?, ?, 'prefix', x'', x'', ?, ?, ?, ?, ?, ?)",
-            (run.run_id, returned.group_id, *arrived.place),
-        )
+        exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.place)
         oldest = begun.oldest_step
         oldest = oldest if oldest >= 0 else row["lease_step"]
         exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)

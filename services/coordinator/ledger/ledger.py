@@ -18,10 +18,11 @@ from paceline.errors import NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger.connection import LedgerFile
+from services.coordinator.ledger.deaths import Deaths
 from services.coordinator.ledger.folders import resolved, stored
 from services.coordinator.ledger.group_queries import GroupQueries
 from services.coordinator.ledger.groups import Groups
-from services.coordinator.ledger.segments import Payload
+from services.coordinator.ledger.segments import DamagedRecord, Payload, Place
 from services.coordinator.text_limits import event_json
 
 ACTIVE_STATES = ("running", "paused")
@@ -50,6 +51,11 @@ class Ledger(LedgerFile):
         super().__init__(path, read_only=read_only)
         self.groups = Groups(self.db)
         self.group_queries = GroupQueries(self.db)
+
+    @property
+    def deaths(self) -> Deaths:
+        """Crashes of workers, by the groups that they held."""
+        return Deaths(self)
 
     # Runs
 
@@ -209,6 +215,28 @@ class Ledger(LedgerFile):
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
         ).fetchone()
         return self.payloads.payload(row, last=last) if row else None
+
+    def add_payload(self, run_id: str, group_id: int, kind: str, place: Place) -> None:
+        """Records where a group's result is; another kind of payload replaces what there was of its kind."""
+        insert = "INSERT" if kind == "result" else "INSERT OR REPLACE"
+        self.db.execute(
+            f"{insert} INTO payloads VALUES (?, ?, ?, x'', x'', ?, ?, ?, ?, ?, ?)",
+            (run_id, group_id, kind, *place),
+        )
+
+    def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
+        """The group and kind of the payload that a damaged record holds; None when nothing refers to it any more."""
+        row: sqlite3.Row | None = self.db.execute(
+            "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
+            (damaged.segment, run_id, damaged.start, damaged.start),
+        ).fetchone()
+        return row
+
+    def remove_prefix(self, run_id: str, group_id: int) -> None:
+        """Forgets what an earlier worker handed back of a group."""
+        self.db.execute(
+            "DELETE FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'prefix'", (run_id, group_id)
+        )
 
     def mean_result_bytes(self, run_id: str) -> float:
         """Size of a group's result on the disk, by the newest that are kept; 0 while there is none."""

@@ -18,18 +18,12 @@ from services.coordinator.ledger.segments import DamagedRecord
 
 def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
     """Does what can be done without the record; nothing when the ledger does not refer to it any more."""
-    found = exchange.db.execute(
-        "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
-        (damaged.segment, run.run_id, damaged.start, damaged.start),
-    ).fetchone()
+    found = exchange.ledger.damaged_payload(run.run_id, damaged)
     row = exchange.group(run, found["group_id"]) if found else None
-    if row is None:
+    if found is None or row is None:
         return
     if found["kind"] == "prefix":
-        exchange.db.execute(
-            "DELETE FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'prefix'",
-            (run.run_id, row["group_id"]),
-        )
+        exchange.ledger.remove_prefix(run.run_id, row["group_id"])
         exchange.groups.set_prefix_step(run.run_id, row["group_id"], None)
         _count(exchange, run, f"what an earlier worker began of group {row['group_id']} is lost: {damaged}")
         return
