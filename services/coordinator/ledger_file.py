@@ -67,7 +67,9 @@ class LedgerFile:
         if read_only:
             if not path.is_file():
                 raise NotFound(f"no ledger at {path}")
-            self.db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+            # The log beside a backup that no coordinator has opened yet is another ledger's: it is not to be read.
+            alone = "&immutable=1" if restored.is_backup(path) else ""
+            self.db = sqlite3.connect(f"file:{path}?mode=ro{alone}", uri=True, isolation_level=None)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._locks = lock_ledger(path)
