@@ -97,6 +97,7 @@ def rank() -> Iterator[LearnerRank]:
     rank.join()
     yield rank
     rank.background.close()
+    rank.background.loop.close()
 
 
 def test_a_learner_does_not_pile_up_offers_while_the_coordinator_is_away(rank: LearnerRank) -> None:
