@@ -115,6 +115,20 @@ def test_a_copy_of_damaged_rows_is_not_made_in_silence(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("copy*")) == []
 
 
+def damage_message(folder: Path) -> None:
+    change(folder, "UPDATE runs SET message = CAST(x'fe' AS TEXT)")
+
+
+@pytest.mark.parametrize("damage", [zero_header, damage_message, damage_schema])
+def test_up_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    result = CliRunner().invoke(paceline, ["up", "--directory", str(folder)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "damaged" in result.output
+    assert HELP in result.output
+
+
 @pytest.mark.parametrize("damage", [zero_header, damage_spec, damage_schema])
 def test_a_coordinator_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path], None]) -> None:
     """It obeys no spec that is not what was submitted."""
