@@ -52,7 +52,6 @@ def served() -> Iterator[Served]:
     assert served.rank.server is not None
     served.rank.background.wait(served.rank.server.stop(0.0), DEADLINE_S)
     served.rank.background.close()
-    served.rank.background.loop.close()
 
 
 def test_health_says_whether_the_learner_could_set_up_its_last_run(
