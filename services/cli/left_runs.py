@@ -66,6 +66,7 @@ class LeftRuns:
 def left_runs(ledger_path: Path) -> LeftRuns:
     """What the ledger has; nothing without a ledger. Raises LedgerFault."""
     from paceline.spec.reading import spec_of_run
+    from services.coordinator.ledger.integrity.file_damage import explained
     from services.coordinator.ledger.ledger import Ledger
 
     left = LeftRuns()
@@ -73,7 +74,7 @@ def left_runs(ledger_path: Path) -> LeftRuns:
         ledger = Ledger(ledger_path, read_only=True)
     except NotFound:
         return left
-    with contextlib.closing(ledger):
+    with contextlib.closing(ledger), explained(ledger.db, ledger.path):
         for row in ledger.runs():
             run_id = row["run_id"]
             if row["state"] == "failed":

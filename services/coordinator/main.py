@@ -36,7 +36,7 @@ NEEDED_BYTES = 4 << 20
 
 GC_THRESHOLDS = (20_000, 20, 20)
 """For the collector of cycles. Hardly anything here is in one, and thousands of objects live for as long as a group is under
-way: with Python's own, 700 new ones, it takes a seventh of the processor's time."""
+way; Python's own thresholds would have it look through the newest after every 700 new ones."""
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -19,6 +19,7 @@ class BackgroundLoop:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="background", daemon=True)
         self._tasks: list[concurrent.futures.Future[Any]] = []
+        self._closing = threading.Lock()
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -56,13 +57,28 @@ class BackgroundLoop:
             future.cancel()
 
     def post(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs a coroutine without waiting; for reports from any thread."""
-        asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Runs a coroutine without waiting; for reports from any thread. Does nothing after `close`."""
+        with self._closing:
+            if self.loop.is_closed():
+                coroutine.close()
+            else:
+                asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls a function in the loop without waiting; from any thread. Does nothing after `close`."""
+        with self._closing:
+            if not self.loop.is_closed():
+                self.loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Cancels everything and ends the thread."""
+        """Cancels everything and ends the thread and its loop."""
+        if self.loop.is_closed():
+            return
         for task in self._tasks:
             task.cancel()
         concurrent.futures.wait(self._tasks, timeout=3.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=3.0)
+        if not self._thread.is_alive():  # else a callback hangs, and the process ends without it
+            with self._closing:
+                self.loop.close()

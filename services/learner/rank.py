@@ -86,7 +86,7 @@ class LearnerRank:
             outbox_size=OUTBOX_SIZE,
             on_refused=self.orders.ask_checkpoint,
         )
-        self._outgoing = ReportQueue(self.background.loop, self.membership.report)
+        self._outgoing = ReportQueue(self.background.call, self.membership.report)
 
     def join(self) -> None:
         """Becomes a member; once its address is known, since that is what it says first."""

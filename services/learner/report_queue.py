@@ -23,14 +23,15 @@ Key = tuple[str, str | int]
 
 
 class ReportQueue:
-    """Reports on their way to `send`, which waits while no stream takes them. To be made in any thread; `loop` runs `run`."""
+    """Reports on their way to `send`, which waits while no stream takes them. To be made in any thread; `call` calls a function
+    in the loop that runs `run`."""
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        call: Callable[[Callable[[], None]], object],
         send: Callable[[worker_pb2.ConnectRequest], Awaitable[None]],
     ) -> None:
-        self._loop = loop
+        self._call = call
         self._send = send
         self._lock = threading.Lock()
         self._waiting: dict[Key, worker_pb2.ConnectRequest] = {}
@@ -50,7 +51,7 @@ class ReportQueue:
             replaceable = [key for key in self._waiting if key[0] != "kept"]
             if len(replaceable) > MAX_REPLACEABLE:
                 del self._waiting[replaceable[0]]
-        self._loop.call_soon_threadsafe(self._news.set)
+        self._call(self._news.set)
 
     async def run(self) -> None:
         """Sends what waits, oldest first. Runs until cancelled."""

@@ -5,8 +5,8 @@
 A small run is driven to its end in this process: leases, groups, scores, batches, receipts of two ranks and two sessions,
 evaluations, dropped groups, a checkpoint on the disk. Then one random bit of the file is flipped at a time, and the run
 verified. A flip counts when a table reads otherwise than before, or SQLite says that the file is damaged; others hit bytes that
-hold nothing. Printed as one JSON object: `flips`, `changed_nothing`, `found`, `missed`, `tracebacks`, `found_share` of the
-flips that count, and where those that were not found are.
+hold nothing, and further ones are made instead. Printed as one JSON object: `flips`, `found`, `missed`, `tracebacks`,
+`found_share`, `changed_nothing` (made besides), and where those that were not found are.
 """
 
 from __future__ import annotations
@@ -108,20 +108,19 @@ def count_flips(directory: Path, flips: int, seed: int) -> dict[str, Any]:
     before = content(path)
     counts: Counter[str] = Counter()
     missed: list[str] = []
-    for _ in range(flips):
+    while counts.total() - counts["changed_nothing"] < flips:
         place, bit = rng.randrange(len(whole)), rng.randrange(8)
         changed = bytearray(whole)
         changed[place] ^= 1 << bit
         _put(path, bytes(changed))
         counts[outcome := _outcome(path, world.run_id, before)] += 1
         if outcome in ("missed", "tracebacks"):
-            missed.append(f"byte {place}, bit {bit}")
+            missed.append(f"byte {place}, bit {bit}: {_difference(before, content(path))}")
     _put(path, whole)
-    counted = flips - counts["changed_nothing"]
     return {
         "flips": flips,
-        **{name: counts[name] for name in ("changed_nothing", "found", "missed", "tracebacks")},
-        "found_share": counts["found"] / counted if counted else 1.0,
+        **{name: counts[name] for name in ("found", "missed", "tracebacks", "changed_nothing")},
+        "found_share": counts["found"] / flips,
         "not_found_at": missed,
         "size_bytes": len(whole),
     }
@@ -147,6 +146,15 @@ def _outcome(path: Path, run_id: str, before: Content | None) -> str:
     if found:
         return "found" if after != before else "changed_nothing"
     return "missed" if after != before else "changed_nothing"
+
+
+def _difference(before: Content | None, after: Content | None) -> str:
+    """The rows that read otherwise."""
+    if before is None or after is None:
+        return "SQLite finds it"
+    return "; ".join(
+        f"{name}: {row}" for name in before for row in after.get(name, []) if row not in before[name]
+    )
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from bitflips import count_flips
 
 
 def test_flipped_bits_of_a_ledger_are_found(tmp_path: Path) -> None:
-    counts = count_flips(tmp_path, flips=40, seed=3)
+    counts = count_flips(tmp_path, flips=16, seed=3)
     assert counts["missed"] == counts["tracebacks"] == 0, counts
-    assert counts["found"] + counts["changed_nothing"] == 40
-    assert counts["found"] > 5
+    assert counts["found"] == 16

@@ -117,6 +117,7 @@ def _repair_rows(path: Path, say: Say) -> None:
                     say(f"{damaged.name}: it could not be read and was taken out")
                 elif name != "counters":
                     say(f"{damaged.name}: it cannot be repaired; only a backup has it")
+        _find_payloads(db, say)
         _fill_gaps(db, say)
         db.execute("COMMIT")
 
@@ -160,6 +161,40 @@ def _of_key(damaged: DamagedRow) -> str:
 
 def _raw(cell: object) -> object:
     return cell.encode(errors="surrogateescape") if isinstance(cell, str) else cell
+
+
+def _find_payloads(db: sqlite3.Connection, say: Say) -> None:
+    """Rows of payloads carry no checksum. One that names no group or no known kind belongs to a group without arrays, if one bit
+    alone tells their keys apart."""
+    strays = db.execute(
+        "SELECT p.rowid, p.run_id, p.group_id, p.kind FROM payloads p LEFT JOIN groups g USING (run_id, group_id)"
+        " WHERE g.group_id IS NULL OR p.kind NOT IN ('result', 'prefix')"
+    ).fetchall()
+    if not strays:
+        return
+    without = db.execute(
+        "SELECT run_id, group_id, 'result' FROM groups g WHERE state IN ('generated', 'scored', 'batched', 'trained')"
+        " AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id"
+        " AND p.kind = 'result')"
+    ).fetchall()
+    for row_id, *key in strays:
+        owners = [owner for owner in without if sum(map(_changed_bits, key, owner)) == 1]
+        if len(owners) == 1:
+            db.execute(
+                "UPDATE payloads SET run_id = ?, group_id = ?, kind = ? WHERE rowid = ?", (*owners[0], row_id)
+            )
+            say(f"table payloads: the arrays of group {owners[0][1]} of run {owners[0][0]} were found again")
+
+
+def _changed_bits(found: object, written: object) -> int:
+    """In how many bits two values of a key differ; many where they have not the same type and length."""
+    if isinstance(found, int) and isinstance(written, int):
+        return (found ^ written).bit_count()
+    if isinstance(found, str) and isinstance(written, str):
+        pair = [text.encode(errors="surrogateescape") for text in (found, written)]
+        if len(pair[0]) == len(pair[1]):
+            return sum((left ^ right).bit_count() for left, right in zip(*pair, strict=True))
+    return 64
 
 
 def _fill_gaps(db: sqlite3.Connection, say: Say) -> None:

@@ -69,7 +69,9 @@ class LedgerFile:
         if read_only:
             if not path.is_file():
                 raise NotFound(f"no ledger at {path}")
-            self.db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+            # The log beside a backup that no coordinator has opened yet is another ledger's: it is not to be read.
+            alone = "&immutable=1" if restored_backup.is_backup(path) else ""
+            self.db = sqlite3.connect(f"file:{path}?mode=ro{alone}", uri=True, isolation_level=None)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._locks = lock_ledger(path)
@@ -88,7 +90,7 @@ class LedgerFile:
                 check_open_runs(self.db, path)
                 row_checksums.keep(self.db)
             self.term = self._meta("term") if read_only else self._next_term(is_backup=is_backup)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # SQLite quotes what is damaged
             self.close()
             raise Conflict(f"{path} is no ledger, or a damaged one: {error}; {RESTORE}") from None
         except BaseException:

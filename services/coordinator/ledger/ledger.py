@@ -261,7 +261,7 @@ class Ledger(LedgerFile):
         for segment, start in list(removed):
             if segment is not None:
                 self.payloads.forget(segment, start)
-                self.payloads.validate_upload(segment)
+                self.payloads.look_at(segment)
 
     def remove_unused_segments(self) -> Future[None] | None:
         """Gives back the space of segments that nothing refers to any more, after the commit that made it so: a thread waits for

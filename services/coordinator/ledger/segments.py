@@ -180,7 +180,7 @@ class PayloadStore:
         self._to_look_at = set(self._numbers)
         """Segments of which records were forgotten, or may never have been wanted."""
         self._rounds: Iterator[int] = iter(())
-        """All segments, one after the other: what `validate_upload` was not told of is found after a while."""
+        """All segments, one after the other: what `look_at` was not told of is found after a while."""
         self._remover: ThreadPoolExecutor | None = None
 
     def append(self, records: Sequence[Record]) -> list[Place]:
@@ -221,7 +221,7 @@ class PayloadStore:
         if record is not None:
             self._recent_bytes -= record.size
 
-    def validate_upload(self, segment: int) -> None:
+    def look_at(self, segment: int) -> None:
         """Fewer records of the segment are referred to than before."""
         self._to_look_at.add(segment)
 

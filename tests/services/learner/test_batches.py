@@ -40,7 +40,6 @@ def rank() -> Any:
         grace_s=0.01,
     )
     background.close()
-    background.loop.close()
 
 
 def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +49,7 @@ def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.
         nonlocal now_s, looks
         now_s, looks = now_s + 3000.0, looks + 1
         if looks == 20:
-            rank.background.loop.call_soon_threadsafe(rank.membership.back.set)
+            rank.background.call(rank.membership.back.set)
         return now_s
 
     monkeypatch.setattr("services.learner.background_loop.time", SimpleNamespace(monotonic=monotonic))

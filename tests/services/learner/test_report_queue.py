@@ -43,7 +43,7 @@ class Listener:
 
 async def test_the_newest_of_each_member_is_said_and_every_checkpoint() -> None:
     listener = Listener()
-    outgoing = ReportQueue(asyncio.get_running_loop(), listener.take)
+    outgoing = ReportQueue(asyncio.get_running_loop().call_soon_threadsafe, listener.take)
     running = asyncio.create_task(outgoing.run())
     for step in range(5000):
         for member_id in ("a", "b"):
@@ -66,7 +66,7 @@ async def test_the_newest_of_each_member_is_said_and_every_checkpoint() -> None:
 
 
 async def test_what_may_be_dropped_is_dropped_oldest_first() -> None:
-    outgoing = ReportQueue(asyncio.get_running_loop(), Listener().take)
+    outgoing = ReportQueue(asyncio.get_running_loop().call_soon_threadsafe, Listener().take)
     outgoing.put(checkpoint(1))
     for number in range(MAX_REPLACEABLE + 10):
         outgoing.put(warning(f"warning {number}"))
@@ -75,7 +75,7 @@ async def test_what_may_be_dropped_is_dropped_oldest_first() -> None:
 
 async def test_emptied_waits_for_what_is_being_sent() -> None:
     listener = Listener()
-    outgoing = ReportQueue(asyncio.get_running_loop(), listener.take)
+    outgoing = ReportQueue(asyncio.get_running_loop().call_soon_threadsafe, listener.take)
     running = asyncio.create_task(outgoing.run())
     outgoing.put(checkpoint(1))
     emptied = asyncio.create_task(outgoing.emptied())
@@ -109,3 +109,11 @@ def test_a_learner_does_not_pile_up_offers_while_the_coordinator_is_away(rank: L
     assert rank.background.wait(tasks(), DEADLINE_S) < 20
     assert rank.membership.waiting_reports <= 8
     assert rank.background.wait(rank._leave(0.1), DEADLINE_S) is False
+
+
+def test_what_is_said_after_the_end_is_forgotten(rank: LearnerRank) -> None:
+    rank.background.close()
+    rank.report(offer("m", 1))
+    rank.background.post(rank.membership.report(offer("m", 2)))
+    rank.background.close()
+    assert rank.background.loop.is_closed()

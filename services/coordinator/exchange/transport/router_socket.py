@@ -91,8 +91,10 @@ class ExchangeSocket:
         watch(self._socket)
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(events)
-        self._discarding: int | None = None
-        """Connection of the message whose rest is read for nothing."""
+        self._discarding = False
+        """Whether the rest of a message is read for nothing."""
+        self._to_cut: int | None = None
+        """Its connection, which is cut off if the rest is long; once, as its number may soon be another's."""
         self.port = self._bind(host, port)
         self.connections = Connections(self.port)
         """Those that stand."""
@@ -118,21 +120,23 @@ class ExchangeSocket:
             frame = socket.recv(zmq.NOBLOCK, copy=False)
             payloads.append(frame.buffer)
             if len(payloads) > MAX_FRAMES:
-                self._discarding = descriptor
+                self._discarding, self._to_cut = True, descriptor
                 break
         return Message(identity, header, payloads, descriptor)
 
     def discard(self) -> bool:
         """Reads on in a message that has more frames than any request; whether nothing is left of it. Some at a time: there may
         be millions, and then its connection is cut off."""
-        if self._discarding is None:
+        if not self._discarding:
             return True
         for _ in range(DISCARDED_AT_ONCE):
             if not self._socket.getsockopt(zmq.RCVMORE):
-                self._discarding = None
+                self._discarding = False
                 return True
             self._socket.recv(zmq.NOBLOCK)
-        self.connections.cut(self._discarding)
+        if self._to_cut is not None:
+            self.connections.cut(self._to_cut)
+            self._to_cut = None
         return False
 
     def heard(self, message: Message, *, of_member: bool, first: bool = False) -> None:

@@ -113,6 +113,27 @@ def test_single_bits_are_put_back(closed: World) -> None:
     assert problems(closed) == []
 
 
+def test_arrays_whose_key_has_changed_are_found_again(closed: World) -> None:
+    def keys() -> list[tuple[str, int, str]]:
+        with contextlib.closing(sqlite3.connect(closed.path)) as db:
+            return db.execute("SELECT run_id, group_id, kind FROM payloads ORDER BY rowid").fetchall()
+
+    before = keys()
+    change(
+        closed,
+        "UPDATE payloads SET run_id = 'test-' || char(17) WHERE group_id = 0",
+        "UPDATE payloads SET group_id = group_id + (1 << 20) WHERE group_id = 1",
+        "UPDATE payloads SET kind = 'rdsult' WHERE group_id = 2",
+    )
+    assert keys() != before
+    said = repaired(closed)
+    assert all(
+        f"the arrays of group {group_id} of run test-1 were found again" in said for group_id in range(3)
+    )
+    assert keys() == before
+    assert problems(closed) == []
+
+
 def test_a_spec_that_is_past_a_single_bit_comes_from_the_runs_folder(closed: World) -> None:
     folder = closed.path.parent  # the drivers' run has the ledger's own
     with contextlib.closing(Ledger(closed.path, read_only=True)) as ledger:

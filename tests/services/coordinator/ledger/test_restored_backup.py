@@ -81,6 +81,16 @@ def test_one_of_an_older_version_has_no_mark_and_its_neighbours_log_is_not_read(
     ledger.close()
 
 
+def test_a_reader_does_not_read_the_log_beside_a_backup(path: Path) -> None:
+    log = path.with_name("ledger.sqlite-wal")
+    before = log.read_bytes()
+    ledger = Ledger(path, read_only=True)
+    assert run_ids(ledger) == ["first-1"]
+    ledger.close()
+    assert log.read_bytes() == before
+    assert restored_backup.is_backup(path)
+
+
 def test_it_is_known_of_a_ledger_that_it_was_restored(path: Path) -> None:
     for _ in range(2):
         ledger = Ledger(path)

@@ -74,7 +74,15 @@ def damage_text(folder: Path) -> None:
     change(folder, "UPDATE groups SET functions = CAST(x'fe' AS TEXT)")
 
 
-DAMAGES: list[Callable[[Path], None]] = [zero_header, truncate, smash_groups, damage_text]
+def damage_schema(folder: Path) -> None:
+    """SQLite's message quotes what is no text any more."""
+    path = folder / "ledger.sqlite"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"run_id TEXT NOT NULL")] |= 0x80
+    path.write_bytes(data)
+
+
+DAMAGES: list[Callable[[Path], None]] = [zero_header, truncate, smash_groups, damage_text, damage_schema]
 COMMANDS = {
     "samples": ["samples", "test-1", "--step", "0"],
     "backup": ["ledger", "backup", "{folder}/copy.sqlite"],
@@ -107,7 +115,21 @@ def test_a_copy_of_damaged_rows_is_not_made_in_silence(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("copy*")) == []
 
 
-@pytest.mark.parametrize("damage", [zero_header, damage_spec])
+def damage_message(folder: Path) -> None:
+    change(folder, "UPDATE runs SET message = CAST(x'fe' AS TEXT)")
+
+
+@pytest.mark.parametrize("damage", [zero_header, damage_message, damage_schema])
+def test_up_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    result = CliRunner().invoke(paceline, ["up", "--directory", str(folder)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "damaged" in result.output
+    assert HELP in result.output
+
+
+@pytest.mark.parametrize("damage", [zero_header, damage_spec, damage_schema])
 def test_a_coordinator_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path], None]) -> None:
     """It obeys no spec that is not what was submitted."""
     damage(folder)
@@ -142,7 +164,7 @@ def test_a_coordinator_that_meets_a_broken_page_says_so(folder: Path) -> None:
             update()
 
 
-@pytest.mark.parametrize("damage", [damage_spec, smash_groups])
+@pytest.mark.parametrize("damage", [damage_spec, smash_groups, damage_schema])
 def test_verify_repairs_and_says_it(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder)
     result = CliRunner().invoke(paceline, ["ledger", "verify", "--repair", "--directory", str(folder)])
