@@ -101,7 +101,8 @@ def test_every_checkpoint_loads(ledger: Ledger) -> None:
     rows = ledger.db.execute("SELECT * FROM checkpoints WHERE removed = 0 ORDER BY step").fetchall()
 
     loaded = [
-        checkpoint_weights(known.path, known.sha256, policy) for known in map(ledger.known_checkpoint, rows)
+        checkpoint_weights(known.path, known.sha256, policy)
+        for known in map(ledger.checkpoints.from_row, rows)
     ]
 
     assert [row["step"] for row in rows] == [4, 6]

@@ -151,7 +151,7 @@ def export(
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
         spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
-        checkpoint = opened.newest_checkpoint(run_id)
+        checkpoint = opened.checkpoints.newest(run_id)
     if checkpoint is None:
         raise NotFound(
             f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"

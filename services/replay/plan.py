@@ -18,8 +18,9 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
 from paceline.wire import decode_group
 from services.coordinator.ledger.batch_split import split_batch
-from services.coordinator.ledger.ledger import KnownCheckpoint, Ledger
+from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.segments import read_frame
+from services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class ReplayPlan:
     """Whether all steps were trained at that world size; a replay is not bit-identical otherwise."""
     threads: int
     """Compute threads of each rank."""
-    checkpoint: KnownCheckpoint | None
+    checkpoint: Checkpoint | None
     """Where the weights come from; None at step 0, where they are the model's."""
-    expected: KnownCheckpoint | None
+    expected: Checkpoint | None
     """The run's own checkpoint after the last of the steps, if there is one to compare with."""
     warnings: tuple[str, ...] = ()
     """What this version leaves out of the run's spec."""
@@ -112,14 +113,14 @@ def recorded_losses(ledger: Ledger, run_id: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["loss"] is not None}
 
 
-def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, KnownCheckpoint]:
+def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, Checkpoint]:
     """The checkpoints that can be loaded, by step; of one step that of the newest session."""
     rows = ledger.db.execute(
         "SELECT c.* FROM checkpoints c LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
         " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.chain = COALESCE(b.chain, '') ORDER BY c.session",
         (run_id,),
     )
-    return {row["step"]: ledger.known_checkpoint(row) for row in rows}
+    return {row["step"]: ledger.checkpoints.from_row(row) for row in rows}
 
 
 def _check_kept(ledger: Ledger, run_id: str, start: int, end: int) -> None:
@@ -132,7 +133,7 @@ def _check_kept(ledger: Ledger, run_id: str, start: int, end: int) -> None:
         raise NotFound(f"the samples of step {gone} were not kept: the run has logger.keep_samples false")
 
 
-def _threads(spec: RunSpec, checkpoints: list[KnownCheckpoint]) -> int:
+def _threads(spec: RunSpec, checkpoints: list[Checkpoint]) -> int:
     """As a checkpoint recorded it; the spec's where there is none."""
     for checkpoint in checkpoints:
         try:

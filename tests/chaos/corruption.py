@@ -130,7 +130,7 @@ class Corruption:
             folders = [ledger.export_path(row["run_id"]) for row in ledger.runs() if row["export_path"]]
             files = [path for folder in folders for path in Path(folder).glob("*.safetensors")]
         else:
-            newest = ledger.newest_checkpoint(run_id)
+            newest = ledger.checkpoints.newest(run_id)
             folder = Path(newest.path) if newest else Path("none")
             names = [folder / MANIFEST_NAME] if target == "manifest" else sorted(folder.glob("*.distcp"))
             files = [path for path in names if path.is_file()]
@@ -167,7 +167,7 @@ class Corruption:
                     self.not_found.append(f"{bit}: the export has no {EXPORT_MANIFEST}")
                     return
             report = verify(ledger, owner, deep=True)
-            usable = [known.path for known in ledger.checkpoints(owner) if not known.damaged]
+            usable = [known.path for known in ledger.checkpoints.kept(owner) if not known.damaged]
         if bit.target in ("checkpoint", "manifest") and str(bit.path.parent) not in usable:
             return  # pruned, or marked: no session begins from it
         named = bit.path.parent.name if bit.target != "segment" else "cannot be read"

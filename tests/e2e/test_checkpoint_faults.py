@@ -44,7 +44,7 @@ def wait_until_registered(directory: Path, step: int) -> None:
     deadline_s = time.monotonic() + RUN_TIMEOUT_S
     pause = threading.Event()
     with opened(directory.parent) as ledger:
-        while (newest := ledger.newest_checkpoint(directory.name)) is None or newest.step < step:
+        while (newest := ledger.checkpoints.newest(directory.name)) is None or newest.step < step:
             assert time.monotonic() < deadline_s, f"no checkpoint of step {step}"
             pause.wait(0.05)
 

@@ -43,7 +43,7 @@ def check_drained(directory: Path, run_id: str) -> int:
     """The steps trained: the newest checkpoint is of the last one; nothing was generated or scored in vain."""
     with opened(directory) as ledger:
         row = ledger.run(run_id)
-        checkpoint = ledger.newest_checkpoint(run_id)
+        checkpoint = ledger.checkpoints.newest(run_id)
         assert checkpoint is not None
         assert checkpoint.step == row["next_step"]
         assert (Path(checkpoint.path) / "manifest.json").is_file()

@@ -11,7 +11,7 @@ from services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:
     from services.coordinator.audit.record import Record
-    from services.coordinator.ledger.ledger import KnownCheckpoint
+    from services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 
 def checkpoints(record: Record, report: VerifyReport) -> None:
@@ -34,7 +34,7 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
         if row["removed"] or row["damaged"]:
             continue
         with report.reading(subject):
-            known = record.ledger.known_checkpoint(row)
+            known = record.ledger.checkpoints.from_row(row)
             on_disk += compare_checkpoint(report, subject, known, record.deep or row is usable[-1])
     report.facts |= {"checkpoints": len(rows), "manifests_on_disk": on_disk}
     damaged = {str(row["path"]): str(row["damaged"]) for row in rows if row["damaged"] and not row["removed"]}
@@ -42,7 +42,7 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
         report.facts["checkpoints_marked_damaged"] = damaged
 
 
-def compare_checkpoint(report: VerifyReport, subject: str, known: KnownCheckpoint, contents: bool) -> bool:
+def compare_checkpoint(report: VerifyReport, subject: str, known: Checkpoint, contents: bool) -> bool:
     """Its folder is there with the manifest that was registered and the manifest's files; whether a manifest is there."""
     folder = Folder(known.path)
     if not folder.exists():

@@ -237,7 +237,7 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
 def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
     """Groups whose arrays cannot be read any more, if no session has trained them."""
     ledger = exchange.ledger
-    rows = exchange.db.execute(
+    rows = exchange.ledger.db.execute(
         "SELECT p.* FROM payloads p JOIN groups g USING (run_id, group_id)"
         f" WHERE p.run_id = ? AND g.state IN {OPEN_SQL} AND p.segment IS NOT NULL",
         (run.run_id,),
@@ -286,7 +286,7 @@ def _count_again(ledger: Ledger, run_id: str, say: Say) -> None:
 
 
 def _mark_checkpoints(ledger: Ledger, run_id: str, say: Say) -> None:
-    for known in ledger.checkpoints(run_id):
+    for known in ledger.checkpoints.kept(run_id):
         report = VerifyReport()
         if not known.damaged:
             artifacts.compare_checkpoint(report, "it", known, contents=True)

@@ -6,7 +6,6 @@ done, while the others go on. Tokens of another version than the pinned one are 
 
 from __future__ import annotations
 
-import json
 import sqlite3
 
 import numpy as np
@@ -25,10 +24,7 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
     """Queues an evaluation of version `step` or, once that is gone, of the next one that a worker holds. It is left out, with a
     warning, when its prompts cannot be read now."""
     assert run.validation is not None
-    known = exchange.db.execute(
-        "SELECT 1 FROM evaluations WHERE run_id = ? AND step = ?", (run.run_id, step)
-    ).fetchone()
-    if known:
+    if exchange.ledger.evaluations.exists(run.run_id, step):
         return
     first = FIRST_EVALUATION_GROUP + (step << 20)
     number = min(len(run.validation), run.spec.grpo.max_val_samples)
@@ -37,16 +33,13 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
     except Unreadable as error:
         exchange.notice("warning", message=f"the evaluation of version {step} is left out: {error}")
         return
-    exchange.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run.run_id, step))
+    exchange.ledger.evaluations.add(run.run_id, step)
     exchange.groups.admit(run.run_id, f"eval:{step}", groups)
 
 
 def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
     """The evaluation that comes next, if any."""
-    row: sqlite3.Row | None = exchange.db.execute(
-        "SELECT * FROM evaluations WHERE run_id = ? AND done = 0 ORDER BY step LIMIT 1", (run.run_id,)
-    ).fetchone()
-    return row
+    return exchange.ledger.evaluations.first_pending(run.run_id)
 
 
 def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
@@ -71,10 +64,8 @@ def to_lease(
 
 def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
     """The only version whose tokens count for a group of an evaluation."""
-    evaluation = exchange.db.execute(
-        "SELECT * FROM evaluations WHERE run_id = ? AND step = ?",
-        (run.run_id, int(row["class"].split(":")[1])),
-    ).fetchone()
+    evaluation = exchange.ledger.evaluations.get(run.run_id, int(row["class"].split(":")[1]))
+    assert evaluation is not None
     return Version(evaluation["pinned_session"], evaluation["pinned_step"])
 
 
@@ -85,10 +76,7 @@ def is_of(group: Group, version: Version) -> bool:
 
 def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
     """The pinned worker is gone: another one starts the evaluation anew."""
-    exchange.db.execute(
-        "UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND member_id = ? AND done = 0",
-        (run.run_id, member_id),
-    )
+    exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
 
 
 def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
@@ -109,19 +97,13 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
         "failed": len(rows) - len(scored),
         "completion_length": sum(row["tokens"] for row in scored) / max(1, len(scored)),
     }
-    exchange.db.execute(
-        "UPDATE evaluations SET done = 1, result_json = ? WHERE run_id = ? AND step = ?",
-        (json.dumps(result), run.run_id, step),
-    )
+    exchange.ledger.evaluations.finish(run.run_id, step, result)
     exchange.forget_groups(run.run_id, kind)
     exchange.notice("evaluated", requested_step=step, **result)
 
 
 def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version: Version) -> None:
-    exchange.db.execute(
-        "UPDATE evaluations SET member_id = ?, pinned_session = ?, pinned_step = ? WHERE run_id = ? AND step = ?",
-        (member_id, *version, run.run_id, step),
-    )
+    exchange.ledger.evaluations.pin(run.run_id, step, member_id, *version)
     for group_id in exchange.groups.restart_evaluation(run.run_id, f"eval:{step}", member_id):
         exchange.ledger.remove_payloads(run.run_id, group_id)
     exchange.notice("pinned", member_id=member_id)

@@ -53,7 +53,7 @@ class _Lending:
             places = sum(max(1, room // self._group_size) for room in rooms)
             wanted = places + quarantine.num_reserved(exchange)
             self._free = _admitted(exchange, run, wanted)
-            if len(self._free) < wanted or exchange.has_free_slots(run):
+            if len(self._free) < wanted or exchange.ledger.free_slots.exist(run.run_id):
                 admit(exchange, run, max(wanted, ADMITTED_AT_ONCE))
                 self._free = _admitted(exchange, run, wanted)
 
@@ -167,10 +167,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
     assert run.prompts is not None
     row = ledger.run(run_id)
     cursor, next_slot = row["cursor"], row["next_slot"]
-    freed = exchange.db.execute(
-        "SELECT slot FROM free_slots WHERE run_id = ? ORDER BY slot LIMIT ?", (run_id, number)
-    ).fetchall()
-    free_slots = [row["slot"] for row in reversed(freed)]
+    free_slots = list(reversed(ledger.free_slots.first(run_id, number)))
     new = []
     for group_id in range(admitted, admitted + number):
         try:
@@ -183,7 +180,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
         if free_slots:
             slot = free_slots.pop()
             exchange.places_changed()
-            exchange.db.execute("DELETE FROM free_slots WHERE run_id = ? AND slot = ?", (run_id, slot))
+            ledger.free_slots.remove(run_id, slot)
         else:
             slot, next_slot = next_slot, next_slot + 1
         new.append((group_id, slot, prompt, columns))

@@ -139,7 +139,7 @@ class Exchange:
         """Worker that empties its hands for a group that must be held alone, by group id."""
         self.ranks = 0
         """Of the learner that has the newest session; 0 while it has not said so."""
-        self.splits = Splits()
+        self.splits = Splits(ledger.db)
         self.training: Training | None = None
         """What the newest session that asked for a part may end with (session_faults.py)."""
 
@@ -148,11 +148,6 @@ class Exchange:
         """When a warning of a segment that cannot be opened was last written down."""
         self._counted = (0, 0)
         """A slot, and how many groups that are in no batch yet stand before it. Nothing but a shorter way to count."""
-
-    @property
-    def db(self) -> sqlite3.Connection:
-        """The ledger's connection."""
-        return self.ledger.db
 
     @property
     def groups(self) -> Groups:
@@ -239,11 +234,6 @@ class Exchange:
         freed, self._freed = self._freed, False
         return freed
 
-    def has_free_slots(self, run: ActiveRun) -> bool:
-        """Whether a group was dropped whose place no other has taken yet."""
-        row = self.db.execute("SELECT 1 FROM free_slots WHERE run_id = ? LIMIT 1", (run.run_id,)).fetchone()
-        return row is not None
-
     def num_ahead(self, run: ActiveRun, slot: int) -> int:
         """Groups in places before `slot` that are open and in no batch yet. Counted from the last place that was asked for,
         as leases go out in the order of places.
@@ -289,7 +279,7 @@ class Exchange:
         if row["class"] == "train":
             self.ledger.count(run_id, f"groups:dropped:{reason}")
             self.ledger.count(run_id, f"tokens:dropped:{reason}", tokens)
-            self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run_id, row["slot"]))
+            self.ledger.free_slots.add(run_id, row["slot"])
 
     def end_run(self, run_id: str) -> None:
         """Drops what is still open as run_ended, and forgets evaluations that were not finished."""
@@ -308,16 +298,13 @@ class Exchange:
 
     def _open_classes(self, run_id: str) -> list[str]:
         """Classes of groups that may be open: training, and evaluations that are not done."""
-        evaluations = self.db.execute(
-            "SELECT step FROM evaluations WHERE run_id = ? AND done = 0", (run_id,)
-        ).fetchall()
-        return ["train", *(f"eval:{row['step']}" for row in evaluations)]
+        return ["train", *(f"eval:{step}" for step in self.ledger.evaluations.pending_steps(run_id))]
 
     def set_aside(self, run_id: str) -> None:
         """The run is not worked on any more, but may be again: what is open stays so, and nobody holds any of it."""
         for kind in self._open_classes(run_id):
             self.groups.release_class(run_id, kind)
-        self.db.execute("UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND done = 0", (run_id,))
+        self.ledger.evaluations.unpin_all(run_id)
         self._deactivate(run_id)
 
     def _deactivate(self, run_id: str) -> None:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 from services.coordinator.ledger.balance import balance
 from services.coordinator.ledger.group_queries import GroupQueries
+from services.coordinator.ledger.tables.batches import Batches
 
 MAX_SPLITS = 8
 """That are kept: of the step that is trained, and of some that a later session trains again."""
@@ -26,19 +27,18 @@ def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int)
 class Splits:
     """The newest splits. A link of the chain names one batch for good, whatever is fixed anew or rolled back."""
 
-    def __init__(self) -> None:
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
         self._splits: OrderedDict[tuple[str, int], Split] = OrderedDict()
 
-    def get(self, db: sqlite3.Connection, run_id: str, step: int, world_size: int) -> Split:
+    def get(self, run_id: str, step: int, world_size: int) -> Split:
         """As `split_batch`."""
-        batch = db.execute(
-            "SELECT chain FROM batches WHERE run_id = ? AND step = ?", (run_id, step)
-        ).fetchone()
+        batch = Batches(self._db).get(run_id, step)
         if batch is None:
             return []
         key = (str(batch["chain"]), world_size)
         if key not in self._splits:
-            self._splits[key] = split_batch(db, run_id, step, world_size)
+            self._splits[key] = split_batch(self._db, run_id, step, world_size)
             if len(self._splits) > MAX_SPLITS:
                 self._splits.popitem(last=False)
         self._splits.move_to_end(key)

@@ -34,6 +34,13 @@ class GroupQueries:
         ).fetchone()
         return row
 
+    def prompt(self, run_id: str, group_id: int) -> str | None:
+        """Return the prompt of a group as JSON, if there is a group of that number."""
+        row = self._db.execute(
+            "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
+        ).fetchone()
+        return None if row is None else str(row[0])
+
     def of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
         """Return the groups of a step's batch in their order; none for a run without batches."""
         return self._db.execute(

@@ -12,36 +12,27 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.errors import NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
-from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger.connection import LedgerFile
-from services.coordinator.ledger.deaths import Deaths
 from services.coordinator.ledger.folders import resolved, stored
 from services.coordinator.ledger.group_queries import GroupQueries
 from services.coordinator.ledger.groups import Groups
 from services.coordinator.ledger.segments import DamagedRecord, Payload, Place
+from services.coordinator.ledger.tables.batches import Batches
+from services.coordinator.ledger.tables.checkpoints import Checkpoints
+from services.coordinator.ledger.tables.deaths import Deaths
+from services.coordinator.ledger.tables.evaluations import Evaluations
+from services.coordinator.ledger.tables.free_slots import FreeSlots
+from services.coordinator.ledger.tables.receipts import Receipts
+from services.coordinator.ledger.tables.session_faults import SessionFaults
 from services.coordinator.text_limits import event_json
 
 ACTIVE_STATES = ("running", "paused")
 RECENT_RESULTS = 64
 """Of which the size of those to come is taken."""
-
-
-class KnownCheckpoint(NamedTuple):
-    """A complete checkpoint on record."""
-
-    session: int
-    step: int
-    path: str
-    """Absolute, or a URL."""
-    sha256: str
-    """Of its manifest."""
-    chain: str
-    damaged: str
-    """Why no session could load it; empty: it can."""
 
 
 class Ledger(LedgerFile):
@@ -51,6 +42,12 @@ class Ledger(LedgerFile):
         super().__init__(path, read_only=read_only)
         self.groups = Groups(self.db)
         self.group_queries = GroupQueries(self.db)
+        self.free_slots = FreeSlots(self.db)
+        self.batches = Batches(self.db)
+        self.receipts = Receipts(self.db)
+        self.session_faults = SessionFaults(self.db)
+        self.checkpoints = Checkpoints(self.db, self.path.parent)
+        self.evaluations = Evaluations(self.db)
 
     @property
     def deaths(self) -> Deaths:
@@ -87,6 +84,10 @@ class Ledger(LedgerFile):
     def num_runs(self) -> int:
         """Runs that were ever submitted."""
         return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])
+
+    def runs_without_num_steps(self) -> list[sqlite3.Row]:
+        """Return id and spec of the runs that an earlier version recorded without their number of steps and warnings."""
+        return self.db.execute("SELECT run_id, spec_yaml FROM runs WHERE max_num_steps = 0").fetchall()
 
     def active_run(self) -> sqlite3.Row | None:
         """The one run that trains, or else is paused, if any."""
@@ -187,6 +188,14 @@ class Ledger(LedgerFile):
             "SELECT * FROM events WHERE run_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
             (run_id, after, limit),
         ).fetchall()
+
+    def metrics_of_step(self, run_id: str, step: int) -> dict[str, Any] | None:
+        """Return the content of the event of a trained step; None without one."""
+        row = self.db.execute(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') = ?",
+            (run_id, step),
+        ).fetchone()
+        return None if row is None else dict(json.loads(row["json"]))
 
     def is_retried(self, run_id: str) -> bool:
         """Whether a paused run goes on by itself when what it was paused for is over."""
@@ -309,91 +318,7 @@ class Ledger(LedgerFile):
             run_id
         )
 
-    def evaluations(self, run_id: str) -> list[dict[str, Any]]:
-        """Results of the finished evaluations, in the order of their steps."""
-        rows = self.db.execute(
-            "SELECT result_json FROM evaluations WHERE run_id = ? AND done = 1 ORDER BY step", (run_id,)
-        )
-        return [json.loads(row["result_json"]) for row in rows]
-
-    def evaluated_steps(self, run_id: str) -> set[int]:
-        """Steps of the versions of which there is a result, and of those that were asked for."""
-        rows = self.db.execute(
-            "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,)
-        ).fetchall()
-        return {step for row in rows for step in row}
-
-    def add_evaluation(self, run_id: str, step: int, result: dict[str, Any]) -> None:
-        """Records a measurement that the learner made of the version of a step."""
-        self.db.execute(
-            "INSERT OR REPLACE INTO evaluations (run_id, step, done, result_json) VALUES (?, ?, 1, ?)",
-            (run_id, step, json.dumps(result)),
-        )
-
-    # Checkpoints and members
-
-    def has_receipt(self, run_id: str, session: int, step: int) -> bool:
-        """Whether rank 0 of this session has said that it trained this step."""
-        row = self.db.execute(
-            "SELECT 1 FROM receipts WHERE run_id = ? AND session = ? AND step = ? AND rank = 0",
-            (run_id, session, step),
-        ).fetchone()
-        return row is not None
-
-    def add_checkpoint(self, report: CheckpointReport) -> bool:
-        """Registers a complete checkpoint; False for one that was known."""
-        known = self.db.execute(
-            "SELECT 1 FROM checkpoints WHERE run_id = ? AND session = ? AND step = ? AND sha256 = ?",
-            (report.run_id, report.session, report.step, report.sha256),
-        ).fetchone()
-        if known:
-            return False
-        path = stored(self.path.parent, report.path)
-        self.db.execute(
-            "INSERT OR REPLACE INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, ?, ?, ?, ?, ?)",
-            (report.run_id, report.session, report.step, path, report.sha256, report.chain),
-        )
-        return True
-
-    def checkpoints(self, run_id: str) -> list[KnownCheckpoint]:
-        """Those of a run that are not removed, by session and step; also the damaged ones."""
-        rows = self.db.execute(
-            "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
-        )
-        return [self.known_checkpoint(row) for row in rows]
-
-    def oldest_kept_step(self, run_id: str) -> int:
-        """Steps that the oldest checkpoint which can be loaded has behind it; 0 without one."""
-        row = self.db.execute(
-            "SELECT COALESCE(MIN(step), 0) AS step FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged = ''",
-            (run_id,),
-        ).fetchone()
-        return int(row["step"])
-
-    def checkpoint_paths(self, run_id: str) -> set[str]:
-        """Where all checkpoints of a run are that were ever registered, or were."""
-        rows = self.db.execute("SELECT * FROM checkpoints WHERE run_id = ?", (run_id,))
-        return {self.known_checkpoint(row).path for row in rows}
-
-    def newest_checkpoint(self, run_id: str) -> KnownCheckpoint | None:
-        """The complete checkpoint of the highest trained step whose chain is the ledger's own, of those that can be loaded.
-
-        One that is ahead of the receipts is left out for now: the step before it would never get any.
-        """
-        row = self.db.execute(
-            "SELECT c.* FROM checkpoints c JOIN runs r ON r.run_id = c.run_id"
-            " LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
-            " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.step <= r.next_step"
-            " AND c.chain = COALESCE(b.chain, '')"
-            " ORDER BY c.step DESC, c.session DESC LIMIT 1",
-            (run_id,),
-        ).fetchone()
-        return None if row is None else self.known_checkpoint(row)
-
-    def known_checkpoint(self, row: sqlite3.Row) -> KnownCheckpoint:
-        """A row of the table `checkpoints`, with the path where it is now."""
-        path = resolved(self.path.parent, row["path"], row["run_id"])
-        return KnownCheckpoint(row["session"], row["step"], path, row["sha256"], row["chain"], row["damaged"])
+    # Members
 
     def holders(self) -> list[tuple[str, Role.ValueType]]:
         """Members that hold leases, score tasks or a pending evaluation, by the record."""

@@ -13,7 +13,7 @@ COUNTER = "pruned:groups"
 
 def is_due(ledger: Ledger, run_id: str, batch: int) -> bool:
     """Whether there is anything to forget: steps of `batch` groups each that every kept checkpoint has behind it."""
-    return ledger.counters(run_id).get(COUNTER, 0) < ledger.oldest_kept_step(run_id) * batch
+    return ledger.counters(run_id).get(COUNTER, 0) < ledger.checkpoints.oldest_step(run_id) * batch
 
 
 def prune(ledger: Ledger, run_id: str, batch: int) -> None:

@@ -142,8 +142,7 @@ class Coordinator:
 
     async def _fill_in(self) -> None:
         """Steps and warnings of runs that an earlier version has recorded without them."""
-        rows = self.ledger.db.execute("SELECT run_id, spec_yaml FROM runs WHERE max_num_steps = 0").fetchall()
-        for row in rows:
+        for row in self.ledger.runs_without_num_steps():
             steps, warnings = await asyncio.to_thread(_facts_of, row["spec_yaml"])
             with self.ledger.transaction(synced=False):
                 columns = {"max_num_steps": steps, "warnings_json": json.dumps(warnings)}

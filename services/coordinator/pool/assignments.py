@@ -132,7 +132,7 @@ class Assignments:
         newest = int(self._ledger.run(run.run_id)["session"])
         if hello.role != common_pb2.ROLE_LEARNER or hello.rank != 0 or not newest or hello.session != newest:
             return 0
-        if hello.HasField("version") and not self._ledger.has_receipt(
+        if hello.HasField("version") and not self._ledger.receipts.has_rank_0(
             run.run_id, newest, hello.version.step - 1
         ):
             log.warning("%s has receipts of session %d that this ledger has not", hello.member_id, newest)
@@ -191,7 +191,7 @@ class Assignments:
         if folder.local is None:
             return  # the learner looks too, and has the credentials
         row = self._ledger.run(run.run_id)
-        known = self._ledger.checkpoint_paths(run.run_id)
+        known = self._ledger.checkpoints.paths(run.run_id)
         # A `checkpoint_dir` elsewhere may have a namesake's of another ledger; one that was restored has its own there.
         is_own = folder.local.is_relative_to(self._ledger.run_directory(run.run_id))
         try:

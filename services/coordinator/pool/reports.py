@@ -154,7 +154,7 @@ class Reports:
         async with self._lock:
             with self._ledger.transaction():
                 # One that is known is what a learner says again after a restart: no news.
-                if self._ledger.add_checkpoint(report):
+                if self._ledger.checkpoints.add(report):
                     content = {"step": report.step, "path": report.path, "seconds": report.seconds}
                     self._ledger.add_event(report.run_id, "checkpoint", content)
                 retention.forget_surplus(self._ledger, run.run_id, run.spec.checkpointing)

@@ -50,7 +50,7 @@ class RunLog:
     def open(self, run_id: str, directory: Path, *, tensorboard: bool) -> None:
         """Begins, or goes on with, the files of a run. Raises OSError."""
         next_step = int(self._ledger.run(run_id)["next_step"])
-        evaluated = self._ledger.evaluated_steps(run_id)
+        evaluated = self._ledger.evaluations.finished_steps(run_id)
 
         def is_ahead(kind: str, step: int) -> bool:
             if kind == "eval":
@@ -130,7 +130,7 @@ class RunLog:
     def summary(self, run_id: str) -> dict[str, Any]:
         """What summary.json says: outcome, books, evaluations. Raises NotFound."""
         row, books = self._ledger.run(run_id), self._ledger.token_books(run_id)
-        evaluations = self._ledger.evaluations(run_id)
+        evaluations = self._ledger.evaluations.results(run_id)
         rewards = [e["reward"] for e in evaluations if e.get("reward") is not None]
         tokens = {
             f"{name}_tokens": books[name] for name in ("generated", "trained", "dropped", "live", "wasted")
@@ -195,7 +195,7 @@ class RunLog:
         found = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
         if found:
             result = {"step": version, **_numbers(found)}
-            self._ledger.add_evaluation(run.run_id, version, result)
+            self._ledger.evaluations.add_result(run.run_id, version, result)
             self._ledger.add_event(run.run_id, "evaluation", result)
             self._record("eval", version, found)
         return {name: value for name, value in metrics.items() if not name.startswith(prefix)}

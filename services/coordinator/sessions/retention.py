@@ -42,26 +42,23 @@ def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) 
 
     One that could not be loaded counts for nothing, and stays for as long as it is newer than the oldest that is kept.
     """
-    known = ledger.checkpoints(run_id)
+    known = ledger.checkpoints.kept(run_id)
     sound = [each for each in known if not each.damaged]
     candidates = [Candidate(each.path, *_value(ledger, run_id, each.step, settings)) for each in sound]
     keep = set(choose(candidates, settings))
-    resumable = ledger.newest_checkpoint(
+    resumable = ledger.checkpoints.newest(
         run_id
     )  # the newest may be ahead of the receipts, and so no help yet
     if resumable is not None:
         keep.add(resumable.path)
     oldest = min((each.step for each in sound if each.path in keep), default=0)
     keep |= {each.path for each in known if each.damaged and each.step > oldest}
-    ledger.db.executemany(
-        "UPDATE checkpoints SET removed = 1 WHERE run_id = ? AND session = ? AND step = ?",
-        [(run_id, each.session, each.step) for each in known if each.path not in keep],
-    )
+    ledger.checkpoints.mark_removed(run_id, [each for each in known if each.path not in keep])
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
     """The checkpoints that the ledger counts on, oldest first, and those that could not be loaded: a person may."""
-    return [known.path for known in ledger.checkpoints(run_id)]
+    return [known.path for known in ledger.checkpoints.kept(run_id)]
 
 
 def _value(
@@ -72,15 +69,11 @@ def _value(
         return None, False
     kind, _, name = settings.metric_name.partition(":")
     if kind == "val":
-        row = ledger.db.execute(
-            "SELECT done, result_json AS json FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step)
-        ).fetchone()
-        pending = row is not None and not row["done"]
+        evaluation = ledger.evaluations.get(run_id, step)
+        if evaluation is not None and not evaluation["done"]:
+            return None, True
+        metrics = None if evaluation is None else json.loads(evaluation["result_json"])
     else:
-        row = ledger.db.execute(
-            "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') = ?",
-            (run_id, step - 1),
-        ).fetchone()
-        pending = False
-    value = json.loads(row["json"]).get(name) if row is not None and not pending else None
-    return (None if value is None else float(value)), pending
+        metrics = ledger.metrics_of_step(run_id, step - 1)
+    value = None if metrics is None else metrics.get(name)
+    return (None if value is None else float(value)), False

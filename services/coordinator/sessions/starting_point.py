@@ -31,12 +31,12 @@ class Start(NamedTuple):
 
 def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
     """The newest checkpoint that can be loaded, or step 0. Raises NotFound when the samples from there on are gone."""
-    newest = ledger.newest_checkpoint(run.run_id)
+    newest = ledger.checkpoints.newest(run.run_id)
     start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
     gone = None if run.spec.logger.keep_samples else _first_step_without_samples(ledger, run, start.step)
     if gone is None:
         return start
-    damaged = [known for known in reversed(ledger.checkpoints(run.run_id)) if known.damaged]
+    damaged = [known for known in reversed(ledger.checkpoints.kept(run.run_id)) if known.damaged]
     reasons = "; ".join(f"{known.path}: {known.damaged}" for known in damaged) or "none is registered"
     raise NotFound(
         f"no checkpoint can be loaded from which training could go on ({reasons}), and the samples of step {gone} were "
@@ -47,17 +47,14 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
     """No session begins from this checkpoint until the marks are cleared; False if it is none of the run's. Inside a
     transaction."""
-    marked = [known for known in ledger.checkpoints(run_id) if known.path == path]
-    ledger.db.executemany(
-        "UPDATE checkpoints SET damaged = ? WHERE run_id = ? AND session = ? AND step = ?",
-        [(reason, run_id, known.session, known.step) for known in marked],
-    )
+    marked = [known for known in ledger.checkpoints.kept(run_id) if known.path == path]
+    ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
 
 
 def clear_marks(ledger: Ledger, run_id: str) -> None:
     """Every checkpoint may be tried again. Inside a transaction."""
-    ledger.db.execute("UPDATE checkpoints SET damaged = '' WHERE run_id = ? AND damaged != ''", (run_id,))
+    ledger.checkpoints.clear_damage(run_id)
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:

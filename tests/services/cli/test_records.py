@@ -276,7 +276,7 @@ def test_export_gives_the_weights_of_the_newest_checkpoint(writer: Writer, tmp_p
     saved = checkpoint.save(folder, session=1, step=1, model=model, optimizer=optimizer, chain_hash=chain)
     assert saved is not None
     with writer.ledger.transaction():
-        writer.ledger.add_checkpoint(
+        writer.ledger.checkpoints.add(
             worker_pb2.CheckpointReport(
                 run_id=RUN_ID,
                 session=1,

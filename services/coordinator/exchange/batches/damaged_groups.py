@@ -28,7 +28,8 @@ def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None
         _count(exchange, run, f"what an earlier worker began of group {row['group_id']} is lost: {damaged}")
         return
     if row["state"] == State.TRAINED or (
-        row["state"] == State.BATCHED and _is_receipted(exchange, run, row["step"])
+        row["state"] == State.BATCHED
+        and exchange.ledger.receipts.has_any(run.run_id, exchange.sessions(run), row["step"])
     ):
         exchange.pause(
             run,
@@ -59,15 +60,6 @@ def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Non
     exchange.ledger.remove_payloads(run.run_id, row["group_id"])
     exchange.groups.generate_again(run.run_id, row["group_id"])
     exchange.places_changed()
-
-
-def _is_receipted(exchange: Exchange, run: ActiveRun, step: int) -> bool:
-    """Whether any rank of any session has trained its part of the step."""
-    query = "SELECT 1 FROM receipts WHERE run_id = ? AND session = ? AND step = ? LIMIT 1"
-    return any(
-        exchange.db.execute(query, (run.run_id, session, step)).fetchone()
-        for session in exchange.sessions(run)
-    )
 
 
 def _count(exchange: Exchange, run: ActiveRun, message: str) -> None:

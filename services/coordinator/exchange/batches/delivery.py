@@ -80,7 +80,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         return exchange.refuse(request, f"rank {receipt.rank} of {receipt.world_size} ranks cannot be")
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
         return exchange.refuse(request, f"step {receipt.step} has no batch")
-    parts = exchange.splits.get(exchange.db, run.run_id, receipt.step, receipt.world_size)
+    parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size)
     wrong = _disagreement(receipt, parts[receipt.rank] if parts else None)
     if wrong:
         message = (
@@ -90,29 +90,11 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
             exchange, run, request.session, receipt.step, session_faults.REFUSED, message, rank=receipt.rank
         )
         return exchange.refuse(request, message)
-    exchange.db.execute(
-        "INSERT OR REPLACE INTO receipts"
-        " (run_id, session, step, rank, world_size, group_ids, digests, tokens, scores_digests)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            run.run_id,
-            request.session,
-            receipt.step,
-            receipt.rank,
-            receipt.world_size,
-            json.dumps([group.group_id for group in receipt.groups]),
-            json.dumps([group.digest for group in receipt.groups]),
-            receipt.tokens,
-            json.dumps([group.scores_digest for group in receipt.groups]),
-        ),
-    )
+    receipts = exchange.ledger.receipts
+    receipts.add(run.run_id, request.session, receipt)
     if receipt.rank == 0:
         exchange.notice("metrics", step=receipt.step, session=request.session, metrics=dict(receipt.metrics))
-    receipts = exchange.db.execute(
-        "SELECT COUNT(*) AS n FROM receipts WHERE run_id = ? AND session = ? AND step = ? AND world_size = ?",
-        (run.run_id, request.session, receipt.step, receipt.world_size),
-    ).fetchone()["n"]
-    if receipts == receipt.world_size:
+    if receipts.count(run.run_id, request.session, receipt.step, receipt.world_size) == receipt.world_size:
         session_faults.note_trained(exchange, run, request.session, receipt.step)
         if receipt.step == row["next_step"]:
             _trained(exchange, run, receipt.step)
@@ -141,15 +123,14 @@ def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
 
 def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     asked = request.batch
-    batch = exchange.db.execute(
-        "SELECT chain, metrics_json FROM batches WHERE run_id = ? AND step = ?", (run.run_id, asked.step)
-    ).fetchone()
+    batch = exchange.ledger.batches.get(run.run_id, asked.step)
+    assert batch is not None
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.batch.state, reply.batch.step, reply.batch.chain = pb.BATCH_STATE_READY, asked.step, batch["chain"]
     reply.batch.traceparent = step_traceparent(run.run_id, asked.step)
     reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
     payloads: list[Frame] = []
-    for group in exchange.splits.get(exchange.db, run.run_id, asked.step, asked.world_size)[asked.rank]:
+    for group in exchange.splits.get(run.run_id, asked.step, asked.world_size)[asked.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
             return exchange.refuse(
@@ -180,17 +161,13 @@ def _wait(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
 def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
     """All receipts agree: the groups end as trained, the chain grows, the step is over."""
     ledger = exchange.ledger
-    batch = exchange.db.execute(
-        "SELECT * FROM batches WHERE run_id = ? AND step = ?", (run.run_id, step)
-    ).fetchone()
+    batch = ledger.batches.get(run.run_id, step)
     metrics, ends = {}, {"next_step": step + 1}
     if batch is not None:
         num_groups, num_tokens = exchange.groups.train(run.run_id, step)
         ledger.count(run.run_id, "groups:trained", num_groups)
         ledger.count(run.run_id, "tokens:trained", num_tokens)
-        exchange.db.execute(
-            "UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run.run_id, step)
-        )
+        ledger.batches.mark_trained(run.run_id, step)
         ends["chain"] = batch["chain"]
         metrics = json.loads(batch["metrics_json"])
     ledger.update_run(run.run_id, **ends)

@@ -7,7 +7,6 @@ further link of the chain, and the replaced one stays on record.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import Counter
 from collections.abc import Collection
@@ -18,6 +17,7 @@ from services.coordinator.exchange.admission import must_wait
 from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from services.coordinator.ledger.groups import State
+from services.coordinator.ledger.tables.batches import NewBatch
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
@@ -42,27 +42,15 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     chosen = _in_order(exchange, run, step) if in_order else _ready_first(exchange, run, step, now_s)
     if chosen is None:
         return False
-    replaced = exchange.db.execute(
-        "SELECT revision, chain FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision DESC LIMIT 1",
-        (run.run_id, step),
-    ).fetchone()
+    replaced = exchange.ledger.batches.last_replaced(run.run_id, step)
     revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
     with_scores = all(group["scores_digest"] for group in chosen)  # not where an older Paceline scored one
     digest = batch_digest(chosen, with_scores=with_scores)
     wait_s = now_s - exchange.first_asked_s.get(step, now_s)
-    exchange.db.execute(
-        "INSERT INTO batches (run_id, step, digest, chain, metrics_json, revision, with_scores)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            run.run_id,
-            step,
-            digest,
-            extend_chain(chain, step, digest),
-            json.dumps(_metrics(run, chosen, step, wait_s)),
-            revision,
-            with_scores,
-        ),
+    batch = NewBatch(
+        digest, extend_chain(chain, step, digest), _metrics(run, chosen, step, wait_s), revision, with_scores
     )
+    exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])
     exchange.places_changed()
     exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
@@ -77,30 +65,15 @@ def take_apart(
     """Replaces the batch of `step`, which no session has trained: its groups are scored ones again, and the next batch of the
     step, without the groups in `taken_out`, is its next revision.
     """
-    key = (run.run_id, step)
-    batch = exchange.db.execute("SELECT * FROM batches WHERE run_id = ? AND step = ?", key).fetchone()
-    groups = [group["group_id"] for group in exchange.group_queries.of_step(*key)]
-    exchange.db.execute(
-        "INSERT INTO replaced_batches (run_id, step, revision, digest, chain, group_ids, dropped_ids, reason)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            *key,
-            batch["revision"],
-            batch["digest"],
-            batch["chain"],
-            json.dumps(groups),
-            json.dumps(sorted(taken_out)),
-            reason,
-        ),
-    )
-    exchange.db.execute("DELETE FROM batches WHERE run_id = ? AND step = ?", key)
-    exchange.db.executemany(
-        "DELETE FROM receipts WHERE run_id = ? AND session = ? AND step = ?",  # of ranks whose session then ended
-        [(run.run_id, session, step) for session in exchange.sessions(run)],
-    )
-    exchange.groups.unbatch(*key)
-    exchange.ledger.update_run(run.run_id, next_batch=step)
-    exchange.ledger.forget(BATCH_DUE)
+    ledger = exchange.ledger
+    batch = ledger.batches.get(run.run_id, step)
+    assert batch is not None
+    group_ids = [group["group_id"] for group in exchange.group_queries.of_step(run.run_id, step)]
+    ledger.batches.replace(batch, group_ids, taken_out, reason)
+    ledger.receipts.remove(run.run_id, exchange.sessions(run), step)  # of ranks whose session then ended
+    exchange.groups.unbatch(run.run_id, step)
+    ledger.update_run(run.run_id, next_batch=step)
+    ledger.forget(BATCH_DUE)
     exchange.places_changed()
 
 

@@ -10,11 +10,11 @@ or after which the step was trained, count for nothing; `paceline resume` begins
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass
 from itertools import takewhile
 
 from protos.paceline.v1 import worker_pb2
 from services.coordinator.exchange.state import ActiveRun, Exchange, Training
+from services.coordinator.ledger.tables.session_faults import SessionFault
 
 SAME_FAULTS = 3
 """Sessions in a row that ended at a step in the same way."""
@@ -25,9 +25,6 @@ ANY_FAULTS = 5
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 """Kinds of faults that are no exception's type."""
 
-IN_HAND = "in hand"
-"""Kind of a row that is no fault (yet): the session was given its part of the step, the message is its number of ranks."""
-
 MAX_SUSPECTS = 8
 WORDS = {
     MEMORY: "memory ran out",
@@ -36,19 +33,11 @@ WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class SessionFault:
-    """How a session ended."""
-
-    session: int
-    step: int
-    kind: str
-    message: str
-
-
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
     """A session asks for a part. If it is the first time, the one before it has ended, at the step that it was training."""
-    last = exchange.training or _in_hand(exchange, run)
+    last = exchange.training
+    if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
+        last = Training(*in_hand)  # as another life of the coordinator wrote it down
     if last is not None and last.session < session:
         exchange.training = None
         record(exchange, run, last.session, last.step, SILENT, WORDS[SILENT], world_size=last.world_size)
@@ -60,11 +49,7 @@ def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, wor
     if exchange.training == served:
         return
     exchange.training = served
-    exchange.db.execute(
-        "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
-        " ON CONFLICT DO UPDATE SET step = excluded.step, message = excluded.message WHERE kind = excluded.kind",
-        (run.run_id, session, step, IN_HAND, str(world_size)),
-    )
+    exchange.ledger.session_faults.set_in_hand(run.run_id, *served)
 
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
@@ -74,23 +59,20 @@ def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) ->
         step,
     ):
         exchange.training = None
-    exchange.db.execute("DELETE FROM session_faults WHERE run_id = ? AND step = ?", (run.run_id, step))
+    exchange.ledger.session_faults.remove_step(run.run_id, step)
 
 
 def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
     """The session ended in good order. Inside a transaction."""
     if exchange.training is not None and exchange.training.session == session:
         exchange.training = None
-    exchange.db.execute(
-        "DELETE FROM session_faults WHERE run_id = ? AND session = ? AND kind = ?",
-        (run.run_id, session, IN_HAND),
-    )
+    exchange.ledger.session_faults.remove_in_hand(run.run_id, session)
 
 
 def forget(exchange: Exchange, run_id: str) -> None:
     """A person resumes the run, or has changed the batch: the count begins anew."""
     exchange.training = None
-    exchange.db.execute("DELETE FROM session_faults WHERE run_id = ?", (run_id,))
+    exchange.ledger.session_faults.remove_run(run_id)
 
 
 def on_report(exchange: Exchange, run: ActiveRun, report: worker_pb2.RunReport, rank: int) -> None:
@@ -113,12 +95,8 @@ def record(
     """A session ended at `step`. What it said first counts, because the other ranks then fail for its sake; but lack of memory is
     told whoever says it. Pauses the run when it is one session too many.
     """
-    added = exchange.db.execute(
-        "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
-        " ON CONFLICT DO UPDATE SET step = excluded.step, kind = excluded.kind, message = excluded.message"
-        " WHERE kind = ? OR excluded.kind = ?",
-        (run.run_id, session, step, kind, message, IN_HAND, MEMORY),
-    ).rowcount
+    fault = SessionFault(session, step, kind, message)
+    added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
     last = exchange.training
     if last is not None and last.session == session:
         world_size, exchange.training = last.world_size, None
@@ -132,23 +110,9 @@ def record(
         exchange.pause(run, _explain(faults, _suspects(exchange, run, faults[0], rank, world_size)))
 
 
-def _in_hand(exchange: Exchange, run: ActiveRun) -> Training | None:
-    """What the newest session has in hand by the record, as another life of the coordinator wrote it down."""
-    row = exchange.db.execute(
-        "SELECT session, step, message FROM session_faults WHERE run_id = ? AND kind = ? ORDER BY session DESC LIMIT 1",
-        (run.run_id, IN_HAND),
-    ).fetchone()
-    return None if row is None else Training(row["session"], row["step"], int(row["message"]))
-
-
 def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
     """The newest faults, as far as they are at the same step; newest first."""
-    rows = exchange.db.execute(
-        "SELECT session, step, kind, message FROM session_faults WHERE run_id = ? AND kind != ?"
-        " ORDER BY session DESC LIMIT ?",
-        (run.run_id, IN_HAND, ANY_FAULTS),
-    ).fetchall()
-    faults = [SessionFault(*row[:4]) for row in rows]
+    faults = exchange.ledger.session_faults.newest(run.run_id, ANY_FAULTS)
     return list(takewhile(lambda fault: fault.step == faults[0].step, faults))
 
 
@@ -158,7 +122,7 @@ def _suspects(
     """Groups of the part that the rank which reported had, or of the whole batch; for lack of memory the longest first."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
-        parts = exchange.splits.get(exchange.db, run.run_id, fault.step, world_size)
+        parts = exchange.splits.get(run.run_id, fault.step, world_size)
         groups = parts[rank] if parts else []
     groups = groups or exchange.group_queries.of_step(run.run_id, fault.step)
     if fault.kind in (MEMORY, SILENT):

@@ -27,6 +27,7 @@ from services.common.processes.tether import tethered
 from services.coordinator.exchange.state import MAX_GROUP_ID
 from services.coordinator.exchange.uploads.intake import Arrived
 from services.coordinator.exchange.uploads.prompt_encoder import prompt_digest
+from services.coordinator.ledger.group_queries import GroupQueries
 
 LOAD_S = 60.0
 """A tokenizer may take so long to load; groups that arrive meanwhile wait for it."""
@@ -129,10 +130,7 @@ class PromptCheck:
             return None
         if self._reader is None:
             self._reader = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
-        row = self._reader.execute(
-            "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
-        ).fetchone()
-        return None if row is None else str(row[0])
+        return GroupQueries(self._reader).prompt(run_id, group_id)
 
     def _give_up(self, reason: str) -> None:
         self.unavailable = reason

@@ -57,7 +57,7 @@ def test_an_evaluation_from_lease_to_result(make_world: MakeWorld) -> None:
         "failed": 0,
         "completion_length": 3.0,
     }
-    assert world.ledger.evaluations(world.run_id)[0]["reward"] == 0.75
+    assert world.ledger.evaluations.results(world.run_id)[0]["reward"] == 0.75
     assert evaluation.pinned_member(world.exchange, world.run) is None
     assert "tokens:generated" not in world.counters
     assert max(world.states()) < FIRST_EVALUATION_GROUP

@@ -147,7 +147,7 @@ def test_an_evaluation_ends_without_its_poisonous_prompt(make_world: MakeWorld) 
         assert rollout.finish(lease) == COMMITTED
     for task in reward.tasks():
         assert reward.score(task) == COMMITTED
-    (result,) = world.ledger.evaluations(world.run_id)
+    (result,) = world.ledger.evaluations.results(world.run_id)
     assert (result["samples"], result["failed"]) == (2, 1)
 
 

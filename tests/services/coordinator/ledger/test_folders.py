@@ -44,14 +44,14 @@ def test_a_ledger_whose_folder_was_moved_knows_where_its_runs_are(tmp_path: Path
     ledger = Ledger(before / "ledger.sqlite")
     ledger.add_run("a-1", "{}", str(before / "a-1"))
     path = str(before / "a-1" / "checkpoints" / "1-0")
-    ledger.add_checkpoint(CheckpointReport(run_id="a-1", session=1, path=path, sha256="0"))
+    ledger.checkpoints.add(CheckpointReport(run_id="a-1", session=1, path=path, sha256="0"))
     ledger.update_run("a-1", export_path=stored(before, str(before / "a-1" / "export")))
     ledger.close()
     after = before.rename(tmp_path / "after")
     ledger = Ledger(after / "ledger.sqlite", read_only=True)
     assert ledger.run_directory("a-1") == after / "a-1"
     assert ledger.export_path("a-1") == str(after / "a-1" / "export")
-    newest = ledger.newest_checkpoint("a-1")
+    newest = ledger.checkpoints.newest("a-1")
     assert newest is not None
     assert newest.path == str(after / "a-1" / "checkpoints" / "1-0")
     ledger.close()

@@ -356,14 +356,14 @@ def test_the_newest_checkpoint_is_of_a_trained_step_with_the_ledgers_chain(tmp_p
     def report(step: int, chain: str) -> None:
         report = CheckpointReport(run_id="a-1", session=1, step=step, path=f"c{step}{chain}", chain=chain)
         report.sha256 = chain
-        ledger.add_checkpoint(report)
+        ledger.checkpoints.add(report)
 
     def newest() -> str:
-        known = ledger.newest_checkpoint("a-1")
+        known = ledger.checkpoints.newest("a-1")
         assert known is not None
         return Path(known.path).name
 
-    assert ledger.newest_checkpoint("a-1") is None
+    assert ledger.checkpoints.newest("a-1") is None
     report(1, "chain0")
     report(2, "foreign")
     assert newest() == "c1chain0"

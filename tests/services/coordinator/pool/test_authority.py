@@ -86,7 +86,7 @@ async def test_only_the_sessions_learner_speaks_for_the_run(plane: Plane) -> Non
         await heard(plane, liar, member_id)
     row = plane.ledger.run(run.run_id)
     assert (row["vocab_size"], row["export_path"]) == (0, "")
-    assert plane.ledger.newest_checkpoint(run.run_id) is None
+    assert plane.ledger.checkpoints.newest(run.run_id) is None
     assert not member.expelled
     assert not member.offered
 

@@ -61,7 +61,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 def register(ledger: Ledger, steps: list[int], checkpointing: CheckpointingSection) -> list[str]:
     for step in steps:
         report = CheckpointReport(run_id="a-1", session=1, step=step, path=f"1-{step}", chain=f"c{step - 1}")
-        ledger.add_checkpoint(report)
+        ledger.checkpoints.add(report)
         with ledger.transaction():
             forget_surplus(ledger, "a-1", checkpointing)
     return [Path(path).name for path in kept_paths(ledger, "a-1")]

@@ -47,7 +47,7 @@ def trained(plane: Plane, run_id: str, step: int) -> None:
     report = worker_pb2.CheckpointReport(
         run_id=run_id, session=1, step=step + 1, path=str(path), sha256="0" * 64, chain=f"c{step}"
     )
-    plane.ledger.add_checkpoint(report)
+    plane.ledger.checkpoints.add(report)
 
 
 def cannot_load(worker: Worker, assignment: worker_pb2.RunAssignment, reason: str = "it is damaged") -> None:
@@ -123,7 +123,7 @@ async def test_what_another_rank_or_an_earlier_session_says_marks_nothing(plane:
     other.say(leave=worker_pb2.Leave())
     await plane.watch_until(run_id, "warning", message="heard")
     await other.hear_the_end()
-    assert [known.damaged for known in plane.ledger.checkpoints(run_id)] == [""] * STEPS
+    assert [known.damaged for known in plane.ledger.checkpoints.kept(run_id)] == [""] * STEPS
 
 
 async def test_a_run_whose_samples_are_gone_is_paused_and_goes_on_when_the_checkpoint_is_back(
@@ -192,7 +192,7 @@ async def test_one_that_is_damaged_displaces_none_that_is_sound(
             )
             if damaged != "1-3":
                 plane.ledger.db.execute("UPDATE checkpoints SET removed = 1 WHERE path LIKE '%/1-3'")
-            plane.ledger.add_checkpoint(report)
+            plane.ledger.checkpoints.add(report)
             forget_surplus(plane.ledger, run_id, settings)
     assert [path.rpartition("/")[2] for path in kept_paths(plane.ledger, run_id)] == kept
 
@@ -227,5 +227,5 @@ async def test_a_checkpoint_that_is_not_where_it_has_to_be_is_not_registered(
     await plane.watch_until(run_id, "checkpoint", step=3)
     (warning,) = [e["message"] for e in events(plane, run_id, "warning") if "not registered" in e["message"]]
     assert warning.startswith("a checkpoint of session 1 is not registered: ")
-    (known,) = plane.ledger.checkpoints(run_id)
+    (known,) = plane.ledger.checkpoints.kept(run_id)
     assert (known.path, known.sha256) == (str(folder / "1-3"), "0" * 64)

@@ -73,7 +73,7 @@ def test_the_writer_seals_what_it_writes_and_nobody_else_does(tmp_path: Path) ->
             ledger.update_run("a-1", state="running", cursor=7)
             ledger.count("a-1", "tokens:wasted", 5)
             ledger.add_event("a-1", "state", {"state": "running", "value": 1.5})
-            ledger.add_evaluation("a-1", 0, {"reward": 0.5})
+            ledger.evaluations.add_result("a-1", 0, {"reward": 0.5})
         with ledger.transaction():
             ledger.count("a-1", "tokens:wasted", 5)
     with contextlib.closing(sqlite3.connect(path)) as db:

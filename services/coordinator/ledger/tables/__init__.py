@@ -1,0 +1,1 @@
+"""Tables of the ledger beside `groups`: one module each, with every statement that the exchange runs on it."""
