@@ -1,4 +1,4 @@
-"""Advantages that take the whole batch: statistics over all groups, and rewards less the KL to the reference.
+"""Advantages of a whole batch from its rewards: relative to the group or to the batch, less the KL to the reference.
 
 Promise: the result depends on the global batch alone, not on how ranks, updates or micro-batches split it; rows without
 a reward stay outside every statistic and get 0.
@@ -40,13 +40,6 @@ class ScoredBatch:
     """NaN where a function said None."""
     penalties_S: Float64Array
     """β · the sum of the sequence's KL estimates, in units of the reward; 0 without KL in the reward."""
-
-
-def needs_whole_batch(spec: RunSpec) -> bool:
-    """Whether advantages can only be had once the whole batch, or the reference, was asked."""
-    return spec.samples and (
-        spec.grpo.advantage in ("trl_batch", "gdpo", "gae", *TOKEN_WHITENED) or spec.loss_fn.use_kl_in_reward
-    )
 
 
 def batch_advantages(batch: ScoredBatch, spec: RunSpec) -> Float64Array:

@@ -1,7 +1,7 @@
-"""The sequence the trainer takes, how it is made from groups or examples, and how several become one packed row.
+"""The training sample, made from groups or examples, and the packed batch of several samples.
 
-Promise: advantages are taken within whole groups, before any split; a packed row holds each sequence up to its last
-but one token (the last is only ever predicted), so nothing is computed that no loss reads.
+Promise: a packed batch holds each sequence without its last token, which is only ever predicted, so nothing is
+computed that no loss reads.
 
 Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N completion
 tokens in it, S sequences in it.
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.advantages.group import advantages, group_preset, weighted_rewards
-from learner.advantages.whole_batch import clip_advantages, needs_whole_batch
 from learner.batch.layout import SequenceLayout
 from paceline.errors import InvalidInput
 from paceline.groups import FloatArray, Group, IntArray
@@ -49,12 +47,10 @@ class TrainingSample:
     """[T]; T = 0 trains nothing but counts as a sequence."""
     behaviour_logprobs_T: FloatArray | None = None
     """[T] log μ in nats; None for supervised data."""
-    advantage: float = 0.0
-    """Relative to its group; 0 where `learner.step.assign_advantages` takes the whole batch or a value model."""
     versions_T: IntArray | None = None
     """[T] step of the version that sampled each token; None for supervised data."""
     rewards_F: FloatArray | None = None
-    """[F] rewards as given, NaN for None: what advantages over the whole batch are computed from."""
+    """[F] rewards as given, NaN for None: `learner.step.assign_advantages` computes advantages from them."""
     trained_T: np.ndarray | None = None
     """[T] bool: which completion tokens train; None is all. The others are read, and nothing more."""
     verdict: Verdict | None = None
@@ -87,31 +83,23 @@ class TrainingSample:
 
 
 def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainingSample]:
-    """All completions of scored groups, with advantages relative to their group.
+    """Return one sample for each completion of scored groups.
 
-    Where advantages take the whole batch (`needs_whole_batch`), they are 0 here and set in the step. With
-    grpo.overlong_filtering a completion that was cut off keeps its place, but no token.
+    With grpo.overlong_filtering a completion that was cut off stays in the batch without tokens.
 
     Raises:
-        InvalidInput: a group without rewards, or with another number of them than the spec has functions; one without
-            the reference's log-probabilities where the reward pool has to serve them.
+        InvalidInput: a group has no rewards, or another number of them than the spec has functions; or it has no
+            log-probabilities of the reference although the reward pool has to serve them.
     """
-    weights_F = [reward.weight for reward in spec.rewards]
     sequences = []
     for group in groups:
-        if group.rewards_CF is None or group.rewards_CF.shape != (len(group.completions), len(weights_F)):
+        if group.rewards_CF is None or group.rewards_CF.shape != (len(group.completions), len(spec.rewards)):
             shape = None if group.rewards_CF is None else group.rewards_CF.shape
             raise InvalidInput(
                 f"group {group.group_id} has rewards of shape {shape}, "
-                f"expected ({len(group.completions)}, {len(weights_F)})"
+                f"expected ({len(group.completions)}, {len(spec.rewards)})"
             )
-        advantages_C = np.zeros(len(group.completions))
-        if not needs_whole_batch(spec):
-            totals_C = weighted_rewards(group.rewards_CF, weights_F)
-            advantages_C = clip_advantages(advantages(totals_C, group_preset(spec.grpo.advantage)), spec)
-        for completion, advantage, rewards_F in zip(
-            group.completions, advantages_C, group.rewards_CF, strict=True
-        ):
+        for completion, rewards_F in zip(group.completions, group.rewards_CF, strict=True):
             cut_off = spec.grpo.overlong_filtering and completion.finish_reason == "length"
             trained = slice(0, 0 if cut_off else None)
             reference_T = completion.reference_logprobs
@@ -125,7 +113,6 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[Traini
                     group.prompt_ids,
                     completion.token_ids[trained],
                     completion.logprobs[trained],
-                    float(advantage),
                     completion.versions()[trained],
                     rewards_F,
                     reference_logprobs_T=None if reference_T is None else reference_T[trained],

@@ -1,8 +1,8 @@
-"""The phase of a step that assigns advantages: every token of a rollout gets its own here, and nowhere else.
+"""The phase of a step that assigns advantages: every token of a rollout gets its advantage here, and nowhere else.
 
-Three ways, by grpo.advantage: relative to the group, which the samples bring along (`learner.advantages.group`); from
-statistics over the whole batch, or with the KL in the reward (`learner.advantages.whole_batch`); from a value model
-(`learner.advantages.gae`). A teacher's advantages depend on the policy that is training, so its objective computes them.
+There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch
+(`learner.advantages.whole_batch`); or from a value model (`learner.advantages.gae`). A teacher's advantages depend on the
+policy that is training, so its objective computes them.
 
 Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
 """
@@ -23,7 +23,6 @@ from learner.advantages.whole_batch import (
     ScoredBatch,
     batch_advantages,
     clip_advantages,
-    needs_whole_batch,
     whitened,
     whitened_token_advantages,
 )
@@ -45,43 +44,31 @@ def with_advantages(
     device: torch.device,
     critic: Critic | None,
 ) -> list[Update]:
-    """The updates with an advantage for each token, after the frozen policies were asked. All ranks call it together."""
-    if not spec.samples:
+    """Return the updates with an advantage for each token; dummies get 0.
+
+    All ranks call it together, after the frozen policies were asked. Examples and a teacher's rollouts stay without.
+    """
+    if not spec.samples or spec.has_teacher:
         return list(updates)
-    updates = [
-        replace(
-            update, micro_batches=tuple(_with_own_advantages(batch, m, device) for m in update.micro_batches)
-        )
-        for update in updates
-    ]
     if critic is not None:
         return _by_value_model(batch, updates, spec, device, critic)
-    if needs_whole_batch(spec):
-        return _over_whole_batch(batch, updates, spec, device)
-    return updates
+    return _from_rewards(batch, updates, spec, device)
 
 
-def _with_own_advantages(
-    batch: Sequence[TrainingSample], micro: MicroBatch, device: torch.device
-) -> MicroBatch:
-    """With the advantage that each sample brings along; 0 for dummies."""
-    advantages_S = torch.tensor([batch[i].advantage for i in micro.indices] or [0.0], dtype=torch.float32)
-    return replace(micro, advantages_N=advantages_S.to(device)[micro.row.sequence_N])
-
-
-def _over_whole_batch(
+def _from_rewards(
     batch: Sequence[TrainingSample], updates: Sequence[Update], spec: RunSpec, device: torch.device
 ) -> list[Update]:
+    """Return the updates with advantages from the rewards of all ranks' sequences."""
     micro_batches = _real(updates)
     penalties = [_kl_penalties(micro, spec) for micro in micro_batches]
     rows, first = rows_of_all_ranks(_scores(batch, micro_batches, penalties, spec).to(device))
     table = rows.double().cpu().numpy()
     scored = ScoredBatch(table[:, 0].astype(np.int64), table[:, 2:], table[:, 1])
-    own_S = batch_advantages(scored, spec)[first : first + len(batch)]
+    advantages_S = batch_advantages(scored, spec)[first : first + len(batch)]
     token_wise = spec.grpo.advantage in TOKEN_WHITENED
-    own = torch.from_numpy(own_S if token_wise else clip_advantages(own_S, spec))
+    by_sample = torch.from_numpy(advantages_S if token_wise else clip_advantages(advantages_S, spec))
     values = [
-        own[torch.tensor(micro.indices)].to(device, torch.float32)[micro.row.sequence_N]
+        by_sample[torch.tensor(micro.indices)].to(device, torch.float32)[micro.row.sequence_N]
         for micro in micro_batches
     ]
     if token_wise:
@@ -224,12 +211,12 @@ def _real(updates: Sequence[Update]) -> list[MicroBatch]:
 
 
 def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Update]:
-    """The updates with these micro-batches in place of `_real(updates)`."""
+    """Return the updates with these micro-batches in place of `_real(updates)`, and 0 for the tokens of dummies."""
     rest = iter(real)
-    return [
-        replace(
-            update,
-            micro_batches=tuple(micro if micro.is_dummy else next(rest) for micro in update.micro_batches),
-        )
-        for update in updates
-    ]
+
+    def replacement(micro: MicroBatch) -> MicroBatch:
+        if not micro.is_dummy:
+            return next(rest)
+        return replace(micro, advantages_N=torch.zeros_like(micro.row.targets_N, dtype=torch.float32))
+
+    return [replace(u, micro_batches=tuple(replacement(m) for m in u.micro_batches)) for u in updates]

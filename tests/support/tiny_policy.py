@@ -81,7 +81,6 @@ def make_batch(*, supervised: bool = False) -> list[TrainingSample]:
                 behaviour_logprobs_T=None
                 if supervised
                 else rng.uniform(-4, -2, completion).astype(np.float32),
-                advantage=float(rng.normal()),
                 versions_T=None if supervised else np.full(completion, i // 4, np.int32),
                 rewards_F=None if supervised else reward_rng.normal(size=1).astype(np.float32),
                 reference_logprobs_T=None

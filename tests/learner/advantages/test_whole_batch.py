@@ -11,17 +11,15 @@ import torch
 from tiny_policy import CPU, make_spec
 from torch import Tensor
 
+from learner.advantages.group import advantages, group_preset
 from learner.advantages.whole_batch import (
     ScoredBatch,
     batch_advantages,
     clip_advantages,
-    needs_whole_batch,
     whitened_token_advantages,
 )
-from learner.batch.samples import sequences_from_groups
 from learner.model.logprobs import chunked_logprobs
 from learner.objectives.corrections import m2_limit_of
-from paceline.groups import Completion, Group, VersionSpan
 from paceline.spec import RunSpec
 
 NAN = math.nan
@@ -146,31 +144,12 @@ def test_advantages_are_clipped_on_both_sides() -> None:
     np.testing.assert_array_equal(clip_advantages(np.array([-2, -0.1, 3.0]), spec), [-0.5, -0.1, 1.0])
 
 
-def cut_off_group() -> Group:
-    def completion(finish_reason: str) -> Completion:
-        ids = np.array([3, 4], np.int32)
-        return Completion(ids, np.full(2, -1, np.float32), (VersionSpan(1, 0, 0, 2),), finish_reason)
-
-    rewards_CF = np.array([[1.0], [0.0]], np.float32)
-    return Group(
-        1, np.array([1], np.int32), (completion("stop"), completion("length")), rewards_CF=rewards_CF
-    )
-
-
-def test_over_long_filtering_keeps_the_place_and_the_baseline() -> None:
-    spec = make_spec("nowhere", grpo={"advantage": "dr_grpo", "overlong_filtering": True})  # type: ignore[arg-type]
-    kept, filtered = sequences_from_groups([cut_off_group()], spec)
-    assert (len(kept.completion_ids), kept.advantage) == (2, 0.5)
-    assert (len(filtered.completion_ids), len(filtered.behaviour_logprobs_T)) == (0, 0)
-
-
-def test_whole_batch_advantages_wait_for_the_step() -> None:
-    spec = spec_with("gdpo")
-    assert needs_whole_batch(spec)
-    assert not needs_whole_batch(spec_with("trl"))
-    first, second = sequences_from_groups([cut_off_group()], spec)
-    assert (first.advantage, second.advantage) == (0, 0)
-    assert (first.rewards_F, second.rewards_F) == ([1.0], [0.0])
+@pytest.mark.parametrize("preset", ["trl", "nemo", "dr_grpo", "rloo"])
+def test_a_groups_preset_reads_that_group_alone(preset: str) -> None:
+    rewards = [1.0, 0.25, math.nan, 0.5, 3.0, 3.5]
+    got_S = batch_advantages(scored([7, 7, 7, 7, 9, 9], rewards), spec_with(preset))
+    expected = [advantages(np.array(rewards[part]), group_preset(preset)) for part in (slice(4), slice(4, 6))]
+    np.testing.assert_array_equal(got_S, np.concatenate(expected))
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, 100])

@@ -31,11 +31,10 @@ def group(rewards: list[float] | None) -> Group:
     )
 
 
-def test_groups_become_sequences_with_their_advantage() -> None:
-    spec = make_spec(Path("anywhere"))
-    spec = spec.model_copy(update={"grpo": spec.grpo.model_copy(update={"advantage": "dr_grpo"})})
-    first, second, third = sequences_from_groups([group([1.0, 0.0, math.nan])], spec)
-    assert [first.advantage, second.advantage, third.advantage] == [0.5, -0.5, 0.0]
+def test_groups_become_samples_with_their_rewards() -> None:
+    samples = sequences_from_groups([group([1.0, 0.0, math.nan])], make_spec(Path("anywhere")))
+    np.testing.assert_array_equal([s.rewards_F for s in samples], [[1.0], [0.0], [math.nan]])
+    second = samples[1]
     assert second.group_id == 7
     assert second.prompt_ids.tolist() == [1, 2]
     assert second.completion_ids.tolist() == [5, 6, 8]
@@ -53,8 +52,8 @@ def test_rewards_must_be_there_for_every_completion(rewards: list[float] | None)
 
 def test_a_row_holds_all_but_the_last_token_of_each() -> None:
     sequences = [
-        TrainingSample(1, ids(10, 11), ids(12, 13, 14), np.array([-1, -2, -3], np.float32), 0.5),
-        TrainingSample(2, ids(20), ids(21), np.array([-4], np.float32), -2.0),
+        TrainingSample(1, ids(10, 11), ids(12, 13, 14), np.array([-1, -2, -3], np.float32)),
+        TrainingSample(2, ids(20), ids(21), np.array([-4], np.float32)),
     ]
     row = pack_row(sequences, torch.device("cpu"))
     assert row.input_ids.tolist() == [[10, 11, 12, 13, 20]]

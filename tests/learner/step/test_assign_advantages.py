@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tiny_policy import CPU, make_batch, make_spec
 
+from learner.advantages.group import advantages
+from learner.batch.samples import TrainingSample, sequences_from_groups
 from learner.objectives import objective_of
 from learner.step.assign_advantages import with_advantages
 from learner.step.plan import plan_updates
+from paceline.errors import InvalidInput
+from paceline.groups import Completion, Group, VersionSpan
+from paceline.spec import RunSpec
 
 
-def test_the_tokens_of_a_sample_get_its_own_advantage() -> None:
+def by_sample(batch: list[TrainingSample], spec: RunSpec) -> list[list[float]]:
+    """The advantages of each sample's tokens."""
+    result: list[list[float]] = [[] for _ in batch]
+    for update in with_advantages(
+        batch, plan_updates(batch, 0, spec, objective_of(spec), CPU), spec, CPU, None
+    ):
+        for micro in update.micro_batches:
+            assert micro.advantages_N is not None
+            for s, index in enumerate(micro.indices):
+                result[index] = micro.advantages_N[micro.row.sequence_N == s].tolist()
+    return result
+
+
+def test_every_token_gets_the_advantage_of_its_sample() -> None:
     spec, batch = make_spec(Path("nowhere"), train_mb_tokens=24), make_batch()
     planned = plan_updates(batch, 0, spec, objective_of(spec), CPU)
     (update,) = with_advantages(batch, planned, spec, CPU, None)
     assert len(update.micro_batches) > 1
-    for micro in update.micro_batches:
-        assert micro.advantages_N is not None
-        samples = [batch[i] for i in micro.indices]
-        expected_N = np.repeat([s.advantage for s in samples], [s.num_trained_tokens for s in samples])
-        np.testing.assert_array_equal(micro.advantages_N.numpy(), expected_N.astype(np.float32))
     assert all(micro.advantages_N is None for micro in planned[0].micro_batches)
+    rewards_GC = np.array([s.rewards_F for s in batch]).reshape(4, 2)
+    expected_S = np.concatenate([advantages(rewards_C, "trl") for rewards_C in rewards_GC]).astype(np.float32)
+    assert by_sample(batch, spec) == [
+        [float(advantage)] * s.num_trained_tokens for advantage, s in zip(expected_S, batch, strict=True)
+    ]
+
+
+def group(rewards: list[float]) -> Group:
+    def completion(finish_reason: str) -> Completion:
+        ids = np.array([3, 4], np.int32)
+        return Completion(ids, np.full(2, -1, np.float32), (VersionSpan(1, 0, 0, 2),), finish_reason)
+
+    completions = tuple(completion(reason) for reason in ("stop", "length", "stop"))
+    return Group(1, np.array([1], np.int32), completions, rewards_CF=np.array(rewards, np.float32)[:, None])
+
+
+def test_a_completion_without_a_reward_gets_zero() -> None:
+    spec = make_spec(Path("nowhere"), grpo={"advantage": "dr_grpo"})
+    assert by_sample(sequences_from_groups([group([1.0, 0.0, math.nan])], spec), spec) == [
+        [0.5, 0.5],
+        [-0.5, -0.5],
+        [0.0, 0.0],
+    ]
+
+
+def test_over_long_filtering_keeps_the_sample_and_the_baseline() -> None:
+    spec = make_spec(Path("nowhere"), grpo={"advantage": "dr_grpo", "overlong_filtering": True})
+    assert by_sample(sequences_from_groups([group([1.0, 0.0, math.nan])], spec), spec) == [
+        [0.5, 0.5],
+        [],
+        [0.0, 0.0],
+    ]
+
+
+def test_a_sample_without_rewards_is_refused() -> None:
+    spec, one = make_spec(Path("nowhere")), np.ones(1, np.int32)
+    sample = TrainingSample(7, one, one, np.zeros(1, np.float32), one)
+    with pytest.raises(InvalidInput, match="group 7 has no rewards for the 1 functions"):
+        by_sample([sample], spec)
+
+
+def test_a_dummy_gets_zero() -> None:
+    spec = make_spec(Path("nowhere"))
+    (update,) = with_advantages([], plan_updates([], 0, spec, objective_of(spec), CPU), spec, CPU, None)
+    (micro,) = update.micro_batches
+    assert micro.is_dummy
+    assert micro.advantages_N is not None
+    assert micro.advantages_N.tolist() == [0.0]
 
 
 def test_examples_have_no_advantages() -> None:

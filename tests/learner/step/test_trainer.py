@@ -12,6 +12,7 @@ import torch
 from tiny_policy import CASES, CPU, VOCABULARY, batch_of, make_batch, make_spec, run_case, save_tiny_policy
 from transformers import Qwen3ForCausalLM
 
+from learner.advantages.group import advantages
 from learner.batch.samples import TrainingSample
 from learner.step.trainer import Trainer
 from paceline.errors import NonFiniteLoss
@@ -65,6 +66,15 @@ def on_policy(model: Path, batch: list[TrainingSample], temperature: float) -> l
     return [replace(s, behaviour_logprobs_T=reference_logprobs(model, s, temperature).numpy()) for s in batch]
 
 
+def given_rewards(sequence: TrainingSample) -> np.ndarray:
+    assert sequence.rewards_F is not None
+    return sequence.rewards_F
+
+
+def with_nan(sequence: TrainingSample) -> TrainingSample:
+    return replace(sequence, behaviour_logprobs_T=np.full(len(sequence.completion_ids), math.nan, np.float32))
+
+
 def test_equal_weights_give_ratio_one_and_the_policy_gradient_loss(model: Path) -> None:
     batch = on_policy(model, make_batch(), temperature=0.8)
     trainer = Trainer(make_spec(model, loss_fn={"reduction": "dapo"}), CPU)
@@ -74,8 +84,9 @@ def test_equal_weights_give_ratio_one_and_the_policy_gradient_loss(model: Path) 
     assert metrics["effective_sample_size"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["clip_fraction"] == 0
     tokens = [len(s.completion_ids) for s in batch]
-    advantages = [s.advantage for s in batch]
-    assert metrics["loss"] == pytest.approx(-np.dot(tokens, advantages) / sum(tokens), abs=1e-5)
+    rewards_SF = np.stack([given_rewards(s) for s in batch])
+    advantages_S = np.concatenate([advantages(pair_C, "trl") for pair_C in rewards_SF.reshape(4, 2)])
+    assert metrics["loss"] == pytest.approx(-np.dot(tokens, advantages_S) / sum(tokens), abs=1e-5)
     assert metrics["tokens"] == 40
     assert metrics["sequences"] == 8
     assert metrics["row_tokens"] == 40 + (3 + 3 + 5 + 2 + 2 + 4 + 4) - 7
@@ -123,8 +134,10 @@ def test_same_seed_same_loss(model: Path) -> None:
 def test_training_raises_the_probability_of_what_was_good(model: Path) -> None:
     rng = np.random.default_rng(0)
     prompt, good, bad = (rng.integers(0, VOCABULARY, n).astype(np.int32) for n in (4, 5, 5))
-    pair = [TrainingSample(1, prompt, good, np.full(5, -3, np.float32), 1.0)]
-    pair += [TrainingSample(1, prompt, bad, np.full(5, -3, np.float32), -1.0)]
+    pair = [
+        TrainingSample(1, prompt, ids, np.full(5, -3, np.float32), rewards_F=np.array([reward], np.float32))
+        for ids, reward in ((good, 1.0), (bad, 0.0))
+    ]
     trainer = Trainer(make_spec(model), CPU)
     losses = [trainer.train_step(pair, step)["loss"] for step in range(5)]
     assert losses[-1] < losses[0]
@@ -151,7 +164,7 @@ def test_a_nan_names_its_group_and_moves_nothing(model: Path) -> None:
     trainer = Trainer(make_spec(model, train_mb_tokens=12), CPU)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     batch = make_batch()
-    broken = [replace(s, advantage=math.nan) if i == 4 else s for i, s in enumerate(batch)]
+    broken = [with_nan(s) if i == 4 else s for i, s in enumerate(batch)]
     with pytest.raises(NonFiniteLoss, match="102") as caught:
         trainer.train_step(broken, 0)
     assert caught.value.group_ids == (102,)
@@ -169,7 +182,7 @@ def test_a_broken_update_may_be_left_out_and_the_others_of_its_step_train(model:
         return trainer.train_step(batch, 0), trainer
 
     batch = make_batch()
-    broken = [replace(s, advantage=math.nan) if i == 1 else s for i, s in enumerate(batch)]
+    broken = [with_nan(s) if i == 1 else s for i, s in enumerate(batch)]
     metrics, trainer = train(broken)
     assert [error.group_ids for error in trainer.skipped] == [(100,)]
     assert metrics["skipped_updates"] == 1
@@ -186,7 +199,7 @@ def test_a_broken_update_may_be_left_out_and_the_others_of_its_step_train(model:
 def test_a_step_whose_only_update_is_left_out_moves_nothing(model: Path) -> None:
     trainer = Trainer(make_spec(model, skip_non_finite_updates=True), CPU)
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    metrics = trainer.train_step([replace(s, advantage=math.nan) for s in make_batch()], 0)
+    metrics = trainer.train_step([with_nan(s) for s in make_batch()], 0)
     assert metrics["skipped_updates"] == 1
     assert "loss" not in metrics
     assert all(torch.equal(p, b) for p, b in zip(trainer.model.parameters(), before, strict=True))
