@@ -155,7 +155,7 @@ def train(spec: RunSpec) -> Trainer:
     trainer = Trainer(spec, CPU)
     source = ExampleSource(spec, load_tokenizer(spec.policy), trainer.objective)
     for step in range(spec.max_num_steps):
-        trainer.train_step(source.part(step, 0, 1), step)
+        trainer.train_step(source.of_step(step, 0, 1), step)
     return trainer
 
 

@@ -55,5 +55,5 @@ def make_teacher(files: Path, taught: Path) -> Path:
     trainer = Trainer(spec, CPU)
     source = ExampleSource(spec, load_tokenizer(spec.policy), trainer.objective)
     for step in range(TEACHER_STEPS):
-        trainer.train_step(source.part(step, 0, 1), step)
+        trainer.train_step(source.of_step(step, 0, 1), step)
     return export_pretrained(folder, gather_weights(trainer.model, None), model_name=str(taught))

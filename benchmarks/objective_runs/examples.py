@@ -72,7 +72,7 @@ def run(name: str, files: Path, taught: Path, options: argparse.Namespace) -> di
     before = measure()
     metrics: dict[str, float] = {}
     for step in range(spec.max_num_steps):
-        metrics = trainer.train_step(source.part(step, 0, 1), step)
+        metrics = trainer.train_step(source.of_step(step, 0, 1), step)
     return {
         "measure": "ranking" if algorithm == "rm" else "probability",
         "before": round(before, 4),

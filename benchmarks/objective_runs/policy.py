@@ -99,7 +99,7 @@ async def _imitate(files: Path, taught: Path, steps: int, seed: int, share: floa
     trainer = Trainer(spec, CPU)
     source = ExampleSource(spec, TOKENIZER, trainer.objective)
     for step in range(steps):
-        trainer.train_step(source.part(step, 0, 1), step)
+        trainer.train_step(source.of_step(step, 0, 1), step)
         if share is not None and step % 25 == 24 and await _right_answers(trainer, files) >= share:
             break
     return export_pretrained(taught, gather_weights(trainer.model, None), model_name=spec.policy.model_name)

@@ -133,7 +133,7 @@ def _offer(store: WeightStore, stored: Stored) -> StoreOffer:
         store.url,
         "xxh3_64",
         stored.manifest,
-        stored.anchor_version,
-        stored.anchor,
-        stored.anchor_bytes,
+        stored.snapshot_version,
+        stored.snapshot,
+        stored.snapshot_bytes,
     )

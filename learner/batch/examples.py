@@ -79,13 +79,13 @@ class ExampleSource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def part(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
+    def of_step(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
         """This rank's examples of a step. Raises InvalidInput for one that is longer than the model allows."""
         first = step * self._count
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 
     def held_out(self, rank: int, world_size: int) -> list[TrainingSample]:
-        """This rank's share of the examples that one measurement uses. Raises InvalidInput as `part`."""
+        """This rank's share of the examples that one measurement uses. Raises InvalidInput as `of_step`."""
         return self._examples(list(range(rank, self._count, world_size)))
 
     def rows_used(self) -> list[int]:
@@ -102,11 +102,11 @@ class ExampleSource:
         return sorted(own)
 
     def of_row(self, row: int) -> list[TrainingSample]:
-        """What a row trains. Raises InvalidInput as `part`."""
+        """What a row trains. Raises InvalidInput as `of_step`."""
         return self.about(Asked(row, row), row)
 
     def about(self, asked: Asked, number: int) -> list[TrainingSample]:
-        """The sequences of `asked`, with `number` as their id. Raises InvalidInput as `part`."""
+        """The sequences of `asked`, with `number` as their id. Raises InvalidInput as `of_step`."""
         try:
             if asked.completions != asked.prompt:
                 return [self._mismatched(asked, number)]

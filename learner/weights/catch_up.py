@@ -2,7 +2,7 @@
 
 A member that joins a running run, or comes back after its link failed, is told of the newest version in the run's store
 and reads it by itself, while links and training go on; then it is handed to the publisher as one that holds that
-version. The store is written for this only: what is staged, when somebody has to catch up and while it does, as an anchor
+version. The store is written for this only: what is staged, when somebody has to catch up and while it does, as a snapshot
 the first time and as deltas later. A member that cannot read the store, or says nothing for `max_wait_s` while it reads,
 enters as it is, and gets full weights over its link; the log says so.
 
@@ -225,7 +225,7 @@ class CatchUp:
             waiting = self._waiting.get(offer.member_id)
             if waiting is not None and not waiting.kept_from_link and not waiting.offered:
                 waiting.offered = True
-                waiting.last_s = time.monotonic() + longest_s(self._max_wait_s, offer.anchor_bytes)
+                waiting.last_s = time.monotonic() + longest_s(self._max_wait_s, offer.snapshot_bytes)
                 waiting.deadline_s = math.inf
                 self._heard_of(offer.member_id)
         self._send(offer)

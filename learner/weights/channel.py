@@ -1,6 +1,6 @@
 """The learner's side of a weight channel: what the loop of a run needs, whichever way the weights go.
 
-Every rank has one; rank 0's has a class of its own, which also faces the members. `publish`, `write_anchor` and making it are collective calls; the rest matters on rank 0 only, where
+Every rank has one; rank 0's has a class of its own, which also faces the members. `publish`, `write_snapshot` and making it are collective calls; the rest matters on rank 0 only, where
 the control plane's thread calls it. `publish` returns as soon as the copy is made that later steps do not touch.
 """
 
@@ -18,13 +18,13 @@ class WeightChannel(Protocol):
     """Brings every published version, or the newest, to the members of the epoch."""
 
     @property
-    def wants_anchor(self) -> bool:
-        """Whether a member needs one: then `write_anchor` is to be called on all ranks. Raises what ended a thread."""
+    def wants_snapshot(self) -> bool:
+        """Whether a member needs one: then `write_snapshot` is to be called on all ranks. Raises what ended a thread."""
 
     def publish(self, version: Version, model: nn.Module) -> None:
         """Makes the model's weights, as they are now, `version`."""
 
-    def write_anchor(self) -> None:
+    def write_snapshot(self) -> None:
         """Writes the newest version in full, where the channel has a store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:

@@ -22,8 +22,8 @@ class CollectiveChannel(WithoutMembers):
         self._dtype = dtype
 
     @property
-    def wants_anchor(self) -> bool:
-        """See `WeightChannel.wants_anchor`: whoever cannot catch up from the store has a link."""
+    def wants_snapshot(self) -> bool:
+        """See `WeightChannel.wants_snapshot`: whoever cannot catch up from the store has a link."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
@@ -32,8 +32,8 @@ class CollectiveChannel(WithoutMembers):
         tensors = gather_weights(model, self._dtype)
         self._gathered(version, tensors, time.perf_counter() - started_s)
 
-    def write_anchor(self) -> None:
-        """See `WeightChannel.write_anchor`."""
+    def write_snapshot(self) -> None:
+        """See `WeightChannel.write_snapshot`."""
 
     def close(self) -> None:
         """See `WeightChannel.close`."""

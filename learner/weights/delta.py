@@ -25,8 +25,8 @@ class DeltaChannel(WithoutMembers):
         self._tensors: tuple[TensorPlan, ...] = ()
 
     @property
-    def wants_anchor(self) -> bool:
-        """See `WeightChannel.wants_anchor`."""
+    def wants_snapshot(self) -> bool:
+        """See `WeightChannel.wants_snapshot`."""
         self._writer.check()
         return False
 
@@ -38,9 +38,9 @@ class DeltaChannel(WithoutMembers):
         self._tensors = self._tensors or plan_tensors(model, self._dtype)
         self._writer.put(version, slices, self._tensors)
 
-    def write_anchor(self) -> None:
-        """See `WeightChannel.write_anchor`."""
-        self._writer.put_anchor()
+    def write_snapshot(self) -> None:
+        """See `WeightChannel.write_snapshot`."""
+        self._writer.put_snapshot()
 
     def close(self) -> None:
         """See `WeightChannel.close`."""
@@ -65,15 +65,15 @@ class Rank0DeltaChannel(DeltaChannel):
         self._announce = announce
 
     @property
-    def wants_anchor(self) -> bool:
-        """See `WeightChannel.wants_anchor`."""
+    def wants_snapshot(self) -> bool:
+        """See `WeightChannel.wants_snapshot`."""
         self._writer.check()
-        return self._offers.wants_anchor
+        return self._offers.wants_snapshot
 
-    def write_anchor(self) -> None:
-        """See `WeightChannel.write_anchor`."""
-        self._offers.anchor_ordered()
-        super().write_anchor()
+    def write_snapshot(self) -> None:
+        """See `WeightChannel.write_snapshot`."""
+        self._offers.snapshot_ordered()
+        super().write_snapshot()
 
     def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
         """See `WeightChannel.set_members`."""

@@ -19,13 +19,13 @@ from paceline.groups import Version
 
 @dataclass
 class Job:
-    """A version to store, or with `wants_anchor` also an anchor of it."""
+    """A version to store, or with `wants_snapshot` also a snapshot of it."""
 
     number: int
     version: Version
     slices: list[LocalSlice] | None
-    """None: only an anchor of the newest version."""
-    wants_anchor: bool
+    """None: only a snapshot of the newest version."""
+    wants_snapshot: bool
     staged_s: float
     begun: bool = False
     held: bool = False
@@ -42,7 +42,7 @@ class StoreJobs:
         self._count = 0
         self._changed = threading.Condition()
 
-    def put(self, version: Version, slices: list[LocalSlice] | None, wants_anchor: bool) -> None:
+    def put(self, version: Version, slices: list[LocalSlice] | None, wants_snapshot: bool) -> None:
         """One more, or an overtaking of the last. A collective call."""
         with self._changed:
             last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
@@ -53,10 +53,10 @@ class StoreJobs:
             if overtakes and last is not None:
                 if slices is not None:
                     last.version, last.slices = version, slices
-                last.wants_anchor |= wants_anchor
+                last.wants_snapshot |= wants_snapshot
             else:
                 self._count += 1
-                self._jobs.append(Job(self._count, version, slices, wants_anchor, time.monotonic()))
+                self._jobs.append(Job(self._count, version, slices, wants_snapshot, time.monotonic()))
             if last is not None:
                 last.held = False
             self._changed.notify_all()

@@ -25,8 +25,8 @@ from paceline.weights.manifest import Algorithm
 from paceline.weights.offers import StoreOffer
 
 FIRST_BACKOFF_S = 0.2
-MAX_ANCHORS = 3
-"""Anchors in a row that are written because of one member; then it waits for those that come anyway."""
+MAX_SNAPSHOTS = 3
+"""Snapshots in a row that are written because of one member; then it waits for those that come anyway."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Member:
     """When it may be offered something again, unless a newer version comes."""
     failures: int = 0
     damaged: int = 0
-    """Anchors in a row that did not help it."""
+    """Snapshots in a row that did not help it."""
     attempt: int = 0
 
 
@@ -65,21 +65,21 @@ class StoreOffers:
         self._epoch = 0
         self._newest: Stored | None = None
         self._results: list[PublishResult] = []
-        self._wants_anchor = False
+        self._wants_snapshot = False
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="weight-offers", daemon=True)
         self._thread.start()
 
     @property
-    def wants_anchor(self) -> bool:
+    def wants_snapshot(self) -> bool:
         """Whether a member cannot make the newest version of what is stored."""
-        return self._wants_anchor
+        return self._wants_snapshot
 
     def tell(self, stored: Stored) -> None:
-        """A version, or an anchor of it, is complete in the store."""
+        """A version, or a snapshot of it, is complete in the store."""
         with self._changed:
-            if self._newest is None or stored.anchor_version > self._newest.anchor_version:
+            if self._newest is None or stored.snapshot_version > self._newest.snapshot_version:
                 # Whoever was stuck may try at once.
                 for member in self._members.values():
                     if member.failures:
@@ -112,10 +112,10 @@ class StoreOffers:
                 member.failures += 1
                 member.next_s = now + pause_after(member.failures, FIRST_BACKOFF_S, self._max_wait_s)
                 newest = self._newest
-                # One anchor for each round of offers that fails, and none while a newer one waits to be tried.
-                if damaged and newest is not None and newest.anchor == offered.anchor:
+                # One snapshot for each round of offers that fails, and none while a newer one waits to be tried.
+                if damaged and newest is not None and newest.snapshot == offered.snapshot:
                     member.damaged += 1
-                    self._wants_anchor = self._wants_anchor or member.damaged <= MAX_ANCHORS
+                    self._wants_snapshot = self._wants_snapshot or member.damaged <= MAX_SNAPSHOTS
             self._results.append(
                 PublishResult(
                     member_id,
@@ -151,9 +151,9 @@ class StoreOffers:
         with self._changed:
             return min((m.held for m in self._members.values() if m.held is not None), default=None)
 
-    def anchor_ordered(self) -> None:
-        """The anchor that is wanted is being written."""
-        self._wants_anchor = False
+    def snapshot_ordered(self) -> None:
+        """The snapshot that is wanted is being written."""
+        self._wants_snapshot = False
 
     def close(self) -> None:
         """Ends the thread."""
@@ -223,7 +223,7 @@ class StoreOffers:
             url=self._url,
             algorithm=self._algorithm,
             manifest=stored.manifest,
-            anchor_version=stored.anchor_version,
-            anchor=stored.anchor,
-            anchor_bytes=stored.anchor_bytes,
+            snapshot_version=stored.snapshot_version,
+            snapshot=stored.snapshot,
+            snapshot_bytes=stored.snapshot_bytes,
         )

@@ -2,8 +2,8 @@
 
 The promise: `put` takes a copy of this rank's slices and returns; comparing, coding and writing happen in the background, in the
 same order on all ranks. A version exists once rank 0 has written its manifest, after every rank's part. The first
-version of a session is an anchor; later ones are deltas against the one before, and now and then an anchor as well:
-every `anchor_interval` versions, when the deltas since the last one outweigh it, and when somebody asks (`put_anchor`).
+version of a session is a snapshot; later ones are deltas against the one before, and now and then a snapshot as well:
+every `anchor_interval` versions, when the deltas since the last one outweigh it, and when somebody asks (`put_snapshot`).
 
 Who waits for whom: the thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
 store that fails is tried again, with the reason in the log, for as long as it takes; training does not notice. What
@@ -62,9 +62,9 @@ class _Kept:
 
 
 class StoreWriter:
-    """One rank's side. `on_stored` is called on rank 0, from the thread, for every version and for every anchor.
+    """One rank's side. `on_stored` is called on rank 0, from the thread, for every version and for every snapshot.
 
-    `any_rank` says whether a fact is true on any rank, which makes `put` and `put_anchor` collective calls there.
+    `any_rank` says whether a fact is true on any rank, which makes `put` and `put_snapshot` collective calls there.
     `oldest_held` says what the slowest member holds, for pruning (None: nobody needs an old version).
     """
 
@@ -101,11 +101,11 @@ class StoreWriter:
     def put(self, version: Version, slices: list[LocalSlice], tensors: tuple[TensorPlan, ...]) -> None:
         """Stores this rank's slices of `tensors` as `version`, soon; they must not change any more. A collective call."""
         self._tensors = tensors
-        self._jobs.put(version, slices, wants_anchor=False)
+        self._jobs.put(version, slices, wants_snapshot=False)
 
-    def put_anchor(self) -> None:
-        """Asks for an anchor of the newest version. A collective call."""
-        self._jobs.put(Version(0, 0), None, wants_anchor=True)
+    def put_snapshot(self) -> None:
+        """Asks for a snapshot of the newest version. A collective call."""
+        self._jobs.put(Version(0, 0), None, wants_snapshot=True)
 
     def check(self) -> None:
         """Raises the fault that ended the thread, if one did."""
@@ -134,7 +134,7 @@ class StoreWriter:
 
     def _work_on(self, job: Job) -> None:
         before = self._kept
-        wants_anchor = job.wants_anchor
+        wants_snapshot = job.wants_snapshot
         if job.slices is not None:
             first = before is None
             if before is not None:
@@ -144,14 +144,14 @@ class StoreWriter:
             self._kept = kept
             if part is not None:
                 self._leave(f"delta/{job.number}", part, kept)
-                wants_anchor = self._finish_delta(job)
-            if not (first or wants_anchor):
+                wants_snapshot = self._finish_delta(job)
+            if not (first or wants_snapshot):
                 return
         if self._kept is None:
             return
-        anchor = self._retried(lambda: self._write_anchor(self._kept))
-        self._leave(f"anchor/{job.number}", anchor, self._kept)
-        self._finish_anchor(job, self._kept.version)
+        snapshot = self._retried(lambda: self._write_snapshot(self._kept))
+        self._leave(f"anchor/{job.number}", snapshot, self._kept)
+        self._finish_snapshot(job, self._kept.version)
 
     def _write_delta(
         self, version: Version, slices: list[LocalSlice], base: _Kept
@@ -170,7 +170,7 @@ class StoreWriter:
         part = self._write_part("delta", version, base.version, changed, payloads)
         return _Kept(version, slices, table), part
 
-    def _write_anchor(self, kept: _Kept | None) -> StoredObject:
+    def _write_snapshot(self, kept: _Kept | None) -> StoredObject:
         assert kept is not None
         tensors: list[tuple[str, str, tuple[int, ...], Buffer]] = [
             (one.name, one.dtype, one.shape, one.data) for one in kept.slices
@@ -197,7 +197,7 @@ class StoreWriter:
         self._board.put(f"{key}/{self._rank}", json.dumps(note).encode())
 
     def _finish_delta(self, job: Job) -> bool:
-        """Waits until the version is complete; whether all ranks now write an anchor of it."""
+        """Waits until the version is complete; whether all ranks now write a snapshot of it."""
         if self._chain is not None:
             parts, contents = self._all_parts(f"delta/{job.number}")
             chain = self._chain
@@ -214,18 +214,18 @@ class StoreWriter:
             )
             chain.add_delta(manifest, self._retried(lambda: self._write_manifest(manifest)))
             self._tell(job, manifest.size_bytes)
-            anchor_due = job.wants_anchor or chain.anchor_is_due()
-            self._board.put(f"complete/{job.number}", b"anchor" if anchor_due else b"-")
+            snapshot_due = job.wants_snapshot or chain.snapshot_is_due()
+            self._board.put(f"complete/{job.number}", b"anchor" if snapshot_due else b"-")
         return self._wait(f"complete/{job.number}") == b"anchor"
 
-    def _finish_anchor(self, job: Job, version: Version) -> None:
+    def _finish_snapshot(self, job: Job, version: Version) -> None:
         if self._chain is not None:
             parts, contents = self._all_parts(f"anchor/{job.number}")
             manifest = StoredVersion(
                 "anchor", self._run_id, version, self._algorithm, parts, contents, tensors=self._tensors
             )
             is_first = self._chain.newest is None
-            self._chain.add_anchor(manifest, self._retried(lambda: self._write_manifest(manifest)))
+            self._chain.add_snapshot(manifest, self._retried(lambda: self._write_manifest(manifest)))
             self._board.put(f"anchored/{job.number}", b"-")
             self._tell(job, manifest.size_bytes if is_first else 0)
             self._prune(version, is_first)

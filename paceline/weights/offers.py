@@ -91,11 +91,11 @@ class StoreOffer:
     algorithm: Algorithm
     manifest: StoredObject
     """Of the version; its digest vouches for everything else."""
-    anchor_version: Version
-    """The newest anchor before or at the version."""
-    anchor: StoredObject
+    snapshot_version: Version
+    """The newest snapshot before or at the version."""
+    snapshot: StoredObject
     """Its manifest."""
-    anchor_bytes: int
+    snapshot_bytes: int
     """Size of its parts."""
 
     def to_proto(self, max_wait_s: float) -> worker_pb2.WeightOffer:
@@ -104,9 +104,9 @@ class StoreOffer:
         stored = message.stored
         stored.url, stored.algorithm = self.url, self.algorithm
         stored.manifest.CopyFrom(_object_message(self.manifest))
-        stored.anchor_version.session, stored.anchor_version.step = self.anchor_version
-        stored.anchor.CopyFrom(_object_message(self.anchor))
-        stored.anchor_bytes = self.anchor_bytes
+        stored.anchor_version.session, stored.anchor_version.step = self.snapshot_version
+        stored.anchor.CopyFrom(_object_message(self.snapshot))
+        stored.anchor_bytes = self.snapshot_bytes
         return message
 
     @classmethod
@@ -121,9 +121,9 @@ class StoreOffer:
             url=stored.url,
             algorithm=algorithm_named(stored.algorithm),
             manifest=_object(stored.manifest),
-            anchor_version=Version(stored.anchor_version.session, stored.anchor_version.step),
-            anchor=_object(stored.anchor),
-            anchor_bytes=stored.anchor_bytes,
+            snapshot_version=Version(stored.anchor_version.session, stored.anchor_version.step),
+            snapshot=_object(stored.anchor),
+            snapshot_bytes=stored.anchor_bytes,
         )
 
 

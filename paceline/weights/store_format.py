@@ -1,9 +1,9 @@
 """What the delta channel's store holds: part files in safetensors, and the manifests that make a version complete.
 
-An *anchor* is a version in full, a *delta* what changed since the version before. Each learner rank writes one part
+A *snapshot* is a version in full, a *delta* what changed since the version before. Each learner rank writes one part
 file with its own slices of the tensors; then rank 0 writes a small manifest that names the parts with their digests, and
 only then the version exists. A manifest also has the digest of its base's manifest and, by rank, one hash over the
-checksums of all slices before and after; so whoever was told one digest can check everything down to the anchor.
+checksums of all slices before and after; so whoever was told one digest can check everything down to the snapshot.
 
 Names: `<session>-<step>/anchor.0.safetensors`, `<session>-<step>/delta.0.safetensors`, … and `anchor.json`, `delta.json`.
 """
@@ -73,12 +73,12 @@ class PartHeader:
     rank: int
     algorithm: Algorithm
     slices: tuple[Slice, ...]
-    """All slices of an anchor; of a delta those that changed."""
+    """All slices of a snapshot; of a delta those that changed."""
 
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """The manifest of an anchor or a delta."""
+    """The manifest of a snapshot or a delta."""
 
     kind: Kind
     run_id: str
@@ -89,7 +89,7 @@ class StoredVersion:
     contents: tuple[str, ...]
     """By rank: `content_hash` of all its slices in this version."""
     tensors: tuple[TensorPlan, ...] = ()
-    """Of an anchor: names, dtypes, shapes and ties of the whole model."""
+    """Of a snapshot: names, dtypes, shapes and ties of the whole model."""
     base_version: Version | None = None
     """Of a delta: the version before."""
     base: StoredObject | None = None

@@ -1,9 +1,9 @@
-"""Reading weights from the store: deltas on top of what is held, or an anchor and what came after it.
+"""Reading weights from the store: deltas on top of what is held, or a snapshot and what came after it.
 
 The promise: the tensors that `fetch` returns are the learner's, bit for bit. Every object has the digest that its manifest
 names, the manifests are chained to the one digest that came over the control plane, and the checksum of every slice that
 was touched is compared before anything is handed on. Whatever is damaged, cut or of another base is refused, named in
-the log, and replaced by reading the anchor.
+the log, and replaced by reading the snapshot.
 
 One copy of the weights is kept here in host memory, because a delta needs the bits that it changes.
 """
@@ -42,7 +42,7 @@ LONGEST_CHAIN = 4096
 
 
 class Damaged(WireError):
-    """The store can be read, but the version cannot be made of what is there: an anchor has to be written."""
+    """The store can be read, but the version cannot be made of what is there: a snapshot has to be written."""
 
 
 class StoreReader:
@@ -71,11 +71,11 @@ class StoreReader:
             if deltas is not None:
                 return self._apply(deltas)
         except (WireError, NotFound) as error:
-            log.warning("weights %s: %s; reading the anchor", tuple(offer.version), error)
+            log.warning("weights %s: %s; reading the snapshot", tuple(offer.version), error)
         # Whatever was changed half-way is gone with the copy.
         self._held = None
         try:
-            return self._from_anchor(offer, target)
+            return self._from_snapshot(offer, target)
         except (WireError, NotFound) as error:
             self._held = None
             raise Damaged(f"{self._store.url}: {error}") from error
@@ -86,7 +86,7 @@ class StoreReader:
     # What to read
 
     def _deltas_after_held(self, offer: StoreOffer, target: StoredVersion) -> list[StoredVersion] | None:
-        """The deltas from what is held to the target, oldest first; None when an anchor is the shorter way."""
+        """The deltas from what is held to the target, oldest first; None when a snapshot is the shorter way."""
         held = self._held
         if held is None:
             return None
@@ -97,7 +97,7 @@ class StoreReader:
                 return None
             deltas.append(manifest)
             size_bytes += manifest.size_bytes
-            if size_bytes > offer.anchor_bytes or len(deltas) > LONGEST_CHAIN:
+            if size_bytes > offer.snapshot_bytes or len(deltas) > LONGEST_CHAIN:
                 return None
             if manifest.base_version == held.version:
                 break
@@ -108,34 +108,34 @@ class StoreReader:
             raise WireError(f"the delta to {tuple(deltas[-1].version)} is for another base than the one held")
         return deltas[::-1]
 
-    def _from_anchor(self, offer: StoreOffer, target: StoredVersion) -> dict[str, torch.Tensor]:
-        anchor = self._manifest(offer, offer.anchor, offer.anchor_version)
-        if anchor.kind != "anchor":
-            raise WireError(f"{offer.anchor.name} is no anchor")
+    def _from_snapshot(self, offer: StoreOffer, target: StoredVersion) -> dict[str, torch.Tensor]:
+        snapshot = self._manifest(offer, offer.snapshot, offer.snapshot_version)
+        if snapshot.kind != "anchor":
+            raise WireError(f"{offer.snapshot.name} is no snapshot")
         deltas: list[StoredVersion] = []
         manifest = target
-        while manifest.version > anchor.version:
+        while manifest.version > snapshot.version:
             if manifest.base is None or manifest.base_version is None or len(deltas) > LONGEST_CHAIN:
-                raise WireError(f"no deltas lead from {tuple(anchor.version)} to {tuple(target.version)}")
+                raise WireError(f"no deltas lead from {tuple(snapshot.version)} to {tuple(target.version)}")
             deltas.append(manifest)
-            if manifest.base_version <= anchor.version:
+            if manifest.base_version <= snapshot.version:
                 break
             manifest = self._manifest(offer, manifest.base, manifest.base_version)
         if deltas and (deltas[-1].base_version, deltas[-1].base_contents) != (
-            anchor.version,
-            anchor.contents,
+            snapshot.version,
+            snapshot.contents,
         ):
             raise WireError(
-                f"the delta to {tuple(deltas[-1].version)} is for another base than {offer.anchor.name}"
+                f"the delta to {tuple(deltas[-1].version)} is for another base than {offer.snapshot.name}"
             )
-        if not deltas and target.contents != anchor.contents:
-            raise WireError(f"{offer.anchor.name} has other contents than {offer.manifest.name}")
-        self._held = held = _Held(anchor)
-        for rank, part in enumerate(anchor.parts):
-            header, tensors = self._part(anchor, rank, part)
+        if not deltas and target.contents != snapshot.contents:
+            raise WireError(f"{offer.snapshot.name} has other contents than {offer.manifest.name}")
+        self._held = held = _Held(snapshot)
+        for rank, part in enumerate(snapshot.parts):
+            header, tensors = self._part(snapshot, rank, part)
             held.fill(rank, header.slices, tensors)
         held.check_complete()
-        held.check(anchor, held.all_slices())
+        held.check(snapshot, held.all_slices())
         return self._apply(deltas[::-1]) if deltas else held.tensors
 
     # Reading and applying
@@ -208,14 +208,14 @@ class StoreReader:
 class _Held:
     """The whole model in host memory, and the checksum of every slice of it."""
 
-    def __init__(self, anchor: StoredVersion) -> None:
-        self.version = anchor.version
-        self._algorithm: Algorithm = anchor.algorithm
-        self._plans: dict[str, TensorPlan] = {plan.name: plan for plan in anchor.tensors}
+    def __init__(self, snapshot: StoredVersion) -> None:
+        self.version = snapshot.version
+        self._algorithm: Algorithm = snapshot.algorithm
+        self._plans: dict[str, TensorPlan] = {plan.name: plan for plan in snapshot.tensors}
         try:
-            layout = WeightManifest.plan(anchor.tensors, bucket_bytes=1 << 28)
+            layout = WeightManifest.plan(snapshot.tensors, bucket_bytes=1 << 28)
         except (ValueError, KeyError) as error:
-            raise WireError(f"anchor of {tuple(anchor.version)}: {error}") from error
+            raise WireError(f"snapshot of {tuple(snapshot.version)}: {error}") from error
         flat = empty_flat(layout)
         self.tensors: dict[str, torch.Tensor] = views(flat, layout)
         self._bits: dict[str, npt.NDArray[Any]] = {}
@@ -225,31 +225,33 @@ class _Held:
             if plan.same_as is None:
                 place = raw[entry.offset : entry.offset + entry.num_bytes]
                 self._bits[entry.name] = place.view(f"u{element_bytes(plan)}")
-        self.tables: list[dict[str, Slice]] = [{} for _ in anchor.parts]
+        self.tables: list[dict[str, Slice]] = [{} for _ in snapshot.parts]
 
     def contents(self) -> tuple[str, ...]:
         """By rank: the hash over all its slices."""
         return tuple(content_hash(table.values()) for table in self.tables)
 
     def slice_bits(self, rank: int, one: Slice) -> npt.NDArray[Any]:
-        """[N] the bits of a slice, to read and write. Raises WireError for one that the anchor does not have."""
+        """[N] the bits of a slice, to read and write. Raises WireError for one that the snapshot does not have."""
         known = self.tables[rank].get(one.name) if rank < len(self.tables) else None
         if known is None or (known.start, known.length) != (one.start, one.length):
             raise WireError(
-                f"slice {one.name!r} [{one.start}, +{one.length}) of rank {rank} is not in the anchor"
+                f"slice {one.name!r} [{one.start}, +{one.length}) of rank {rank} is not in the snapshot"
             )
         return self._bits[one.name][one.start : one.start + one.length]
 
     def fill(self, rank: int, slices: Iterable[Slice], data: Mapping[str, memoryview]) -> None:
-        """Copies one rank's part of an anchor. Raises WireError."""
+        """Copies one rank's part of a snapshot. Raises WireError."""
         for one in slices:
             bits = self._bits.get(one.name)
             if bits is None or one.name not in data or one.start + one.length > len(bits):
-                raise WireError(f"the anchor's slice {one.name!r} [{one.start}, +{one.length}) has no place")
+                raise WireError(
+                    f"the snapshot's slice {one.name!r} [{one.start}, +{one.length}) has no place"
+                )
             place = bits[one.start : one.start + one.length].view(np.uint8)
             if len(data[one.name]) != len(place):
                 raise WireError(
-                    f"the anchor's slice {one.name!r} has {len(data[one.name])} bytes, not {len(place)}"
+                    f"the snapshot's slice {one.name!r} has {len(data[one.name])} bytes, not {len(place)}"
                 )
             place[:] = np.frombuffer(data[one.name], np.uint8)
             self.tables[rank][one.name] = one
@@ -263,7 +265,7 @@ class _Held:
                     break
                 end += one.length
             if end != len(bits) or end != num_elements(self._plans[name]):
-                raise WireError(f"the anchor's parts have {end} of {len(bits)} elements of {name!r}")
+                raise WireError(f"the snapshot's parts have {end} of {len(bits)} elements of {name!r}")
 
     def all_slices(self) -> list[tuple[tuple[int, str], Slice]]:
         """Every slice by rank and name."""

@@ -108,7 +108,7 @@ class _Reading:
     def put(self, offer: StoreOffer) -> None:
         with self._changed:
             current = self._current
-            if current is not None and (current.version, current.anchor) == (offer.version, offer.anchor):
+            if current is not None and (current.version, current.snapshot) == (offer.version, offer.snapshot):
                 return  # said again while it is being read
             if self._waiting is None or offer.version >= self._waiting.version:
                 self._waiting = offer
@@ -122,7 +122,7 @@ class _Reading:
     def is_stuck(self) -> bool:
         with self._changed:
             current, busy_s = self._current, time.monotonic() - self._began_s
-            return current is not None and busy_s > STUCK_S + slowest_s(current.anchor_bytes)
+            return current is not None and busy_s > STUCK_S + slowest_s(current.snapshot_bytes)
 
     def progress(self) -> WeightProgress | None:
         """How far the offer under way is; None between two."""
@@ -156,7 +156,7 @@ class _Reading:
             return None if self._left else self._current
 
     def _take(self, offer: StoreOffer) -> tuple[bool, str, bool]:
-        """(taken, why not, whether an anchor would help)."""
+        """(taken, why not, whether a snapshot would help)."""
         if self._serving is not None and offer.version <= self._serving:
             held = offer.version == self._serving
             return held, "already held" if held else f"{tuple(self._serving)} is held", False

@@ -1,6 +1,6 @@
-"""One rank's parts of a run's batches, as it asks the exchange for them and receipts them.
+"""One rank's client of the exchange: it fetches the rank's part of each batch, and sends the receipts.
 
-Nothing is given up because the coordinator is away: the learner has nothing else to do. Only a rank that was told to stop
+No request is given up because the coordinator is away: the learner has nothing else to do. Only a rank that is stopping
 waits no longer than its grace.
 """
 
@@ -23,82 +23,82 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
-"""The connection tries for as long as this rank lives; `check` in `BackgroundLoop.wait` notices one that has given up."""
+"""No limit, because the connection tries for as long as this rank lives; `BackgroundLoop.wait` raises if it has given up."""
 
 
-class Part(NamedTuple):
-    """What the exchange said of a step: this rank's part of its batch, or that there is none any more."""
+class RankBatch(NamedTuple):
+    """This rank's part of a step's batch, or the news that the run has ended."""
 
-    batch: pb.BatchReply
+    reply: pb.BatchReply
     groups: list[Group]
-    """With what the reward pool's reference said; none where the learner reads the data set itself."""
+    """With the log-probabilities of the reward pool's reference; empty where the learner reads the data set itself."""
 
     @property
     def is_end(self) -> bool:
         """Whether the run, or this session of it, has ended."""
-        return self.batch.state == pb.BATCH_STATE_END
+        return self.reply.state == pb.BATCH_STATE_END
 
     @classmethod
-    def of(cls, batch: pb.BatchReply, payloads: Sequence[bytes]) -> Part:
-        """As it came. Raises WireError, also for a group that is not what the exchange says that it is: a receipt by its digest is
-        a rank's own word."""
+    def decode(cls, reply: pb.BatchReply, payloads: Sequence[bytes]) -> RankBatch:
+        """Return the batch of a reply. Raises WireError, also when a group's digest differs, because the rank vouches for the
+        group in its receipt."""
         groups = []
-        for place, said in enumerate(batch.groups):
-            reference = payloads[said.reference_frame - 1] if said.reference_frame else None
-            group = decode_group(said.group_id, payloads[place], said.rewards, reference)
-            if group.digest(said.digest) != said.digest:
+        for index, sent in enumerate(reply.groups):
+            reference = payloads[sent.reference_frame - 1] if sent.reference_frame else None
+            group = decode_group(sent.group_id, payloads[index], sent.rewards, reference)
+            if group.digest(sent.digest) != sent.digest:
                 raise WireError(
-                    f"group {said.group_id} of step {batch.step} arrived changed: its digest is not {said.digest}"
+                    f"group {sent.group_id} of step {reply.step} arrived changed: its digest is not {sent.digest}"
                 )
-            if said.scores_digest and group.scores_digest() != said.scores_digest:
+            if sent.scores_digest and group.scores_digest() != sent.scores_digest:
                 raise WireError(
-                    f"the scores of group {said.group_id} of step {batch.step} arrived changed: their digest is not "
-                    f"{said.scores_digest}"
+                    f"the scores of group {sent.group_id} of step {reply.step} arrived changed: their digest is not "
+                    f"{sent.scores_digest}"
                 )
             groups.append(group)
-        return cls(batch, groups)
+        return cls(reply, groups)
 
 
-class Parts:
-    """Those of one session. Its methods raise PacelineError for what the exchange refuses."""
+class BatchClient:
+    """The client of one session. Its methods raise PacelineError when the exchange refuses a request."""
 
     def __init__(self, run_id: str, session: int, rank: RankContext):
         self.superseded = threading.Event()
-        """Set when this session is over, by whoever hears of it."""
+        """Set when this session is over, by this thread or by the control plane's."""
         self.receipted = 0
         """Steps up to which the coordinator has acknowledged this rank's receipts; 0 before the first."""
         self._run_id, self._session, self._rank = run_id, session, rank
 
-    def ask(self, step: int) -> Part | None:
-        """This rank's part of a step; None while there is no batch yet. One that arrives damaged is asked for again."""
+    def fetch(self, step: int) -> RankBatch | None:
+        """Return this rank's part of a step's batch; None while there is no batch yet. A damaged one is fetched again."""
         for _ in range(ATTEMPTS - 1):
             try:
-                return self._ask(step)
+                return self._fetch(step)
             except WireError as error:
-                log.error("%s; the part is asked for again", error)
-        return self._ask(step)
+                log.error("%s; it is fetched again", error)
+        return self._fetch(step)
 
-    def _ask(self, step: int) -> Part | None:
+    def _fetch(self, step: int) -> RankBatch | None:
         rank = self._rank
-        asked = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
+        request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         reply, payloads = self._request(
-            pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=asked)
+            pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=request)
         )
         if reply.status == pb.REPLY_STATUS_STALE or self.superseded.is_set():
-            return Part.of(pb.BatchReply(state=pb.BATCH_STATE_END), [])
+            return RankBatch(pb.BatchReply(state=pb.BATCH_STATE_END), [])
         if reply.status != pb.REPLY_STATUS_OK:
             raise PacelineError(f"the exchange refused the request for step {step}: {reply.message}")
-        return None if reply.batch.state == pb.BATCH_STATE_WAIT else Part.of(reply.batch, payloads)
+        return None if reply.batch.state == pb.BATCH_STATE_WAIT else RankBatch.decode(reply.batch, payloads)
 
-    def send_receipt(self, part: Part, step: int, tokens: int, metrics: dict[str, float]) -> None:
-        """Says that this part is trained; rank 0's metrics are the step's."""
+    def send_receipt(self, batch: RankBatch, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        """Report that this rank has trained `batch`; rank 0's metrics are the step's."""
         receipt = pb.Receipt(
             step=step,
             rank=self._rank.rank,
             world_size=self._rank.world_size,
             groups=[
-                pb.BatchGroup(group_id=said.group_id, digest=said.digest, scores_digest=group.scores_digest())
-                for said, group in zip(part.batch.groups, part.groups, strict=True)
+                pb.BatchGroup(group_id=sent.group_id, digest=sent.digest, scores_digest=group.scores_digest())
+                for sent, group in zip(batch.reply.groups, batch.groups, strict=True)
             ],
             tokens=tokens,
             metrics=metrics if self._rank.rank == 0 else {},

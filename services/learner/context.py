@@ -1,4 +1,4 @@
-"""What the parts of a learner's rank know of it: its place, its connection, and what it was asked to do."""
+"""The view of a learner's rank that its parts have: its number, its connection and its orders."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class RankContext(Protocol):
     background: BackgroundLoop
     stopping: threading.Event
     membership: Membership
-    early_epoch: worker_pb2.Epoch | None
+    early_roster: worker_pb2.Epoch | None
 
     @property
     def current_run(self) -> Any:
-        """The run that this rank works on, if any: `services.learner.run.LearnerRun`."""
+        """The run that this rank works on, a `services.learner.run.LearnerRun`; None without one."""
 
     def report(self, report: worker_pb2.ConnectRequest) -> None:
-        """Sends a report from any thread."""
+        """Send a report from any thread."""
 
     def stop(self) -> None:
-        """Ends after the current step."""
+        """End after the current step."""
 
     def leave(self, reason: str) -> None:
-        """Leaves because of a fault."""
+        """Leave because of a fault."""

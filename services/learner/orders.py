@@ -1,4 +1,4 @@
-"""What rank 0 was asked to do after the current step."""
+"""Orders of checkpoints and exports, which all ranks carry out after the current step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from paceline.errors import Busy, Conflict
 
-if TYPE_CHECKING:
-    pass
-
-
 MAX_ORDERS = 16
+"""Orders of each kind that may wait at one time."""
 
 
 class ExportOrder(NamedTuple):
-    """What to export after the current step."""
+    """An export of the weights after the current step."""
 
     name: str
     """Folder under `exports/` in the run's directory; empty: by the step."""
@@ -27,14 +24,14 @@ class ExportOrder(NamedTuple):
 
 @dataclass
 class Orders:
-    """What rank 0 was asked to do after the current step. Filled from the loop, taken by the main thread."""
+    """Orders that wait on rank 0. The background loop adds them, the main thread takes them."""
 
     checkpoint: list[Future[tuple[str, int]]] = field(default_factory=list)
     export: list[tuple[ExportOrder, Future[str]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_checkpoint(self) -> Future[tuple[str, int]]:
-        """Path and step of a checkpoint made after the current step. Raises Busy."""
+        """Order a checkpoint; the future gives its path and step. Raises Busy when too many wait."""
         future: Future[tuple[str, int]] = Future()
         with self._lock:
             _check_room(self.checkpoint)
@@ -42,7 +39,7 @@ class Orders:
         return future
 
     def ask_export(self, order: ExportOrder) -> Future[str]:
-        """Path of an export made after the current step. Raises Busy."""
+        """Order an export; the future gives its path. Raises Busy when too many wait."""
         future: Future[str] = Future()
         with self._lock:
             _check_room(self.export)
@@ -50,13 +47,13 @@ class Orders:
         return future
 
     def take_checkpoints(self) -> list[Future[tuple[str, int]]]:
-        """The checkpoint orders that somebody waits for, once."""
+        """Remove and return the checkpoint orders that have not been cancelled."""
         with self._lock:
             taken, self.checkpoint = self.checkpoint, []
         return [future for future in taken if future.set_running_or_notify_cancel()]
 
     def take_exports(self) -> list[tuple[ExportOrder, Future[str]]]:
-        """The first export order that somebody waits for, and those that want the same, once."""
+        """Remove and return the first export order that has not been cancelled, with all that want the same."""
         with self._lock:
             waiting = [(order, future) for order, future in self.export if not future.cancelled()]
             taken = [(order, future) for order, future in waiting if order == waiting[0][0]]
@@ -64,7 +61,7 @@ class Orders:
         return [(order, future) for order, future in taken if future.set_running_or_notify_cancel()]
 
     def refuse_all(self, reason: str) -> None:
-        """The run is over."""
+        """Fail all orders, because the run is over."""
         for future in self.take_checkpoints():
             future.set_exception(Conflict(reason))
         while self.export:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import signal
 import threading
@@ -30,7 +29,6 @@ from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
 from services.common.advertise import advertised_host
-from services.common.gpus import unused_gpus
 from services.common.grpc_server import GrpcServer
 from services.common.membership import LEAVE_WAIT_S, Membership
 from services.common.options import device_option, worker_options
@@ -40,8 +38,8 @@ from services.common.processes.ready_file import announce
 from services.common.run_setup import failed_set_up
 from services.common.token_guard import worker_guard
 from services.learner.background_loop import BackgroundLoop
+from services.learner.device import set_up_device
 from services.learner.orders import Orders
-from services.learner.rank_group import form_rank_group
 from services.learner.report_queue import ReportQueue
 from services.learner.run import LearnerRun
 from services.learner.servicer import LearnerServicer
@@ -77,6 +75,10 @@ class LearnerRank:
         self._assignments: queue.Queue[bytes] = queue.Queue()
         self._assigned: worker_pb2.RunAssignment | None = None
         self._run: LearnerRun | None = None
+        self.early_roster: worker_pb2.Epoch | None = None
+        """Roster that was named before the run was set up here."""
+        self.server: GrpcServer | None = None
+        """Server of rank 0, kept for as long as the rank lives."""
         self.stopping = threading.Event()
         self.membership = Membership(
             coordinator,
@@ -192,7 +194,7 @@ class LearnerRank:
                 if run is not None:
                     run.set_members(directive.epoch)
                 else:
-                    self.early_epoch = directive.epoch
+                    self.early_roster = directive.epoch
             case "weight_ack":
                 if run is not None:
                     run.acknowledge(directive.weight_ack)
@@ -211,12 +213,6 @@ class LearnerRank:
                     self.orders.ask_checkpoint()
             case "drain":
                 self.stop()
-
-    early_epoch: worker_pb2.Epoch | None = None
-    """Named before the run was set up here."""
-
-    server: GrpcServer | None = None
-    """Rank 0's, kept for as long as the rank lives."""
 
     @property
     def current_run(self) -> LearnerRun | None:
@@ -297,22 +293,6 @@ async def _serve(rank: LearnerRank, host: str, port: int) -> GrpcServer:
     await server.start()
     rank.address = f"{rank.reachable}:{server.port}"
     return server
-
-
-def set_up_device(device: str, host: str) -> torch.device:
-    """The device of this rank; makes the process group when there are several. `host` is what the service listens on. Raises
-    Unavailable for a GPU that cannot be used."""
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Unavailable(
-            f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
-        )
-    if device == "auto" and not cuda and (idle := unused_gpus("learner")):
-        log.warning("%s", idle)
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    form_rank_group(host, cuda=cuda)
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 if __name__ == "__main__":

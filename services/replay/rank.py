@@ -29,7 +29,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
 from services.common.processes.parent_death import die_with_starter
 from services.coordinator.ledger.ledger import Ledger
-from services.learner.rank import set_up_device
+from services.learner.device import set_up_device
 from services.replay.plan import plan_replay, read_part
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def replay(
 
     def part(step: int) -> list[TrainingSample]:
         if examples is not None:
-            return examples.part(step, rank, world_size)
+            return examples.of_step(step, rank, world_size)
         return sequences_from_groups(read_part(ledger, run_id, step, rank, world_size), spec)
 
     for step in range(start, end):

@@ -24,25 +24,25 @@ from paceline.process import end_process
 from paceline.spec.reading import parse_spec, spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.learner.batches import Part
+from services.learner.batches import RankBatch
 from services.learner.orders import ExportOrder, Orders
 from services.learner.run import LearnerRun
 
 SPEC = {"policy": {"model_name": "m"}, "data": {"train": "d"}, "rewards": [{"function": "length"}]}
 CHAINS = (["before", "after", "after"], ["after", "after", "after"])
-"""Of the parts that each rank gets, one after the other: the batch is fixed anew when rank 0 has its part."""
+"""Chains of the batches that each rank gets in turn: the batch is fixed anew when rank 0 has its part."""
 
 
-class Parts:
-    """Gives out parts that hold nothing but their batch's chain."""
+class Batches:
+    """Gives out batches that hold nothing but their chain."""
 
     def __init__(self, chains: list[str]) -> None:
         self.chains = iter(chains)
-        self.asked = 0
+        self.fetched = 0
 
-    def ask(self, step: int) -> Part:
-        self.asked += 1
-        return Part(pb.BatchReply(step=step, chain=next(self.chains)), [])
+    def fetch(self, step: int) -> RankBatch:
+        self.fetched += 1
+        return RankBatch(pb.BatchReply(step=step, chain=next(self.chains)), [])
 
 
 def main(out: Path) -> None:
@@ -61,10 +61,10 @@ def main(out: Path) -> None:
         run_id="test-1", session=1, directory=str(out), spec_yaml=spec_to_yaml(parse_spec(SPEC))
     )
     session = LearnerRun(assignment, rank)  # type: ignore[arg-type]
-    parts: Any = Parts(CHAINS[number])
-    session._parts = parts
-    part = session._next_part()
-    met = {"chain": part.batch.chain if part else "", "asked": parts.asked}
+    batches: Any = Batches(CHAINS[number])
+    session._batches = batches
+    batch = session._next_batch()
+    met = {"chain": batch.reply.chain if batch else "", "fetched": batches.fetched}
     met |= export_twice(session, rank)
     (out / f"rank.{number}.json").write_text(json.dumps(met))
     end_process()
@@ -82,11 +82,11 @@ def export_twice(session: LearnerRun, rank: Any) -> dict[str, Any]:
 
     gather._allocate = fail
     waiting = rank.orders.ask_export(ExportOrder("now", False)) if rank.rank == 0 else None
-    session._export_ordered()
+    session._exports.carry_out_orders(module, session.step)
     gather._allocate = allocate
     failure = waiting.exception(0) if waiting is not None else None
     assert failure is None or isinstance(failure, PacelineError)
-    return {"failure": str(failure or ""), "gathered": sorted(session._gather_export())}
+    return {"failure": str(failure or ""), "gathered": sorted(session._exports._gather(module))}
 
 
 if __name__ == "__main__":

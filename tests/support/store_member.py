@@ -35,9 +35,9 @@ def say(**event: Any) -> None:
 
 def offer_of(document: dict[str, Any]) -> StoreOffer:
     document["version"] = Version(*document["version"])
-    document["anchor_version"] = Version(*document["anchor_version"])
+    document["snapshot_version"] = Version(*document["snapshot_version"])
     document["manifest"] = StoredObject(*document["manifest"])
-    document["anchor"] = StoredObject(*document["anchor"])
+    document["snapshot"] = StoredObject(*document["snapshot"])
     return StoreOffer(**document)
 
 

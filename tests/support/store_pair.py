@@ -75,15 +75,15 @@ class Pair:
         self.writer.put(version, local_slices(self.model, BF16), plan_tensors(self.model, BF16))
 
     def told(self, wanted: Callable[[Stored], bool]) -> Stored:
-        """The next thing the writer says that is wanted; an anchor is told after its version's delta."""
+        """The next thing the writer says that is wanted; a snapshot is told after its version's delta."""
         while True:
             stored = self.stored.get(timeout=DEADLINE_S)
             if wanted(stored):
                 return stored
 
-    def anchored(self, step: int) -> Stored:
-        """Waits until the version has an anchor."""
-        return self.told(lambda stored: stored.anchor_version.step == step)
+    def with_snapshot(self, step: int) -> Stored:
+        """Waits until the version has a snapshot."""
+        return self.told(lambda stored: stored.snapshot_version.step == step)
 
     def expected(self) -> dict[str, torch.Tensor]:
         return {
@@ -101,9 +101,9 @@ def offer(pair: Pair, stored: Stored) -> StoreOffer:
         pair.store.url,
         "xxh3_64",
         stored.manifest,
-        stored.anchor_version,
-        stored.anchor,
-        stored.anchor_bytes,
+        stored.snapshot_version,
+        stored.snapshot,
+        stored.snapshot_bytes,
     )
 
 

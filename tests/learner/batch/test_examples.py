@@ -72,14 +72,14 @@ def test_anothers_completion_is_cut_where_it_would_not_fit(tmp_path: Path) -> No
     spec = spec_of(tmp_path, "kto", 12)
     source = make_source(spec)
     # Each row's own completion and then the next one's, each with its end of sequence.
-    assert [len(s.completion_ids) for s in source.part(0, 0, 1)] == [2, 5, 5, 3, 3, 10, 10, 4, 4, 2]
+    assert [len(s.completion_ids) for s in source.of_step(0, 0, 1)] == [2, 5, 5, 3, 3, 10, 10, 4, 4, 2]
     # With a prompt of six characters, row 2's own completion fits and the ten tokens of row 3's do not.
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     rows[2]["prompt"] = "22222="
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     long = make_source(spec)
     check_rows(long, CPU, rank=0)
-    foreign = [s for s in long.part(0, 0, 1) if s.verdict and s.verdict.mismatched]
+    foreign = [s for s in long.of_step(0, 0, 1) if s.verdict and s.verdict.mismatched]
     assert [len(s.completion_ids) for s in foreign] == [5, 3, 6, 4, 2]
 
 
@@ -95,7 +95,7 @@ def test_what_the_reference_said_comes_with_its_completion(tmp_path: Path) -> No
     source.know_reference({asked: [-10.0 * asked.prompt - asked.completions] for asked in source.asked()})
     known = [
         (s.group_id, s.verdict.mismatched, s.verdict.reference_logprob)
-        for s in source.part(2, 0, 1)
+        for s in source.of_step(2, 0, 1)
         if s.verdict
     ]
     assert known == [(4, False, -44.0), (4, True, -40.0), (5, False, 0.0), (5, True, -4.0)]

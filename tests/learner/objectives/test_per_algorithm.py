@@ -194,7 +194,7 @@ def test_the_precomputed_reference_gives_the_same_steps(algorithm: str, tmp_path
         trainer = Trainer(spec, CPU)
         assert isinstance(trainer.reference, LocalReference) != precompute
         trainer.reference.prepare(source, rank=0)
-        return [trainer.train_step(source.part(step, 0, 1), step)["loss"] for step in range(4)]
+        return [trainer.train_step(source.of_step(step, 0, 1), step)["loss"] for step in range(4)]
 
     asked, known = losses(False), losses(True)  # 16 examples from 7 rows: they come again, beside others
     assert known == pytest.approx(asked, rel=1e-5)

@@ -37,6 +37,6 @@ def test_another_rank_gathers_and_has_no_members() -> None:
     channel.acknowledge("m", V1, ok=True, message="", damaged=False)
     channel.progress("m", V1)
     channel.interrupt("away")
-    channel.write_anchor()
+    channel.write_snapshot()
     channel.close()
-    assert not channel.wants_anchor
+    assert not channel.wants_snapshot

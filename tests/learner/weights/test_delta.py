@@ -21,16 +21,16 @@ def test_rank_0_writes_as_the_others_do_and_makes_the_offers() -> None:
     calls = MagicMock()
     channel = Rank0DeltaChannel(calls.writer, calls.offers, torch.float32, calls.announce)
     channel.publish(V1, nn.Linear(2, 2))
-    channel.write_anchor()
+    channel.write_snapshot()
     channel.acknowledge("m", V1, ok=True, message="", damaged=False)
     channel.close()
     assert names(calls) == [
-        *("announce", "writer.put", "offers.anchor_ordered", "writer.put_anchor"),
+        *("announce", "writer.put", "offers.snapshot_ordered", "writer.put_snapshot"),
         *("offers.answer", "offers.close", "writer.close"),
     ]
 
 
-def test_another_rank_writes_alone_and_wants_no_anchor() -> None:
+def test_another_rank_writes_alone_and_wants_no_snapshot() -> None:
     calls = MagicMock()
     channel = DeltaChannel(calls.writer, torch.float32)
     channel.publish(V1, nn.Linear(2, 2))
@@ -38,7 +38,7 @@ def test_another_rank_writes_alone_and_wants_no_anchor() -> None:
     channel.acknowledge("m", V1, ok=True, message="", damaged=False)
     channel.progress("m", V1)
     channel.interrupt("away")
-    assert not channel.wants_anchor
-    channel.write_anchor()
+    assert not channel.wants_snapshot
+    channel.write_snapshot()
     channel.close()
-    assert names(calls) == ["writer.put", "writer.check", "writer.put_anchor", "writer.close"]
+    assert names(calls) == ["writer.put", "writer.check", "writer.put_snapshot", "writer.close"]

@@ -146,9 +146,9 @@ class Worker:
             else:
                 version = Version(*event["version"])
                 self.offers.answer("worker", version, event["ok"], event["message"], event["damaged"])
-                if self.offers.wants_anchor:
-                    self.offers.anchor_ordered()
-                    self.writer.put_anchor()
+                if self.offers.wants_snapshot:
+                    self.offers.snapshot_ordered()
+                    self.writer.put_snapshot()
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_damage_in_the_store_is_repaired_while_the_worker_goes_on_serving(worker
     refused = worker.results.get(timeout=DEADLINE_S)
     assert not refused.ok
     assert "000001-00000002/delta.0.safetensors" in refused.error
-    worker.wait_for(2)  # from the anchor that was written because of it
+    worker.wait_for(2)  # from the snapshot that was written because of it
     worker.completion_of(2)
     worker.publish(3)
     worker.wait_for(3)

@@ -9,7 +9,7 @@ import pytest
 
 from learner.weights.publish_result import PublishResult
 from learner.weights.store_chain import Stored
-from learner.weights.store_offers import MAX_ANCHORS, StoreOffers
+from learner.weights.store_offers import MAX_SNAPSHOTS, StoreOffers
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.offers import StoreOffer
@@ -32,7 +32,7 @@ class Bench:
         )
         self.offers.set_members(1, ["m"])
 
-    def store_anchor(self, step: int) -> None:
+    def store_snapshot(self, step: int) -> None:
         version, stored = Version(1, step), StoredObject(f"{step}/anchor.json", 1, "digest")
         self.offers.tell(Stored(version, stored, version, stored, 1, 1, 0.0))
 
@@ -50,25 +50,25 @@ def bench() -> Iterator[Bench]:
     bench.offers.close()
 
 
-def test_a_member_for_which_every_anchor_is_damaged_costs_only_some(bench: Bench) -> None:
+def test_a_member_for_which_every_snapshot_is_damaged_costs_only_some(bench: Bench) -> None:
     written = 0
     for step in range(1, 10):
-        bench.store_anchor(step)
+        bench.store_snapshot(step)
         bench.answer(step, damaged=True)
-        if bench.offers.wants_anchor:
+        if bench.offers.wants_snapshot:
             written += 1
-            bench.offers.anchor_ordered()
-    assert written == MAX_ANCHORS
-    bench.store_anchor(10)
+            bench.offers.snapshot_ordered()
+    assert written == MAX_SNAPSHOTS
+    bench.store_snapshot(10)
     bench.answer(10, ok=True)
-    bench.store_anchor(11)
+    bench.store_snapshot(11)
     bench.answer(11, damaged=True)
-    assert bench.offers.wants_anchor  # it was well in between
+    assert bench.offers.wants_snapshot  # it was well in between
 
 
 def test_a_version_that_was_never_stored_is_held_by_nobody(bench: Bench) -> None:
     bench.offers.answer("m", Version(9, 9), True, "", False)
-    bench.store_anchor(1)
+    bench.store_snapshot(1)
     assert bench.offers.oldest_held() is None
     bench.answer(1, ok=True)
     bench.offers.answer("m", Version(9, 9), True, "", False)
@@ -95,9 +95,9 @@ def test_a_listener_that_fails_costs_no_other_member_its_offer() -> None:
     )
     try:
         bench.offers.set_members(1, ["a", "b"])
-        bench.store_anchor(1)
+        bench.store_snapshot(1)
         assert offered.get(timeout=DEADLINE_S).member_id == "b"
-        bench.store_anchor(2)
+        bench.store_snapshot(2)
         assert offered.get(timeout=DEADLINE_S).version.step == 2
         assert unforeseen.total == before + 2
     finally:

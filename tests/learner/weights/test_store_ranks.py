@@ -34,9 +34,9 @@ def offer(out: Path, store: Path, step: int) -> StoreOffer:
         str(store),
         "xxh3_64",
         StoredObject(*stored["manifest"]),
-        Version(*stored["anchor_version"]),
-        StoredObject(*stored["anchor"]),
-        stored["anchor_bytes"],
+        Version(*stored["snapshot_version"]),
+        StoredObject(*stored["snapshot"]),
+        stored["snapshot_bytes"],
     )
 
 

@@ -54,12 +54,12 @@ def test_a_chain_of_fifty_deltas_is_bit_identical(make_pair: Callable[..., Pair]
     pair = make_pair()
     reader, late = pair.reader(), pair.reader()
     first = pair.step(0)
-    assert first.version == first.anchor_version == Version(1, 0)
+    assert first.version == first.snapshot_version == Version(1, 0)
     check(reader.fetch(offer(pair, first)), pair.expected())
-    anchor_bytes = reader.read_bytes
+    snapshot_bytes = reader.read_bytes
     for step in range(1, 51):
         newest = pair.step(step)
-        assert newest.size_bytes < anchor_bytes
+        assert newest.size_bytes < snapshot_bytes
         check(reader.fetch(offer(pair, newest)), pair.expected())
     check(late.fetch(offer(pair, newest)), pair.expected())
 
@@ -74,7 +74,7 @@ def test_a_version_in_which_nothing_changed_is_an_empty_delta(make_pair: Callabl
     assert reader.held == Version(1, 1)
 
 
-def test_an_anchor_of_one_rank_is_a_model_file(make_pair: Callable[..., Pair]) -> None:
+def test_a_snapshot_of_one_rank_is_a_model_file(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     pair.step(0)
     path = Path(pair.store.url) / "000001-00000000/anchor.0.safetensors"
@@ -86,46 +86,46 @@ def test_an_anchor_of_one_rank_is_a_model_file(make_pair: Callable[..., Pair]) -
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
 
-def test_a_reader_that_missed_versions_catches_up_across_an_anchor(make_pair: Callable[..., Pair]) -> None:
+def test_a_reader_that_missed_versions_catches_up_across_a_snapshot(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair(anchor_interval=3)
     reader = pair.reader()
     reader.fetch(offer(pair, pair.step(0)))
     pair.held = Version(1, 0)
     for step in range(1, 5):
         newest = pair.step(step)
-    assert newest.anchor_version == Version(1, 3)
+    assert newest.snapshot_version == Version(1, 3)
     before = reader.read_bytes
     check(reader.fetch(offer(pair, newest)), pair.expected())
-    assert reader.read_bytes - before < newest.anchor_bytes / 4
+    assert reader.read_bytes - before < newest.snapshot_bytes / 4
 
 
-def test_anchors_come_by_interval_by_cost_and_when_asked_for(make_pair: Callable[..., Pair]) -> None:
+def test_snapshots_come_by_interval_by_cost_and_when_asked_for(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair(anchor_interval=2)
     for step in range(3):
-        # The delta is told first, its anchor as soon as it is there.
-        assert pair.step(step).anchor_version == Version(1, 0)
-    assert pair.anchored(2).version == Version(1, 2)
+        # The delta is told first, its snapshot as soon as it is there.
+        assert pair.step(step).snapshot_version == Version(1, 0)
+    assert pair.with_snapshot(2).version == Version(1, 2)
     pair.step(3)
-    pair.writer.put_anchor()
-    assert pair.anchored(3).version == Version(1, 3)
+    pair.writer.put_snapshot()
+    assert pair.with_snapshot(3).version == Version(1, 3)
 
 
-def test_an_anchor_comes_when_the_deltas_outweigh_it(make_pair: Callable[..., Pair]) -> None:
+def test_a_snapshot_comes_when_the_deltas_outweigh_it(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     pair.step(0)
     with torch.no_grad():
         pair.model.embedding.copy_(torch.randn(5000, 8).exp() * 1e3)
     first = pair.step(1, change=False)
-    assert first.anchor_version == Version(1, 0)
+    assert first.snapshot_version == Version(1, 0)
     with torch.no_grad():
         pair.model.embedding.copy_(torch.randn(5000, 8).exp() * 1e-3)
     pair.step(2, change=False)
-    assert pair.anchored(2).version == Version(1, 2)
+    assert pair.with_snapshot(2).version == Version(1, 2)
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "removed", "swapped"])
 @pytest.mark.parametrize("name", ["delta.0.safetensors", "delta.json"])
-def test_a_damaged_delta_is_refused_named_and_repaired_from_an_anchor(
+def test_a_damaged_delta_is_refused_named_and_repaired_from_a_snapshot(
     make_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture, how: str, name: str
 ) -> None:
     pair = make_pair()
@@ -139,15 +139,15 @@ def test_a_damaged_delta_is_refused_named_and_repaired_from_an_anchor(
         reader.fetch(offer(pair, stored))
     assert f"000001-00000002/{name}" in caplog.text
     assert reader.held is None
-    pair.writer.put_anchor()
-    repaired = pair.anchored(3)
+    pair.writer.put_snapshot()
+    repaired = pair.with_snapshot(3)
     check(reader.fetch(offer(pair, repaired)), pair.expected())
     check(reader.fetch(offer(pair, pair.step(4))), pair.expected())
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "removed"])
 @pytest.mark.parametrize("name", ["anchor.0.safetensors", "anchor.json"])
-def test_a_damaged_anchor_is_refused_and_written_again(
+def test_a_damaged_snapshot_is_refused_and_written_again(
     make_pair: Callable[..., Pair], how: str, name: str
 ) -> None:
     pair = make_pair()
@@ -157,11 +157,11 @@ def test_a_damaged_anchor_is_refused_and_written_again(
     reader = pair.reader()
     with pytest.raises(Damaged, match=name):
         reader.fetch(offer(pair, stored))
-    pair.writer.put_anchor()
-    check(reader.fetch(offer(pair, pair.anchored(1))), pair.expected())
+    pair.writer.put_snapshot()
+    check(reader.fetch(offer(pair, pair.with_snapshot(1))), pair.expected())
 
 
-def test_a_delta_for_another_base_falls_back_to_the_anchor(
+def test_a_delta_for_another_base_falls_back_to_the_snapshot(
     make_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = make_pair()
@@ -224,9 +224,9 @@ def test_pruning_keeps_two_chains_when_everybody_is_up_to_date(make_pair: Callab
     for step in range(9):
         pair.held = pair.step(step).version
     pair.writer.close()
-    anchors = [name for name in pair.store.names() if name.endswith("anchor.json")]
-    assert len(anchors) <= 3
-    assert "000001-00000000/anchor.json" not in anchors
+    snapshots = [name for name in pair.store.names() if name.endswith("anchor.json")]
+    assert len(snapshots) <= 3
+    assert "000001-00000000/anchor.json" not in snapshots
 
 
 def test_versions_that_no_rank_has_begun_are_overtaken(make_pair: Callable[..., Pair]) -> None:

@@ -80,7 +80,7 @@ def test_a_chain_is_bit_identical_and_a_late_reader_catches_up(pair: Pair) -> No
     for step in range(1, 7):
         newest = pair.step(step)
         check(reader.fetch(offer(pair, newest)), pair.expected())
-    assert newest.anchor_version == Version(1, 4)
+    assert newest.snapshot_version == Version(1, 4)
     check(late.fetch(offer(pair, newest)), pair.expected())
 
 
@@ -98,15 +98,15 @@ def test_what_is_damaged_or_gone_is_refused_and_repaired(pair: Pair) -> None:
     pair.store.remove([name])
     with pytest.raises(Damaged, match="has no 000001-00000001"):
         reader.fetch(offer(pair, stored))
-    pair.writer.put_anchor()
-    check(reader.fetch(offer(pair, pair.anchored(2))), pair.expected())
+    pair.writer.put_snapshot()
+    check(reader.fetch(offer(pair, pair.with_snapshot(2))), pair.expected())
 
 
 def test_old_objects_are_pruned_and_those_of_an_earlier_session_go(pair: Pair, url: str) -> None:
     for step in range(9):
         pair.step(step)
-    pair.anchored(8)
-    pair.step(9)  # its job begins once that of the anchor, pruning included, is over
+    pair.with_snapshot(8)
+    pair.step(9)  # its job begins once that of the snapshot, pruning included, is over
     pair.writer.close()
     names = pair.store.names()
     assert not [name for name in names if name < "000001-00000004"]

@@ -18,9 +18,9 @@ STORE = StoreOffer(
     url="memory://weights",
     algorithm="xxh3_64",
     manifest=StoredObject("delta.json", 10, "aa"),
-    anchor_version=Version(3, 10),
-    anchor=StoredObject("anchor.json", 20, "bb"),
-    anchor_bytes=400,
+    snapshot_version=Version(3, 10),
+    snapshot=StoredObject("anchor.json", 20, "bb"),
+    snapshot_bytes=400,
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import Unavailable
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.learner.background_loop import BackgroundLoop
-from services.learner.batches import Parts
+from services.learner.batches import BatchClient
 
 
 class Away:
@@ -53,13 +53,13 @@ def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.
         return now_s
 
     monkeypatch.setattr("services.learner.background_loop.time", SimpleNamespace(monotonic=monotonic))
-    part = Parts("run-1", 1, rank).ask(0)
-    assert part is not None
-    assert part.is_end
+    batch = BatchClient("run-1", 1, rank).fetch(0)
+    assert batch is not None
+    assert batch.is_end
     assert now_s > 20 * 3000.0 - 1
 
 
 def test_a_rank_that_was_told_to_stop_waits_no_longer_than_its_grace(rank: Any) -> None:
     rank.stopping.set()
     with pytest.raises(Unavailable, match="before this rank had to go"):
-        Parts("run-1", 1, rank).ask(0)
+        BatchClient("run-1", 1, rank).fetch(0)

@@ -1,4 +1,4 @@
-"""A learner rank's health, by what became of the last run that it was given, and the device that it takes."""
+"""A learner rank's health, by what became of the last run that it was given."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.errors import Unavailable
 from protos.paceline.v1 import worker_pb2
 from services.learner import rank as learner_rank
-from services.learner.rank import LearnerRank, _serve, set_up_device
+from services.learner.rank import LearnerRank, _serve
 
 DEADLINE_S = 20.0
 SERVING, NOT_SERVING = (
@@ -84,16 +83,3 @@ def test_health_says_whether_the_learner_could_set_up_its_last_run(
         rank._assignments.put(worker_pb2.RunAssignment(run_id="run-2", session=session).SerializeToString())
         rank.serve_forever()
         served.wait_for(status)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
-def test_a_gpu_that_cannot_be_used_is_said_and_none_that_idles_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(Unavailable, match=r"--device is cuda, and torch .* finds no GPU that it can use"):
-        set_up_device("cuda", "127.0.0.1")
-    monkeypatch.setattr("services.common.gpus.visible_gpus", lambda: ("0", "1"))
-    assert set_up_device("cpu", "127.0.0.1").type == "cpu"
-    assert not caplog.records, "that was asked for"
-    assert set_up_device("auto", "127.0.0.1").type == "cpu"
-    assert "this learner computes on CPUs although the host shows 2 GPUs" in caplog.text

@@ -32,9 +32,9 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank.{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_ranks_whose_parts_are_of_different_batches_ask_again(met: list[dict[str, Any]]) -> None:
+def test_ranks_whose_parts_are_of_different_batches_fetch_again(met: list[dict[str, Any]]) -> None:
     assert [rank["chain"] for rank in met] == ["after", "after"]
-    assert [rank["asked"] for rank in met] == [2, 2]
+    assert [rank["fetched"] for rank in met] == [2, 2]
 
 
 def test_an_export_without_memory_on_rank_0_leaves_both_where_they_were(met: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from paceline.errors import DataError, NonFiniteLoss, PacelineError, Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.learner.batches import Part
+from services.learner.batches import RankBatch
 from services.learner.orders import Orders
 from services.learner.run import LearnerRun
 from services.learner.step_failure import describe
@@ -75,10 +75,10 @@ class Session(LearnerRun):
     def _set_up(self) -> None:
         pass
 
-    def _next_part(self) -> Part | None:
-        return Part(pb.BatchReply(), [])
+    def _next_batch(self) -> RankBatch | None:
+        return RankBatch(pb.BatchReply(), [])
 
-    def _train_step(self, part: Part) -> None:
+    def _train_step(self, batch: RankBatch) -> None:
         raise self.error
 
 

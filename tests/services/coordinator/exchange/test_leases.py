@@ -29,7 +29,7 @@ from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.leases import lease_again
-from services.learner.batches import Part, Parts
+from services.learner.batches import BatchClient, RankBatch
 
 
 def test_a_group_as_an_older_format_has_it_is_scored_trained_and_verified(world: World) -> None:
@@ -45,7 +45,7 @@ def test_a_group_as_an_older_format_has_it_is_scored_trained_and_verified(world:
         assert reward.texts[task.group_id] == [f"{task.group_id}1{i}".lstrip("0") for i in range(2)]
         assert reward.score(task) == COMMITTED
     part = learner.ask(0)
-    assert Part.of(part.reply.batch, part.payloads).groups[1].num_tokens == 9
+    assert RankBatch.decode(part.reply.batch, part.payloads).groups[1].num_tokens == 9
     assert learner.train(0) == [[0, 1]]
 
 
@@ -54,19 +54,19 @@ def test_a_rank_does_not_train_what_arrived_changed(world: World) -> None:
     fill(rollout, reward, 4)
     outcome = learner.ask(0)
     batch, (first, second) = outcome.reply.batch, outcome.payloads
-    assert [group.group_id for group in Part.of(batch, [first, second]).groups] == [0, 1]
+    assert [group.group_id for group in RankBatch.decode(batch, [first, second]).groups] == [0, 1]
     with pytest.raises(WireError, match="group 0 of step 0 arrived changed"):
-        Part.of(batch, [second, first])
+        RankBatch.decode(batch, [second, first])
     changed = pb.BatchReply.FromString(batch.SerializeToString())
     changed.groups[1].rewards[0] += 0.5
     with pytest.raises(WireError, match="the scores of group 1 of step 0 arrived changed"):
-        Part.of(changed, [first, second])
+        RankBatch.decode(changed, [first, second])
     arrivals = [[second, first], [first[:-4], second], [first, second]]
     line = SimpleNamespace(wait=lambda *_: (pb.ExchangeReply(status=OK, batch=batch), arrivals.pop(0)))
     rank = SimpleNamespace(
         rank=0, world_size=1, background=line, membership=MagicMock(), stopping=None, grace_s=1.0
     )
-    part = Parts(world.run_id, 1, rank).ask(0)  # type: ignore[arg-type]
+    part = BatchClient(world.run_id, 1, rank).fetch(0)  # type: ignore[arg-type]
     assert part is not None
     assert [group.group_id for group in part.groups] == [0, 1]
     assert arrivals == []

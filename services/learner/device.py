@@ -1,0 +1,37 @@
+"""Device of a learner's rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from paceline.errors import Unavailable
+from services.common.gpus import unused_gpus
+from services.learner.rank_group import form_rank_group
+
+log = logging.getLogger(__name__)
+
+
+def set_up_device(device: str, host: str) -> torch.device:
+    """Return the device of this rank, and make the process group when there are several ranks.
+
+    Args:
+        device: `auto`, `cuda` or `cpu`.
+        host: address that the service listens on.
+
+    Raises:
+        Unavailable: the GPU cannot be used.
+    """
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unavailable(
+            f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
+        )
+    if device == "auto" and not cuda and (idle := unused_gpus("learner")):
+        log.warning("%s", idle)
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    form_rank_group(host, cuda=cuda)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

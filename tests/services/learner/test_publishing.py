@@ -1,0 +1,67 @@
+"""Which versions are published, and that a roster named before the channel exists reaches it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+from torch import nn
+
+from paceline.groups import Version
+from protos.paceline.v1 import worker_pb2
+from services.learner import publishing
+from services.learner.publishing import Publishing
+
+
+class Bench:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, early: worker_pb2.Epoch | None = None) -> None:
+        self.channel, self.model = MagicMock(), nn.Linear(1, 1)
+        rank: Any = SimpleNamespace(early_roster=early)
+        spec: Any = None
+        assignment = worker_pb2.RunAssignment(run_id="run", session=3, publish_from_step=2)
+        monkeypatch.setattr(publishing, "make_channel", lambda *_: self.channel)
+        self.publishing = Publishing(assignment, spec, rank, print)
+
+
+def roster(number: int, run_id: str = "run") -> worker_pb2.Epoch:
+    return worker_pb2.Epoch(run_id=run_id, number=number, member_ids=["m"])
+
+
+def test_replayed_steps_are_not_published_except_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    bench.publishing.publish(5, last=True)  # without a channel
+    bench.publishing.open(bench.model)
+    bench.publishing.publish(1, last=False)
+    bench.publishing.publish(1, last=True)
+    bench.publishing.publish(2, last=False)
+    assert bench.channel.publish.mock_calls == [
+        call(Version(3, 1), bench.model),
+        call(Version(3, 2), bench.model),
+    ]
+
+
+def test_the_newest_roster_named_before_the_channel_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, early=roster(1))
+    bench.publishing.open(bench.model)
+    assert bench.channel.mock_calls == [call.set_members(1, ["m"])]
+    later = Bench(monkeypatch, early=roster(1))
+    later.publishing.set_members(roster(2))
+    later.publishing.open(later.model)
+    assert later.channel.mock_calls == [call.set_members(2, ["m"])]
+
+
+def test_a_roster_of_another_run_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, early=roster(1, "another"))
+    bench.publishing.open(bench.model)
+    assert bench.channel.mock_calls == []
+
+
+def test_without_a_channel_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    assert not bench.publishing.wants_snapshot
+    bench.publishing.write_snapshot()
+    bench.publishing.interrupt("away")
+    bench.publishing.close()
+    assert bench.channel.mock_calls == []
