@@ -36,7 +36,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def Submit(self, request: run_pb2.SubmitRequest, context: Context) -> run_pb2.SubmitResponse:
-        run_id = await self._coordinator.submit(request.spec_yaml, request.submission)
+        run_id = await self._coordinator.queue.submit(request.spec_yaml, request.submission)
         return run_pb2.SubmitResponse(run=self._run(run_id))
 
     @with_status
@@ -54,11 +54,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         ledger, after = self._coordinator.committed, request.after
         ledger.run(request.run_id)
         while True:
-            async with self._coordinator.changed:  # held from looking to waiting: no event falls in between
+            async with (
+                self._coordinator.watchers.changed
+            ):  # held from looking to waiting: no event falls in between
                 ended = ledger.run(request.run_id)["state"] in ENDED
                 events = ledger.events(request.run_id, after, EVENTS_AT_ONCE)
                 if not events and not ended and not self._coordinator.stopping:
-                    await self._coordinator.changed.wait()
+                    await self._coordinator.watchers.changed.wait()
                     continue
             await self._coordinator.ledger.sync_off_loop()  # what is told does not vanish with the power
             for event in events:
@@ -72,24 +74,24 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def Cancel(self, request: run_pb2.CancelRequest, context: Context) -> run_pb2.CancelResponse:
-        await self._coordinator.cancel(request.run_id)
+        await self._coordinator.commands.cancel(request.run_id)
         return run_pb2.CancelResponse(run=self._run(request.run_id))
 
     @with_status
     async def Pause(self, request: run_pb2.PauseRequest, context: Context) -> run_pb2.PauseResponse:
-        await self._coordinator.pause(request.run_id)
+        await self._coordinator.commands.pause(request.run_id)
         return run_pb2.PauseResponse(run=self._run(request.run_id))
 
     @with_status
     async def Resume(self, request: run_pb2.ResumeRequest, context: Context) -> run_pb2.ResumeResponse:
-        await self._coordinator.resume(request.run_id)
+        await self._coordinator.commands.resume(request.run_id)
         return run_pb2.ResumeResponse(run=self._run(request.run_id))
 
     @with_status
     async def DropGroups(
         self, request: run_pb2.DropGroupsRequest, context: Context
     ) -> run_pb2.DropGroupsResponse:
-        await self._coordinator.drop_groups(request.run_id, list(request.group_ids))
+        await self._coordinator.commands.drop_groups(request.run_id, list(request.group_ids))
         return run_pb2.DropGroupsResponse(run=self._run(request.run_id))
 
     def _run(self, run_id: str) -> run_pb2.Run:
@@ -114,8 +116,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
         hello = await _hello(request_iterator)
         self._check_room(hello.member_id)
-        if self._coordinator.waits_for:
-            raise Unavailable(self._coordinator.waits_for)
+        if self._coordinator.context.delays.waits_for:
+            raise Unavailable(self._coordinator.context.delays.waits_for)
         member = await self._coordinator.pool.join(hello)
         reports = asyncio.create_task(self._read(member, request_iterator))
         try:

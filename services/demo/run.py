@@ -1,4 +1,4 @@
-"""`paceline demo`: makes the files, starts the services, trains twice, and says what came of it."""
+"""`paceline demo`: make the files, start the services, train twice, and report the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from services.demo.task import write_data
 from services.local.cluster import LocalCluster
 
 FILES = "demo-files"
-EVERY_STEPS = {"sft": 100, "grpo": 10}
+STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
+"""Steps from one printed line to the next: of a run with rollouts, of a run on examples."""
 
 
 @click.command()
@@ -33,9 +34,9 @@ EVERY_STEPS = {"sft": 100, "grpo": 10}
     type=click.Path(path_type=Path),
     default=Path("runs"),
     show_default=True,
-    help="Where runs go.",
+    help="Folder for the ledger and the runs.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the model, the data and both runs.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the model, the data and both runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, and nothing else.")
 def main(overrides: tuple[str, ...], directory: Path, seed: int, as_json: bool) -> None:
     """Train a small model on this machine with all services, in a few minutes.
@@ -55,7 +56,7 @@ def main(overrides: tuple[str, ...], directory: Path, seed: int, as_json: bool) 
 
 
 def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Screen) -> dict[str, Any]:
-    """Both stages; returns the GRPO run's summary with the demo's own seconds. Raises PacelineError."""
+    """Run both stages; return the GRPO run's summary with the seconds of the whole demo. Raises PacelineError."""
     started_s = time.monotonic()
     screen.say("Making a two-layer model, a character tokenizer and 10,000 additions …")
     files = make_files(directory / FILES, seed)
@@ -81,7 +82,7 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
 
 
 def make_files(directory: Path, seed: int) -> Path:
-    """Model, data and specs of the demo, made once for each seed."""
+    """Make model, data and specs of the demo, once for each seed; return their folder."""
     made = directory / f"seed-{seed}"
     if made.is_dir():
         return made
@@ -98,7 +99,7 @@ def make_files(directory: Path, seed: int) -> Path:
 
 
 def _train(client: Client, spec: RunSpec, title: str, screen: Screen) -> dict[str, Any]:
-    """Submits, follows to the end, and returns summary.json. Raises PacelineError when the run did not succeed."""
+    """Submit a run, follow it to the end, and return its summary.json. Raises PacelineError when the run did not succeed."""
     run = client.submit(spec)
     screen.begin(title, spec)
     for event in client.watch(run.run_id):
@@ -113,7 +114,7 @@ def _train(client: Client, spec: RunSpec, title: str, screen: Screen) -> dict[st
 
 
 def _free(directory: Path) -> Path:
-    """`directory`, or a folder in it when another coordinator works there."""
+    """Return `directory`, or a new folder in it if another coordinator uses it."""
     directory = directory.resolve()
     lock = directory / "ledger.sqlite.lock"
     if lock.exists():
@@ -126,7 +127,7 @@ def _free(directory: Path) -> Path:
 
 
 class Screen:
-    """What the demo shows: a live chart on a terminal, plain lines elsewhere."""
+    """Output of the demo: a live chart on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, quiet: bool):
         self._quiet = quiet
@@ -136,12 +137,12 @@ class Screen:
         self._started_s = time.monotonic()
 
     def say(self, line: str) -> None:
-        """One line."""
+        """Print one line."""
         if not self._quiet:
             click.echo(f"[{time.monotonic() - self._started_s:5.1f} s] {line}")
 
     def begin(self, title: str, spec: RunSpec) -> None:
-        """A run begins."""
+        """Begin the output of a run."""
         self.say(title)
         self._spec, self._values = spec, []
         if sys.stdout.isatty() and not self._quiet:
@@ -151,13 +152,13 @@ class Screen:
             self._live.start()
 
     def end(self) -> None:
-        """The run has ended."""
+        """End the output of the run."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def show(self, event: Event) -> None:
-        """One event of the run."""
+        """Show one event of the run."""
         assert self._spec is not None
         content = event.content
         if event.kind == "step":
@@ -173,7 +174,7 @@ class Screen:
             self.say(f"  {content['state']}: {content['message']}")
 
     def conclude(self, summary: dict[str, Any]) -> None:
-        """The demo is over."""
+        """Print the summary of the demo."""
         books = {name: summary[f"{name}_tokens"] for name in ("generated", "trained", "dropped", "live")}
         if self._values:
             click.echo("\nReward of the training batches:\n" + chart(self._values) + "\n")
@@ -189,11 +190,11 @@ class Screen:
 
     def _show_step(self, step: int, metrics: dict[str, Any]) -> None:
         assert self._spec is not None
-        sft = self._spec.algorithm == "sft"
-        value = metrics.get("loss" if sft else "reward")
-        if not sft and value is not None:
+        steps_a_line = STEPS_A_LINE if self._spec.samples else EXAMPLE_STEPS_A_LINE
+        value = metrics.get("reward" if self._spec.samples else "loss")
+        if self._spec.samples and value is not None:
             self._values.append(value)
-        if sft:
+        if not self._spec.samples:
             line = f"  step {step:4d}/{self._spec.max_num_steps}  loss {value:.3f}"
         else:
             line = (
@@ -205,7 +206,7 @@ class Screen:
             from rich.text import Text
 
             self._live.update(Text(line + ("\n" + chart(self._values) if self._values else "")))
-        elif step % EVERY_STEPS[self._spec.algorithm] == 0 or step == self._spec.max_num_steps:
+        elif step % steps_a_line == 0 or step == self._spec.max_num_steps:
             self.say(line + (f"  {sparkline(self._values, 24)}" if self._values else ""))
 
 

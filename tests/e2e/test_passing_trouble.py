@@ -78,7 +78,7 @@ def test_a_file_that_is_away_when_a_service_starts_ends_no_run(
     assert cluster.kill(role)
     paused, message = next_state(client, run_id, event.sequence, "paused")
     assert missing in message
-    assert "tried again by itself" in message
+    assert "retried automatically" in message
     assert state_name(client.get(run_id)) == "paused"
     gate.touch()
     (tmp_path / "elsewhere").rename(tmp_path / missing)

@@ -1,15 +1,15 @@
-"""Runs that are paused by what workers say, and how their state is followed."""
+"""Runs that are paused by the faults of workers, and how their state is followed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
-from control_plane import DEADLINE_S, Plane
+from control_plane import DEADLINE_S, Plane, Worker
 
 from paceline.backoff import ExponentialBackoff
-from protos.paceline.v1 import run_pb2
-from services.coordinator.lifecycle.worker_faults import Faults
+from protos.paceline.v1 import common_pb2, run_pb2
 
 
 def quick() -> ExponentialBackoff:
@@ -18,8 +18,8 @@ def quick() -> ExponentialBackoff:
 
 def impatient(plane: Plane) -> Plane:
     """Tries again at the next tick."""
-    plane.coordinator._pause = quick()
-    plane.coordinator.faults = Faults(plane.coordinator, quick())
+    plane.coordinator.starter._backoff = quick()
+    plane.coordinator.faults._backoff = quick()
     return plane
 
 
@@ -35,3 +35,11 @@ async def next_state(plane: Plane, run_id: str, after: int, state: str) -> int:
             if event.kind == "state" and json.loads(event.json)["state"] == state:
                 return int(event.sequence)
     raise AssertionError(f"the run ended before it was {state}")
+
+
+def reward(plane: Plane, member_id: str = "reward-1") -> Worker:
+    return Worker(plane, common_pb2.ROLE_REWARD, member_id)
+
+
+async def put_on(worker: Worker) -> Any:
+    return await worker.hear("run")

@@ -133,8 +133,8 @@ class Members:
         """Every member."""
         return list(self._members.values())
 
-    def clear_crashes(self, pause_s: float, now_s: float) -> None:
-        """Nobody could be heard for `pause_s` seconds: they are nobody's silence."""
+    def excuse_silence(self, pause_s: float, now_s: float) -> None:
+        """Move the last reports forward by `pause_s`, because no member could be heard for so long."""
         for member in self._members.values():
             member.last_report_s = min(now_s, member.last_report_s + pause_s)
 

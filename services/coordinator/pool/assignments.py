@@ -93,8 +93,8 @@ class Assignments:
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             learner.session = 0
 
-    def dismiss(self, reason: str) -> None:
-        """The run is over: everybody is idle."""
+    def unassign_all(self, reason: str) -> None:
+        """Make all members idle, because the run is over."""
         for member in self._members.all():
             member.session, member.ready_run, member.version, member.fault = 0, "", None, None
             member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))

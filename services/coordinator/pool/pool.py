@@ -71,7 +71,7 @@ class Pool:
         """Suspects and ends members that are not heard of."""
         now_s = time.monotonic()
         if pause_s := self.lag.take():
-            self.members.clear_crashes(pause_s, now_s)
+            self.members.excuse_silence(pause_s, now_s)
             if pause_s > TOLD_S:
                 log.warning("the coordinator stood still for %.1f s: that is no member's silence", pause_s)
         for member in self.members.silent(now_s):

@@ -37,7 +37,7 @@ class Watchdog:
         self._next_warning_s = 0.0
         """Seconds of waiting for `_step` after which to speak again."""
 
-    def look(self, now_s: float) -> list[str]:
+    def check(self, now_s: float) -> list[str]:
         """Warnings that are due, in sentences; each stall is told after `logger.stall_warning_s`, then after twice that
         time, four times and so on."""
         run = self._exchange.active

@@ -152,9 +152,9 @@ async def test_a_run_that_ends_while_somebody_holds_it_stays_ended(plane: Plane)
     plane.run_loops()
     await plane.watch_until(run.run_id, "state", state="running")
     async with plane.coordinator.lock:
-        cancel = asyncio.create_task(plane.coordinator.cancel(run.run_id))
+        cancel = asyncio.create_task(plane.coordinator.commands.cancel(run.run_id))
         await asyncio.sleep(0)  # it queues for the lock before the pause does
-        hold = asyncio.create_task(plane.coordinator.pause(run.run_id))
+        hold = asyncio.create_task(plane.coordinator.commands.pause(run.run_id))
         await asyncio.sleep(0)
     await cancel
     with pytest.raises(Conflict):

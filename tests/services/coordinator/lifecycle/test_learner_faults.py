@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import grpc
-from control_plane import Plane, Worker, learner, refusal
+from control_plane import Plane, Worker, learner
 
 from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
 
@@ -57,21 +56,3 @@ async def test_a_step_fault_counts_from_a_learner_only(plane: Plane) -> None:
     reward.say(leave=worker_pb2.Leave())
     await reward.hear_the_end()
     assert plane.ledger.db.execute("SELECT COUNT(*) FROM session_faults").fetchone()[0] == 0
-
-
-async def test_groups_are_dropped_only_while_the_run_is_paused_and_has_a_batch(plane: Plane) -> None:
-    plane.run_loops()
-    run = await plane.submit()
-    await plane.watch_until(run.run_id, "state", state="running")
-    request = run_pb2.DropGroupsRequest(run_id=run.run_id, group_ids=[1])
-    code, text = await refusal(plane.runs.DropGroups(request))
-    assert code == grpc.StatusCode.FAILED_PRECONDITION
-    assert (
-        text == f"run {run.run_id} is running; groups are dropped only while it is paused (`paceline pause`)"
-    )
-    await plane.runs.Pause(run_pb2.PauseRequest(run_id=run.run_id))
-    code, text = await refusal(plane.runs.DropGroups(request))
-    assert code == grpc.StatusCode.FAILED_PRECONDITION
-    assert "has no batch that is fixed and not trained; its next step is 0" in text
-    code, _ = await refusal(plane.runs.DropGroups(run_pb2.DropGroupsRequest(run_id="no-1", group_ids=[1])))
-    assert code == grpc.StatusCode.NOT_FOUND

@@ -269,8 +269,8 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) 
         await worker.hear("run")
         worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
         coordinator = plane.coordinator
-        async with asyncio.timeout(DEADLINE_S), coordinator.changed:
-            await coordinator.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+        async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
+            await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
         assert plane.coordinator.pool.assignments.named == (run.run_id, [])
         assert plane.coordinator.exchange.suspected == {"rollout-1"}
         worker.say(heartbeat=worker_pb2.Heartbeat())
@@ -298,8 +298,8 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     belonging = asyncio.create_task(Membership(f"127.0.0.1:{plane.server.port}", hello, on_directive).run())
     try:
         await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="joined")
-        async with asyncio.timeout(DEADLINE_S), coordinator.changed:
-            await coordinator.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+        async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
+            await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
     finally:
         belonging.cancel()
         await asyncio.wait((belonging,))

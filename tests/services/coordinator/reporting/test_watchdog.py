@@ -69,9 +69,9 @@ def test_what_open_groups_will_take_counts_before_it_is_there(
     assert len(second.lease()) == 1
     first.finish(lease)
     assert world.ledger.mean_result_bytes(world.run_id) > 0
-    assert watchdog.look(0.0) == []
+    assert watchdog.check(0.0) == []
     monkeypatch.setattr(type(world.ledger), "mean_result_bytes", lambda ledger, run_id: 12.0 * (1 << 20))
-    (message,) = watchdog.look(1.0)
+    (message,) = watchdog.check(1.0)
     groups = world.ledger.groups_by_state(world.run_id)
     to_come = 12 * (groups["admitted"] + groups["leased"])
     assert to_come >= 36
@@ -89,25 +89,25 @@ def make_watchdog(world: World, min_free_bytes: int = 0) -> tuple[Watchdog, Memb
 
 def test_a_stall_is_told_after_a_minute_then_after_two_and_four(world: World) -> None:
     watchdog, members = make_watchdog(world)
-    assert watchdog.look(world.now_s) == []
+    assert watchdog.check(world.now_s) == []
     ranks = Learner(world)
     members.add(Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session))
     ranks.ask(0)
-    told = [s for s in range(0, 500) if watchdog.look(world.now_s + s)]
+    told = [s for s in range(0, 500) if watchdog.check(world.now_s + s)]
     assert told == [60, 120, 240, 480]
     rollout_worker, reward = Rollout(world), Reward(world)
     fill(rollout_worker, reward, 2)
     assert ranks.train(0) is not None
-    assert watchdog.look(world.now_s + 10_000) == []  # it has what it asked for
+    assert watchdog.check(world.now_s + 10_000) == []  # it has what it asked for
 
 
 def test_a_session_that_never_asks_is_told_of(world: World) -> None:
     watchdog, members = make_watchdog(world)
-    watchdog.look(world.now_s)
+    watchdog.check(world.now_s)
     ranks = Learner(world)
     member = Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session)
     members.add(member)
-    told = [watchdog.look(world.now_s + s) for s in range(1, 130)]
+    told = [watchdog.check(world.now_s + s) for s in range(1, 130)]
     (first, second) = [messages[0] for messages in told if messages]
     assert first.startswith("the learner has not asked for the data of step 0 for 60 s")
     assert "120 s" in second
@@ -115,17 +115,17 @@ def test_a_session_that_never_asks_is_told_of(world: World) -> None:
     fill(Rollout(world), Reward(world), 2)
     ranks.ask(0)
     assert world.row["next_batch"] == 1
-    assert watchdog.look(world.now_s + 10_000) == [], "it trains"
+    assert watchdog.check(world.now_s + 10_000) == [], "it trains"
 
 
 def test_a_paused_run_and_one_without_learner(world: World) -> None:
     watchdog, _ = make_watchdog(world)
-    watchdog.look(0.0)
+    watchdog.check(0.0)
     world.set_state("paused")
-    assert watchdog.look(1000.0) == []
+    assert watchdog.check(1000.0) == []
     world.set_state("running")
-    assert watchdog.look(1059.0) == []
-    (message,) = watchdog.look(1060.0)
+    assert watchdog.check(1059.0) == []
+    (message,) = watchdog.check(1060.0)
     assert message.startswith("no learner has worked on step 0 for 60 s")
 
 
@@ -141,14 +141,14 @@ def test_a_disk_that_fills_up_closes_admission_and_opens_it_again(
         return usage(0, 0, free_mb << 20)
 
     monkeypatch.setattr(watchdog_module.shutil, "disk_usage", disk_usage)
-    (message,) = watchdog.look(0.0)
+    (message,) = watchdog.check(0.0)
     assert "50 MB are free" in message
     assert "--min-free-mb is 100" in message
     worker = Rollout(world)
     assert worker.lease(8) == []
-    assert watchdog.look(1.0) == []
+    assert watchdog.check(1.0) == []
     free_mb = 200
-    assert watchdog.look(2.0) == [f"admission is open again: 200 MB are free in {world.path.parent}"]
+    assert watchdog.check(2.0) == [f"admission is open again: 200 MB are free in {world.path.parent}"]
     assert len(worker.lease(8)) == 4
 
 
@@ -158,15 +158,15 @@ def test_prompts_that_cannot_be_read_are_waited_for(world: World) -> None:
     rows = train.read_bytes()
     train.write_bytes(b"")
     assert worker.lease(8) == []
-    (message,) = watchdog.look(0.0)
+    (message,) = watchdog.check(0.0)
     assert message.startswith(
         f"no prompt is admitted: row {world.run.prompts.index(0)} of {train} is not what it was"
     )
     assert other.lease(8) == []
-    assert watchdog.look(1.0) == []
+    assert watchdog.check(1.0) == []
     train.write_bytes(rows)
     assert [lease.group_id for lease in worker.lease(8)] == [0, 1, 2, 3]
-    assert watchdog.look(2.0) == ["prompts are read again"]
+    assert watchdog.check(2.0) == ["prompts are read again"]
     prompts = [json.loads(row["prompt_json"]) for row in world.ledger.db.execute("SELECT * FROM prompts")]
     assert prompts == [world.run.prompts.draw(cursor)[0] for cursor in range(4)], "none was left out"
 

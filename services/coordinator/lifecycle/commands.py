@@ -1,0 +1,82 @@
+"""Commands of a person on runs: cancel, pause, resume, drop groups."""
+
+from __future__ import annotations
+
+import time
+
+from paceline.errors import Conflict
+from services.coordinator.exchange.batches import dropping, session_faults
+from services.coordinator.ledger.ledger import ACTIVE_STATES
+from services.coordinator.lifecycle.context import RunContext
+from services.coordinator.lifecycle.run_states import RunStates, set_state
+from services.coordinator.lifecycle.worker_faults import Faults
+from services.coordinator.pool.assignments import Assignments
+from services.coordinator.sessions import starting_point
+
+
+class Commands:
+    """Handlers of the commands."""
+
+    def __init__(self, context: RunContext, states: RunStates, faults: Faults, assignments: Assignments):
+        self._context, self._states, self._faults, self._assignments = context, states, faults, assignments
+        self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
+
+    async def cancel(self, run_id: str) -> None:
+        """End a run, also one that has failed and may be resumed. Raises NotFound; Conflict when it has ended."""
+        row = self._ledger.run(run_id)
+        if row["state"] not in ("queued", "failed", *ACTIVE_STATES):
+            raise Conflict(f"run {run_id} has {row['state']} already")
+        await self._states.end(run_id, "cancelled", "cancelled by request")
+
+    async def pause(self, run_id: str) -> None:
+        """Pause a run until a person resumes it. Raises NotFound, Conflict."""
+        async with self._context.lock:
+            row = self._ledger.run(run_id)
+            if row["state"] != "running" and self._delays.retried != run_id:
+                raise Conflict(f"run {run_id} is {row['state']}, not running")
+            with self._ledger.transaction():
+                set_state(self._ledger, run_id, "paused")
+            self._delays.retried = ""
+        self._context.server.wake("lease", "batch")
+        await self._context.watchers.notify()
+
+    async def resume(self, run_id: str) -> None:
+        """Go on with a run that is paused, or queue a run that has failed. Raises NotFound, Conflict."""
+        async with self._context.lock:
+            row = self._ledger.run(run_id)
+            if row["state"] not in ("paused", "failed"):
+                raise Conflict(f"run {run_id} is {row['state']}, neither paused nor failed")
+            goes_on = row["state"] == "paused" and run_id not in self._delays.passed_over
+            with self._ledger.transaction():
+                set_state(self._ledger, run_id, "running" if goes_on else "queued")
+                self._ledger.update_run(run_id, dropped_in_a_row=0)
+                session_faults.forget(self._exchange, run_id)
+                starting_point.clear_marks(self._ledger, run_id)  # a person may have put them back
+            self._delays.passed_over.discard(run_id)
+            self._delays.start_again_s = 0.0
+            if self._delays.retried == run_id:
+                self._delays.retried = ""
+        if self._exchange.active is None or self._exchange.active.run_id == run_id:
+            self._faults.clear()  # the person has not seen the faults of another run
+        self._context.server.wake("lease", "batch")
+        if self._exchange.active is not None:
+            await self._assignments.assign_all()
+        await self._context.watchers.notify()
+
+    async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
+        """Take groups out of the batch that is fixed and not trained; the learner then begins a new session. Raises NotFound,
+        Conflict, InvalidInput.
+        """
+        async with self._context.lock:
+            row, run = self._ledger.run(run_id), self._exchange.active
+            if row["state"] != "paused" or run is None or run.run_id != run_id:
+                raise Conflict(
+                    f"run {run_id} is {row['state']}; groups are dropped only while it is paused (`paceline pause`)"
+                )
+            with self._ledger.transaction():
+                dropping.drop(self._exchange, run, group_ids, time.monotonic())
+                notices = self._exchange.take_notices()
+                self._context.run_log.write_down(notices)
+        self._assignments.end_session()
+        self._context.server.wake("lease", "batch")
+        await self._context.watchers.notify()

@@ -1,0 +1,40 @@
+"""Parts of the coordinator that everything which changes a run's state needs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from services.coordinator.exchange.state import Exchange
+from services.coordinator.exchange.transport.server import ExchangeServer
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.lifecycle.watchers import Watchers
+from services.coordinator.reporting.run_log import RunLog
+
+
+@dataclass
+class Delays:
+    """Reasons why a run does not train now. `RunStates`, `RunStarter` and `Commands` change them."""
+
+    retried: str = ""
+    """Id of the run that is paused and retried automatically."""
+    passed_over: set[str] = field(default_factory=set)
+    """Runs whose spec this version cannot read, while there are others."""
+    start_again_s: float = 0.0
+    """When the next attempt to start the run that is due may be made, by the monotonic clock."""
+    waits_for: str = ""
+    """Why workers have to connect later: the run that they may be working on has not been opened yet."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Ledger, exchange and reports of one coordinator's runs."""
+
+    ledger: Ledger
+    exchange: Exchange
+    lock: asyncio.Lock
+    """Serialises transactions with the exchange's."""
+    run_log: RunLog
+    server: ExchangeServer
+    watchers: Watchers
+    delays: Delays = field(default_factory=Delays)

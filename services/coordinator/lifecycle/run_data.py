@@ -1,0 +1,32 @@
+"""The data sets of a run: opened when it is submitted, to check them, and again when it starts."""
+
+from __future__ import annotations
+
+from paceline.data.examples import check_example
+from paceline.data.rows import PromptSource, open_prompts, open_rows
+from paceline.spec import RunSpec
+
+
+def open_data(spec: RunSpec) -> tuple[PromptSource | None, PromptSource | None]:
+    """Open training and validation prompts of a run. Data of examples are only checked, because the learner reads them.
+    Raises DataError."""
+    data = spec.data
+    if spec.examples is not None:
+        check = check_example(spec)
+        open_rows(data.train, data.train_split, check=check)
+        if spec.examples.validates and data.validation is not None:
+            open_rows(data.validation, data.validation_split, "data.validation", check)
+        return None, None
+    prompts = open_prompts(spec.data, spec.seed)
+    return prompts, open_prompts(spec.data, spec.seed, validation=True) if spec.data.validation else None
+
+
+def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | None) -> list[str]:
+    """Return a warning when the prompts are not those that the run began with. `before` is the fingerprint from then, empty
+    where none was recorded."""
+    if prompts is None or before in ("", prompts.fingerprint):
+        return []
+    return [
+        f"the data set {spec.data.train!r} is not what it was when the run began ({before}; now {prompts.fingerprint}): "
+        "further prompts are drawn from it as it is now"
+    ]

@@ -1,0 +1,118 @@
+"""The queue of runs: a submitted spec is checked, its data sets are opened once, then the run is queued in the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from paceline.errors import Busy, InvalidInput, SpecError
+from paceline.files import function_files
+from paceline.files.storage import Folder
+from paceline.spec import RunSpec
+from paceline.spec.reading import spec_to_yaml, submitted_spec
+from services.coordinator.exchange.uploads.group_checks import refuse_large_groups
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.restored_backup import free_name
+from services.coordinator.lifecycle.dataset_openings import Openings
+from services.coordinator.lifecycle.run_data import open_data
+from services.coordinator.lifecycle.watchers import Watchers
+
+MAX_SUBMISSION = 128
+MAX_TO_READ = 16
+"""Specs that are being read or wait for it; the time to read a spec is bounded."""
+
+log = logging.getLogger(__name__)
+
+
+class RunQueue:
+    """Submitted runs, each with a folder below `directory`. `lock` serialises transactions with the exchange's."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        directory: Path,
+        lock: asyncio.Lock,
+        watchers: Watchers,
+        functions_from: Sequence[Path] = (),
+    ):
+        self._ledger, self._directory, self._lock, self._watchers = ledger, directory, lock, watchers
+        self._functions_from = functions_from
+        self._reading = asyncio.Lock()
+        """Held while a thread reads a spec: the event loop gets its turn between two."""
+        self._to_read = 0
+        """Specs that are being read or wait for it."""
+        self._openings = Openings()
+
+    async def submit(self, spec_yaml: str, submission: str = "") -> str:
+        """Check a spec and its data sets, and queue a run; return its id, the same for the same `submission`.
+
+        Raises SpecError, DataError, Unreadable, Busy.
+        """
+        if len(submission) > MAX_SUBMISSION:
+            raise InvalidInput(
+                f"the name of a submission has {len(submission)} characters, not {MAX_SUBMISSION} at most"
+            )
+        spec, text = await self._read(spec_yaml)
+        refuse_large_groups(spec)
+        if why := function_files.refusal(spec, self._functions_from):
+            raise SpecError(why)
+        if submission and (run_id := self._ledger.run_of_submission(submission)) is not None:
+            return run_id
+        await self._openings.open(submission or uuid.uuid4().hex, partial(open_data, spec))
+        if spec.checkpointing.checkpoint_dir:
+            Folder(spec.checkpointing.checkpoint_dir)
+        async with self._lock:
+            run_id = self._ledger.run_of_submission(submission) if submission else None
+            if run_id is not None:
+                return run_id
+            run_id = self._add_run(spec, text, submission)
+        log.info("run %s is queued", run_id)
+        await self._watchers.notify()
+        return run_id
+
+    async def _read(self, spec_yaml: str) -> tuple[RunSpec, str]:
+        """Read a submitted spec and its resolved text on a thread. Raises SpecError, Busy."""
+        if self._to_read == MAX_TO_READ:
+            raise Busy(f"{self._to_read} specs are being read; submit again later")
+        self._to_read += 1
+        try:
+            async with self._reading:
+                return await asyncio.to_thread(_read_submitted, spec_yaml)
+        finally:
+            self._to_read -= 1
+
+    def _add_run(self, spec: RunSpec, text: str, submission: str) -> str:
+        with self._ledger.transaction():
+            run_id = f"{spec.name}-{self._ledger.num_runs() + 1}"
+            directory = self._directory / run_id
+            self._ledger.add_run(run_id, text, str(directory), spec.max_num_steps, spec.warnings)
+            queued = {"state": "queued"} | ({"submission": submission} if submission else {})
+            self._ledger.add_event(run_id, "state", queued)
+            for warning in spec.warnings:
+                self._ledger.add_event(run_id, "warning", {"message": warning})
+        self._make_run_directory(directory, text)
+        return run_id
+
+    def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
+        """Make the run's folder, with its spec and links to what all runs share. A folder of that name that exists is set
+        aside: this ledger does not know its run."""
+        if directory.exists() and any(directory.iterdir()):
+            set_aside = free_name(directory.with_name(f"{directory.name}.set-aside"))
+            directory.rename(set_aside)
+            log.warning("%s is of a run that this ledger does not know; it is %s now", directory, set_aside)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "spec.yaml").write_text(spec_yaml)
+        for shared in (self._ledger.path, self._directory / "logs"):
+            link = directory / shared.name
+            if shared.exists() and not link.is_symlink():
+                link.symlink_to(Path("..") / shared.name)
+
+
+def _read_submitted(spec_yaml: str) -> tuple[RunSpec, str]:
+    """Return a spec and its resolved text. Raises SpecError."""
+    spec = submitted_spec(spec_yaml)
+    return spec, spec_to_yaml(spec)

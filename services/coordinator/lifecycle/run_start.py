@@ -1,0 +1,139 @@
+"""The start of a run: the active run after a restart, else the queued run that is due, becomes the exchange's run.
+
+A run that cannot be started now is retried after a growing pause. A run whose spec this version cannot read lets other runs go
+first. A run fails here only by the fault of its data, and only before its first step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sqlite3
+import time
+
+from paceline.backoff import ExponentialBackoff
+from paceline.errors import DataError, PacelineError, SpecError
+from paceline.spec.reading import spec_of_run, spec_to_yaml
+from services.coordinator.exchange import evaluation
+from services.coordinator.exchange.state import ActiveRun
+from services.coordinator.exchange.uploads.prompt_check import PromptCheck
+from services.coordinator.ledger.ledger import ACTIVE_STATES
+from services.coordinator.lifecycle.context import RunContext
+from services.coordinator.lifecycle.run_data import changed_data_warnings, open_data
+from services.coordinator.lifecycle.run_states import RunStates, set_state
+from services.coordinator.lifecycle.worker_faults import RETRIED, Faults
+from services.coordinator.pool.pool import Pool
+
+log = logging.getLogger(__name__)
+
+
+class RunStarter:
+    """Starts runs in the order of the queue, one at a time."""
+
+    def __init__(
+        self, context: RunContext, states: RunStates, faults: Faults, pool: Pool, prompts: PromptCheck
+    ):
+        self._context, self._states, self._faults, self._pool = context, states, faults, pool
+        self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
+        self._prompts = prompts
+        self._backoff = ExponentialBackoff()
+
+    async def start_next(self) -> None:
+        """Start the run that is due, if none is active and the pause after the last attempt is over."""
+        if self._exchange.active is not None or time.monotonic() < self._delays.start_again_s:
+            return
+        row = self._ledger.due_run(self._delays.passed_over) or self._ledger.due_run()
+        if row is None:
+            return
+        run_id = row["run_id"]
+        try:
+            spec, warnings = await asyncio.to_thread(spec_of_run, run_id, row["spec_yaml"])
+        except SpecError as error:
+            await self._pass_over(row, error)
+            return
+        try:
+            prompts, validation = await asyncio.to_thread(open_data, spec)
+            directory = self._ledger.run_directory(run_id)
+            self._context.run_log.open(run_id, directory, tensorboard=spec.logger.tensorboard)
+        except (PacelineError, OSError) as error:
+            await self._postpone(row, error)
+            return
+        self._backoff.reset()
+        worker_yaml = spec_to_yaml(spec) if warnings else row["spec_yaml"]
+        warnings += changed_data_warnings(self._ledger.data_fingerprint(run_id), spec, prompts)
+        run = ActiveRun(run_id, spec, prompts, validation, worker_yaml)
+        if await self._activate(run, warnings):
+            await self._announce(run)
+
+    async def _activate(self, run: ActiveRun, warnings: list[str]) -> bool:
+        """Make a run the active run; return False if it was cancelled while its data were opened."""
+        async with self._context.lock:
+            row = self._ledger.run(run.run_id)
+            if row["state"] not in ("queued", *ACTIVE_STATES):
+                self._context.run_log.close()
+                return False
+            with self._ledger.transaction():
+                if row["state"] == "queued" or (
+                    row["state"] == "paused" and self._ledger.is_retried(run.run_id)
+                ):
+                    fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
+                    set_state(self._ledger, run.run_id, "running", data=fingerprint)
+                self._delays.retried = ""
+                for warning in warnings:
+                    self._ledger.add_event(run.run_id, "warning", {"message": warning})
+                self._exchange.active = run
+                self._exchange.places_changed()
+                if run.validation is not None and run.spec.grpo.val_at_start:
+                    evaluation.begin(self._exchange, run, 0)
+        return True
+
+    async def _announce(self, run: ActiveRun) -> None:
+        """Give the new active run to the workers."""
+        self._faults.clear()
+        if self._delays.waits_for:
+            self._delays.waits_for = ""
+            self._pool.members.excuse_silence(math.inf, time.monotonic())
+            self._pool.expect_holders()
+        if run.prompts is not None:
+            self._prompts.begin(run.run_id, run.spec)
+        next_step = self._ledger.run(run.run_id)["next_step"]
+        log.info("run %s starts at step %d of %d", run.run_id, next_step, run.spec.max_num_steps)
+        await self._pool.assignments.assign_all()
+        await self._context.watchers.notify()
+
+    async def _pass_over(self, row: sqlite3.Row, error: SpecError) -> None:
+        """Pause the run that is due because this version cannot read its spec; the next run goes first.
+
+        The run keeps its open groups. If it is the only run, it is postponed, and its workers keep their leases.
+        """
+        run_id = row["run_id"]
+        if self._ledger.due_run({*self._delays.passed_over, run_id}) is None:
+            await self._postpone(row, error)
+            return
+        message = f"{error}. Other runs go first"
+        async with self._context.lock:
+            row = self._ledger.run(run_id)
+            if row["state"] not in ("queued", *ACTIVE_STATES):
+                return
+            by_a_person = row["state"] == "paused" and not self._ledger.is_retried(run_id)
+            with self._ledger.transaction():
+                self._exchange.set_aside(run_id)
+                set_state(self._ledger, run_id, "paused", message, retried=not by_a_person)
+            self._delays.passed_over.add(run_id)
+            if self._delays.retried == run_id:
+                self._delays.retried = ""
+        log.warning("run %s is passed over: %s", run_id, message)
+        await self._context.watchers.notify()
+
+    async def _postpone(self, row: sqlite3.Row, error: Exception) -> None:
+        """Retry later to start the run that is due; fail it where only another spec would help."""
+        run_id = row["run_id"]
+        if isinstance(error, DataError) and row["next_step"] == 0 and row["session"] == 0:
+            await self._states.fail(run_id, str(error))
+            return
+        self._delays.start_again_s = time.monotonic() + self._backoff.next_s()
+        if row["session"]:
+            # Workers that connect now would hear that their run is not active, and would drop their groups.
+            self._delays.waits_for = f"run {run_id} cannot be started yet: {error}"
+        await self._states.pause_on_fault(run_id, f"{error}. {RETRIED}", retried=True)

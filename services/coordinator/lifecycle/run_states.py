@@ -1,0 +1,96 @@
+"""State changes of a run that the coordinator decides: pause on a fault, go on, fail, end.
+
+A run that is paused on a fault is retried automatically where waiting may help; a pause by a person ends by a person alone
+(`services/coordinator/lifecycle/commands.py`). A failed run keeps its open groups, because `resume` queues it again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
+from services.coordinator.lifecycle.context import RunContext
+from services.coordinator.pool.assignments import Assignments
+from services.coordinator.text_limits import one_line
+
+log = logging.getLogger(__name__)
+
+
+def set_state(ledger: Ledger, run_id: str, state: str, message: str = "", **facts: bool | str) -> None:
+    """Change state and message of a run and add the event about it. Inside a transaction."""
+    ledger.update_run(run_id, state=state, message=message)
+    content = {"state": state} | ({"message": message} if message else {})
+    ledger.add_event(run_id, "state", content | {name: fact for name, fact in facts.items() if fact})
+
+
+class RunStates:
+    """The states of one coordinator's runs."""
+
+    def __init__(self, context: RunContext, assignments: Assignments):
+        self._context, self._assignments = context, assignments
+        self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
+
+    async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
+        """Pause a run that cannot go on; nothing is lost. A person resumes it, unless it is `retried` automatically.
+
+        A pause by a person stays one. Does nothing where the run is paused with the same message already.
+        """
+        async with self._context.lock:
+            row = self._ledger.run(run_id)
+            retrying = self._delays.retried == run_id
+            if row["state"] not in ("queued", "running") and not (row["state"] == "paused" and retrying):
+                return
+            if retrying and retried and row["message"] == message:
+                return
+            with self._ledger.transaction():
+                set_state(self._ledger, run_id, "paused", message, retried=retried)
+            self._delays.retried = run_id if retried else ""
+        log.warning("run %s is paused: %s", run_id, one_line(message))
+        self._context.server.wake("lease", "batch")
+        await self._context.watchers.notify()
+
+    async def continue_run(self, run_id: str) -> None:
+        """Go on with a run whose fault is over, unless a person has paused it."""
+        async with self._context.lock:
+            if self._delays.retried != run_id or self._ledger.run(run_id)["state"] != "paused":
+                return
+            with self._ledger.transaction():
+                set_state(self._ledger, run_id, "running")
+            self._delays.retried = ""
+        log.info("run %s goes on", run_id)
+        self._context.server.wake("lease", "batch")
+        await self._context.watchers.notify()
+
+    async def fail(self, run_id: str, message: str) -> None:
+        """Fail a run that cannot go on with its spec. Its open groups stay open for `resume`; the next run may start."""
+        await self._leave(run_id, "failed", message)
+
+    async def end(self, run_id: str, state: str, message: str) -> None:
+        """End a run in `state`, for good; the workers become idle and the next run may start."""
+        await self._leave(run_id, state, message)
+
+    async def _leave(self, run_id: str, state: str, message: str) -> None:
+        async with self._context.lock:
+            before = self._ledger.run(run_id)["state"]
+            if before not in ("queued", *ACTIVE_STATES) and (before, state) != ("failed", "cancelled"):
+                return
+            run = self._exchange.active
+            active = run is not None and run.run_id == run_id
+            with self._ledger.transaction():
+                if state == "failed":
+                    self._exchange.set_aside(run_id)
+                else:
+                    self._exchange.end_run(run_id)
+                self._ledger.update_run(run_id, state=state, message=message)
+                self._ledger.add_event(run_id, "state", {"state": state, "message": message})
+        level = logging.INFO if state == "succeeded" else logging.WARNING
+        log.log(level, "run %s %s %s", run_id, state, one_line(message))
+        if active:
+            self._context.run_log.close(self._context.run_log.summary(run_id))
+            self._assignments.unassign_all(f"run {run_id} {state}")
+            self._context.server.wake("lease", "task", "batch")
+        if self._delays.retried == run_id:
+            self._delays.retried, self._delays.start_again_s = "", 0.0
+        if not active and before in ACTIVE_STATES:
+            self._delays.waits_for = ""
+        await self._context.watchers.notify()

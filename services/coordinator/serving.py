@@ -1,0 +1,131 @@
+"""The coordinator as a service: open the ledger, wire the servers, serve until told to stop, end in order.
+
+At the stop the coordinator first waits for workers that stop too, then ends all calls, then its loops; the ledger is closed last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from paceline.files.names import LEDGER_NAME
+from paceline.token import TOKEN_NAME, make_token, token_path
+from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.common.grpc_server import STOP_GRACE_S, GrpcServer
+from services.common.processes.file_limit import Capacity
+from services.common.processes.ready_file import announce
+from services.common.token_guard import TokenGuard
+from services.common.zmq_keepalive import in_brackets
+from services.coordinator.disk_space import wait_for_space
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
+from services.coordinator.lifecycle.coordinator import Coordinator
+from services.coordinator.members.registry import Members
+from services.coordinator.servicers import RunServicer, WorkerServicer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CoordinatorService:
+    """One coordinator with the options of its command."""
+
+    directory: Path
+    host: str
+    port: int
+    exchange_port: int
+    exchange_endpoint: str
+    timeout_s: float
+    """Seconds after which a silent worker is expired."""
+    grace_s: float
+    """Seconds to wait, at the stop, for workers that stop too."""
+    min_free_bytes: int
+    functions_from: Sequence[Path]
+    ready_file: Path | None
+    capacity: Capacity
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
+        await wait_for_space(self.directory, stop)
+        ledger = Ledger(self.directory / LEDGER_NAME)
+        server = GrpcServer(self.host, self.port, self._token_guard(), self.capacity.max_connections)
+        coordinator = Coordinator(
+            ledger,
+            self.directory,
+            Members(self.timeout_s),
+            self.host,
+            self.exchange_port,
+            self.min_free_bytes,
+            self.functions_from,
+        )
+        endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
+        self._add_servicers(server, coordinator, self.exchange_endpoint or endpoint)
+        await coordinator.recover()
+        await server.start()
+        coordinator.pool.expect_holders()
+        try:
+            announce(self.ready_file, f"{self.host}:{server.port}")
+            log.info(
+                "listening on %s:%d, exchange on %s, ledger %s (term %d)",
+                self.host,
+                server.port,
+                endpoint,
+                ledger.path,
+                ledger.term,
+            )
+            await self._run_until(stop, server, coordinator)
+        finally:
+            await _end_calls(server, coordinator)  # again, because a loop that fails skips the first call
+        coordinator.close()
+        ledger.close()
+
+    def _token_guard(self) -> TokenGuard:
+        token_file = token_path(self.directory / TOKEN_NAME)
+        token = make_token(token_file)
+        if token_file.stat().st_mode & 0o077:
+            log.warning("others on this host can read the token in %s; chmod 600 it", token_file)
+        return TokenGuard(lambda: token, token_file)
+
+    def _add_servicers(self, server: GrpcServer, coordinator: Coordinator, exchange_endpoint: str) -> None:
+        server.add(
+            RunServicer(coordinator),
+            run_pb2_grpc.add_RunServiceServicer_to_server,
+            _name(run_pb2, "RunService"),
+        )
+        server.add(
+            WorkerServicer(coordinator, exchange_endpoint, self.capacity),
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
+            _name(worker_pb2, "WorkerService"),
+        )
+
+    async def _run_until(self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator) -> None:
+        """Run the coordinator's loops until `stop` is set and the workers that stop too have left."""
+        with contextlib.suppress(asyncio.CancelledError):
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(coordinator.server.serve()),
+                    tasks.create_task(coordinator.run_forever()),
+                    tasks.create_task(WalCheckpointer(coordinator.ledger, coordinator.lock).run()),
+                ]
+                await stop.wait()
+                await coordinator.wait_for_leavers(self.grace_s)
+                await _end_calls(server, coordinator)
+                for loop in loops:
+                    loop.cancel()
+
+
+async def _end_calls(server: GrpcServer, coordinator: Coordinator) -> None:
+    """End the calls under way and accept no further calls; a second call does nothing."""
+    stopped = asyncio.create_task(server.stop(STOP_GRACE_S))
+    await asyncio.sleep(0)  # the server refuses new calls from here on, so that no worker comes back at once
+    await coordinator.end_streams()
+    await stopped
+
+
+def _name(module: ModuleType, service: str) -> str:
+    return str(module.DESCRIPTOR.services_by_name[service].full_name)

@@ -1,0 +1,64 @@
+"""The queue of runs: how many specs are read at once, and one opening of the data sets for each submission."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import grpc
+import pytest
+from control_plane import DEADLINE_S, Plane, refusal
+from exchange_drivers import make_spec
+
+from paceline.spec.reading import spec_to_yaml
+from protos.paceline.v1 import run_pb2
+from services.coordinator.lifecycle import run_queue
+
+PATIENCE_S = 30.0
+
+
+async def test_specs_beyond_those_that_are_being_read_are_turned_away(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_queue, "MAX_TO_READ", 1)
+    async with plane.coordinator.queue._reading:  # somebody's spec takes its time
+        first = asyncio.create_task(plane.submit())
+        async with asyncio.timeout(DEADLINE_S):
+            while not plane.coordinator.queue._to_read:  # noqa: ASYNC110 - a request on its way has no event
+                await asyncio.sleep(0.01)
+        code, details = await refusal(plane.submit())
+        assert code.name == "RESOURCE_EXHAUSTED"
+        assert "1 specs are being read" in details
+    assert (await first).run_id == "test-1"
+
+
+async def test_a_client_that_asks_again_joins_the_opening_that_is_under_way(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, go = threading.Semaphore(0), threading.Event()
+    calls = 0
+
+    def slowly(spec: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        opened.release()
+        assert go.wait(PATIENCE_S)
+        return None, None
+
+    monkeypatch.setattr(run_queue, "open_data", slowly)
+    text = spec_to_yaml(make_spec(plane.directory))
+    request = run_pb2.SubmitRequest(spec_yaml=text, submission="one")
+    first = plane.runs.Submit(request, timeout=0.5)
+    assert await asyncio.to_thread(opened.acquire, True, PATIENCE_S)
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await first
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    second = asyncio.ensure_future(plane.runs.Submit(request))
+    await asyncio.sleep(0)
+    go.set()
+    run = (await asyncio.wait_for(second, PATIENCE_S)).run
+    assert calls == 1
+    again = (await plane.runs.Submit(request)).run
+    assert again.run_id == run.run_id
+    assert calls == 1, "a run that is queued is not opened again"
