@@ -1,4 +1,4 @@
-"""Advantages over the whole batch, M2PO's limit and the entropy's gradient against numbers worked out by hand."""
+"""Advantages of a whole batch against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from learner.advantages.whole_batch import (
     clip_advantages,
     whitened_token_advantages,
 )
-from learner.model.logprobs import chunked_logprobs
-from learner.objectives.corrections import m2_limit_of
 from paceline.spec import RunSpec
 
 NAN = math.nan
@@ -119,26 +117,6 @@ def test_no_contrast_in_the_batch_is_no_advantage() -> None:
     assert batch_advantages(scored([7, 7], [3, 3]), spec_with("gdpo")).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("values", "threshold", "limit"),
-    [
-        ([0.01, 0.02, 0.03], 0.04, math.inf),
-        ([0.01, 0.02, 0.09, 4.0], 0.04, 0.09),  # mean of the first three is 0.04
-        ([0.01, 0.02, 0.09, 4.0], 0.039, 0.02),
-        ([0.5, 0.5, 0.01], 0.04, 0.01),  # equal values go together
-        ([0.5, 0.7], 0.04, None),  # nothing may stay
-        ([], 0.04, math.inf),
-    ],
-)
-def test_m2po_limit(values: list[float], threshold: float, limit: float | None) -> None:
-    got = m2_limit_of(torch.tensor(values), threshold + 1e-9, lambda sums: sums)
-    kept = [value for value in torch.tensor(values).tolist() if value <= got]
-    expected = (
-        [] if limit is None else [value for value in torch.tensor(values).tolist() if value <= limit + 1e-8]
-    )
-    assert kept == expected
-
-
 def test_advantages_are_clipped_on_both_sides() -> None:
     spec = make_spec("nowhere", grpo={"advantage_clip_low": -0.5, "advantage_clip_high": 1.0})  # type: ignore[arg-type]
     np.testing.assert_array_equal(clip_advantages(np.array([-2, -0.1, 3.0]), spec), [-0.5, -0.1, 1.0])
@@ -150,25 +128,3 @@ def test_a_groups_preset_reads_that_group_alone(preset: str) -> None:
     got_S = batch_advantages(scored([7, 7, 7, 7, 9, 9], rewards), spec_with(preset))
     expected = [advantages(np.array(rewards[part]), group_preset(preset)) for part in (slice(4), slice(4, 6))]
     np.testing.assert_array_equal(got_S, np.concatenate(expected))
-
-
-@pytest.mark.parametrize("chunk_tokens", [2, 100])
-def test_gradient_of_the_entropy(chunk_tokens: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden_NH = torch.randn(5, 4, generator=generator, requires_grad=True)
-    weight_VH = torch.randn(7, 4, generator=generator, requires_grad=True)
-    targets_N = torch.tensor([0, 3, 6, 2, 2])
-    weights_N = torch.linspace(-1, 2, 5)
-    logp_NV = (hidden_NH @ weight_VH.T / 0.7).log_softmax(-1)
-    chosen_N = logp_NV.gather(-1, targets_N[:, None])[:, 0]
-    expected = chosen_N.sum() + (weights_N * -(logp_NV.exp() * logp_NV).sum(-1)).sum()
-    logprobs_N, entropy_N = chunked_logprobs(
-        hidden_NH, weight_VH, targets_N, temperature=0.7, chunk_tokens=chunk_tokens, entropy_gradient=True
-    )
-    got = logprobs_N.sum() + (weights_N * entropy_N).sum()
-    for a, b in zip(
-        torch.autograd.grad(got, (hidden_NH, weight_VH)),
-        torch.autograd.grad(expected, (hidden_NH, weight_VH)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

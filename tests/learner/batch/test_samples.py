@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +82,21 @@ def test_what_cannot_be_trained_is_refused() -> None:
         TrainingSample(4, ids(), ids(1))
     with pytest.raises(InvalidInput, match="behaviour_logprobs_T has 1 values for 2"):
         TrainingSample(4, ids(1), ids(1, 2), np.zeros(1, np.float32))
+
+
+def test_groups_without_the_pools_answers_are_refused() -> None:
+    spec = make_spec(
+        Path("anywhere"),
+        "distillation",
+        sections={"distillation": {"teacher_model_name": "t", "teacher_pool": "reward"}},
+    )
+    tokens = np.array([3, 4], np.int32)
+    sampled = Completion(tokens, np.full(2, -1, np.float32), (VersionSpan(1, 0, 0, 2),), "stop")
+    scored = Group(9, tokens, (sampled,), rewards_CF=np.ones((1, 1), np.float32))
+    with pytest.raises(InvalidInput, match="group 9 has no log-probabilities of the reference"):
+        sequences_from_groups([scored], spec)
+    with_reference = replace(sampled, reference_logprobs=np.array([-0.5, -2], np.float32))
+    (sequence,) = sequences_from_groups([replace(scored, completions=(with_reference,))], spec)
+    row = pack_row([sequence], torch.device("cpu"))
+    assert row.reference_N is not None
+    assert row.reference_N.tolist() == [-0.5, -2]

@@ -82,3 +82,25 @@ def test_without_entropy_the_log_probabilities_are_the_same(inputs: tuple[Tensor
     without_N, zeros_N = chunked_logprobs(*inputs, temperature=1.0, chunk_tokens=5, with_entropy=False)
     assert torch.equal(with_N, without_N)
     assert zeros_N.abs().sum() == 0
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 100])
+def test_gradient_of_the_entropy(chunk_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(5, 4, generator=generator, requires_grad=True)
+    weight_VH = torch.randn(7, 4, generator=generator, requires_grad=True)
+    targets_N = torch.tensor([0, 3, 6, 2, 2])
+    weights_N = torch.linspace(-1, 2, 5)
+    logp_NV = (hidden_NH @ weight_VH.T / 0.7).log_softmax(-1)
+    chosen_N = logp_NV.gather(-1, targets_N[:, None])[:, 0]
+    expected = chosen_N.sum() + (weights_N * -(logp_NV.exp() * logp_NV).sum(-1)).sum()
+    logprobs_N, entropy_N = chunked_logprobs(
+        hidden_NH, weight_VH, targets_N, temperature=0.7, chunk_tokens=chunk_tokens, entropy_gradient=True
+    )
+    got = logprobs_N.sum() + (weights_N * entropy_N).sum()
+    for a, b in zip(
+        torch.autograd.grad(got, (hidden_NH, weight_VH)),
+        torch.autograd.grad(expected, (hidden_NH, weight_VH)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

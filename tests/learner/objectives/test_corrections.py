@@ -27,6 +27,7 @@ from ragged_batch import (
 )
 
 from learner.objectives.base import Denominators, TokenArrays
+from learner.objectives.corrections import m2_limit_of
 from learner.objectives.policy import policy_loss
 from paceline.spec import LossSection
 from paceline.spec.presets import PresetName
@@ -240,3 +241,23 @@ def test_shares_of_micro_batches_add_up(name: str, dtype: torch.dtype) -> None:
     assert {name: float(parts[0].sums[name] + parts[1].sums[name]) for name in whole.sums} == pytest.approx(
         {name: float(value) for name, value in whole.sums.items()}, rel=1e-5, abs=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "threshold", "limit"),
+    [
+        ([0.01, 0.02, 0.03], 0.04, math.inf),
+        ([0.01, 0.02, 0.09, 4.0], 0.04, 0.09),  # mean of the first three is 0.04
+        ([0.01, 0.02, 0.09, 4.0], 0.039, 0.02),
+        ([0.5, 0.5, 0.01], 0.04, 0.01),  # equal values go together
+        ([0.5, 0.7], 0.04, None),  # nothing may stay
+        ([], 0.04, math.inf),
+    ],
+)
+def test_m2po_limit(values: list[float], threshold: float, limit: float | None) -> None:
+    got = m2_limit_of(torch.tensor(values), threshold + 1e-9, lambda sums: sums)
+    kept = [value for value in torch.tensor(values).tolist() if value <= got]
+    expected = (
+        [] if limit is None else [value for value in torch.tensor(values).tolist() if value <= limit + 1e-8]
+    )
+    assert kept == expected

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from learner.batch.samples import TrainingSample, pack_row
 from learner.objectives.base import Denominators, TokenArrays, metrics_from_sums
 from learner.objectives.policy import kl_to_reference, policy_loss
-from learner.objectives.reduction import token_weights
-from learner.objectives.sft import sft_loss
 from paceline.spec import LossSection
 
 ONE_TOKEN = Denominators(tokens=1, sequences=1, max_completion_tokens=4, micro_batches=1)
@@ -108,63 +104,6 @@ def test_expected_gradient_of_k2_and_k3_is_that_of_the_reverse_kl() -> None:
         torch.testing.assert_close(got_V, expected_V)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "weights"),
-    [
-        # Two sequences, of 1 and 3 tokens, in a batch of 5 sequences and 10 tokens; completions up to 8.
-        ("grpo", [1 / 5, 1 / 15, 1 / 15, 1 / 15]),
-        ("dapo", [1 / 10] * 4),
-        ("dr_grpo", [1 / 40] * 4),
-        ("bnpo", [1 / 8] * 4),  # 4 tokens here, 2 micro-batches
-    ],
-)
-def test_reductions(reduction: str, weights: list[float]) -> None:
-    counts = Denominators(tokens=10, sequences=5, max_completion_tokens=8, micro_batches=2)
-    got_N = token_weights(torch.tensor([1.0, 3, 3, 3]), counts, reduction)
-    torch.testing.assert_close(got_N, torch.tensor(weights))
-
-
-def test_supervised_loss_is_the_mean_over_the_batch() -> None:
-    current_N = logs(0.5, 0.25).requires_grad_()
-    tokens = TokenArrays(
-        current_N, torch.zeros(2), torch.full((2,), 2.0), torch.zeros(2, dtype=torch.int64), 1
-    )
-    counts = Denominators(tokens=4, sequences=2, max_completion_tokens=8, micro_batches=2)
-    result = sft_loss(tokens, counts)
-    (grad_N,) = torch.autograd.grad(result.loss, current_N)
-    assert result.loss.item() == pytest.approx(3 * math.log(2) / 4)
-    assert grad_N.tolist() == pytest.approx([-0.25, -0.25])
-
-
-def test_supervised_loss_of_ragged_sequences_with_tokens_that_do_not_train() -> None:
-    """Six of eight tokens train, of three sequences in two micro-batches; the fourth trains nothing."""
-    ids = [np.arange(n, dtype=np.int32) for n in (3, 2, 3, 0)]
-    masks = [np.array(m, bool) for m in ([1, 0, 1], [1, 1], [0, 1, 1], [])]
-    sequences = [
-        TrainingSample(i, np.array([7], np.int32), one, trained_T=mask)
-        for i, (one, mask) in enumerate(zip(ids, masks, strict=True))
-    ]
-    logprobs = [[-0.1, -40.0], [-0.3, -2.0], [-0.5, -0.6]]
-    counts = Denominators(tokens=6, sequences=4, max_completion_tokens=8, micro_batches=2)
-    total, slopes = 0.0, []
-    for places in ([0, 2], [1]):
-        row = pack_row([sequences[place] for place in places], torch.device("cpu"))
-        assert row.targets_N.tolist() == [int(t) for p in places for t in ids[p][masks[p]]]
-        current_N = torch.tensor([x for p in places for x in logprobs[p]], dtype=torch.float64)
-        tokens = TokenArrays(
-            current_N.requires_grad_(),
-            torch.zeros(len(current_N)),
-            row.lengths_N.double(),
-            row.sequence_N,
-            len(places),
-        )
-        loss = sft_loss(tokens, counts).loss
-        slopes += torch.autograd.grad(loss, current_N)[0].tolist()
-        total += loss.item()
-    assert total == pytest.approx(43.5 / 6, rel=1e-9)
-    assert slopes == pytest.approx([-1 / 6] * 6, rel=1e-9)
-
-
 def test_metrics_by_hand() -> None:
     # π/μ = 2, 1 in the first sequence and 1/2 in the second.
     tokens = TokenArrays(
@@ -194,10 +133,6 @@ def test_metrics_by_hand() -> None:
         abs=1e-6,
     )
     assert result.sums["loss"].item() == pytest.approx(-(1.5 + 1 + 0.5) / 3)
-
-
-def test_metrics_of_nothing_are_nothing() -> None:
-    assert metrics_from_sums({"tokens": 0.0, "entropy": 0.0}) == {}
 
 
 def test_a_sampler_that_calls_its_token_impossible_is_truncated() -> None:
