@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from learner.batch.samples import TrainingSample, Verdict
+from learner.batch.samples import PreferenceLabel, TrainingSample
 from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
@@ -22,24 +22,28 @@ class ExampleEncoder:
         self._limit = spec.policy.max_total_sequence_length
 
     def completion(
-        self, number: int, prompt: Any, completion: Any, verdict: Verdict | None = None
+        self, number: int, prompt: Any, completion: Any, label: PreferenceLabel | None = None
     ) -> TrainingSample:
         """The completion after its prompt; all of its tokens train."""
         prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, self._template)
         self._check_length(np.concatenate((prompt_ids, ids)))
-        return TrainingSample(number, prompt_ids, ids, verdict=verdict)
+        return TrainingSample(number, prompt_ids, ids, label=label)
 
-    def cut_completion(self, number: int, prompt: Any, completion: Any, verdict: Verdict) -> TrainingSample:
+    def cut_completion(
+        self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
+    ) -> TrainingSample:
         """The completion after the prompt, cut off where it would not fit."""
         prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, self._template)
         room = max(self._limit - len(prompt_ids), 0)
-        return TrainingSample(number, prompt_ids, ids[:room], verdict=verdict)
+        return TrainingSample(number, prompt_ids, ids[:room], label=label)
 
-    def scored_text(self, number: int, prompt: Any, completion: Any, verdict: Verdict) -> TrainingSample:
+    def scored_text(
+        self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
+    ) -> TrainingSample:
         """The whole text as a prompt with one place after it, where the model's answer is the score."""
         ids = encode_for_scoring(self._tokenizer, prompt, completion, self._template)
         self._check_length(ids)
-        return TrainingSample(number, ids, np.zeros(1, np.int32), verdict=verdict)
+        return TrainingSample(number, ids, np.zeros(1, np.int32), label=label)
 
     def conversation(self, number: int, messages: list[Any]) -> TrainingSample:
         """The whole conversation; the tokens of the assistant's messages train."""

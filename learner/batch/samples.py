@@ -23,7 +23,7 @@ from paceline.groups import FloatArray, Group, IntArray
 from paceline.spec import RunSpec
 
 
-class Verdict(NamedTuple):
+class PreferenceLabel(NamedTuple):
     """What a preference data set says of a completion. Sequences of one prompt share their group id."""
 
     good: bool
@@ -53,7 +53,7 @@ class TrainingSample:
     """[F] rewards as given, NaN for None: `learner.step.assign_advantages` computes advantages from them."""
     trained_T: np.ndarray | None = None
     """[T] bool: which completion tokens train; None is all. The others are read, and nothing more."""
-    verdict: Verdict | None = None
+    label: PreferenceLabel | None = None
     """What the data set says of the completion; None where it says nothing (`grpo`, `sft`)."""
     reference_logprobs_T: FloatArray | None = None
     """[T] log π_ref (of a teacher or of the policy as it was), where the reward pool has asked for it."""
@@ -145,7 +145,7 @@ class PackedBatch:
     """int64: step of the version that sampled the token; None for supervised data."""
     reference_N: Tensor | None = None
     """log π_ref where it came with the batch; None where it is asked in the step, or nobody needs it."""
-    verdicts_S: tuple[Verdict, ...] = ()
+    labels_S: tuple[PreferenceLabel, ...] = ()
     """What the data set says of each sequence; empty where it says nothing."""
 
 
@@ -188,7 +188,7 @@ def pack_row(sequences: Sequence[TrainingSample], device: torch.device) -> Packe
         reference_N=None
         if any(s.reference_logprobs_T is None for s in sequences)
         else floats(np.concatenate([_trained(s.reference_logprobs_T, s) for s in sequences])),
-        verdicts_S=tuple(s.verdict for s in sequences if s.verdict is not None),
+        labels_S=tuple(s.label for s in sequences if s.label is not None),
     )
 
 

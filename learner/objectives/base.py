@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from learner.batch.encoding import ExampleEncoder
 from learner.batch.examples import Row
-from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from learner.model.policy import load_policy
 from paceline.spec import PolicySection
 
@@ -139,10 +139,10 @@ class Objective(ABC):
         return metrics_from_sums(sums)
 
 
-def dummy_sample(verdict: Verdict | None = None) -> TrainingSample:
+def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
     """A completion of one token, as a data set has it."""
     zero = np.zeros(1, np.int32)
-    return TrainingSample(-1, zero, zero, verdict=verdict)
+    return TrainingSample(-1, zero, zero, label=label)
 
 
 def token_sums(tokens: TokenArrays) -> dict[str, Tensor]:

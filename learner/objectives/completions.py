@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from learner.objectives.base import LossResult, TokenArrays, dummy_sample
 
 
 def judged_dummies() -> list[TrainingSample]:
     """A good and a bad completion of one token, with the reference's answer."""
-    return [dummy_sample(Verdict(good, reference_logprob=0.0)) for good in (True, False)]
+    return [dummy_sample(PreferenceLabel(good, reference_logprob=0.0)) for good in (True, False)]
 
 
 def completion_sums(values_N: Tensor, tokens: TokenArrays) -> Tensor:
@@ -26,7 +26,7 @@ def completion_lengths(tokens: TokenArrays) -> Tensor:
 
 def reference_sums(tokens: TokenArrays, row: PackedBatch) -> Tensor:
     """[S] Σ_t log π_ref of each sequence: precomputed, or from the reference's answer."""
-    known = [verdict.reference_logprob for verdict in row.verdicts_S]
+    known = [label.reference_logprob for label in row.labels_S]
     if known and all(value is not None for value in known):
         return torch.tensor(known, dtype=torch.float32, device=row.targets_N.device)
     if tokens.reference_N is None:

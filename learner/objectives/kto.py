@@ -9,7 +9,7 @@ from torch import Tensor
 
 from learner.batch.encoding import ExampleEncoder
 from learner.batch.examples import Row
-from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, token_sums
 from learner.objectives.completions import (
     completion_result,
@@ -40,7 +40,11 @@ class Kto(Objective):
     ) -> list[TrainingSample]:
         prompt, completion, desirable = read_verdict(row, self._data)
         known = reference_S[0] if reference_S else None
-        return [encoder.completion(number, prompt, completion, Verdict(desirable, reference_logprob=known))]
+        return [
+            encoder.completion(
+                number, prompt, completion, PreferenceLabel(desirable, reference_logprob=known)
+            )
+        ]
 
     def mismatched_sample(
         self,
@@ -53,21 +57,21 @@ class Kto(Objective):
         prompt, _, desirable = read_verdict(row, self._data)
         completion = read_verdict(other, self._data).completion
         known = reference_S[0] if reference_S else None
-        verdict = Verdict(desirable, mismatched=True, reference_logprob=known)
-        return encoder.cut_completion(number, prompt, completion, verdict)
+        label = PreferenceLabel(desirable, mismatched=True, reference_logprob=known)
+        return encoder.cut_completion(number, prompt, completion, label)
 
     def dummy(self) -> list[TrainingSample]:
         return judged_dummies()
 
     def set_aside(self, batch: Sequence[TrainingSample]) -> tuple[list[TrainingSample], list[TrainingSample]]:
         """Mismatched completions are measured, the others train."""
-        measured = [s for s in batch if s.verdict is not None and s.verdict.mismatched]
-        return [s for s in batch if s.verdict is None or not s.verdict.mismatched], measured
+        measured = [s for s in batch if s.label is not None and s.label.mismatched]
+        return [s for s in batch if s.label is None or not s.label.mismatched], measured
 
     def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
         section = self._section
         log_ratios_S = completion_sums(tokens.current_N, tokens) - reference_sums(tokens, row)
-        good_S = torch.tensor([verdict.good for verdict in row.verdicts_S], device=log_ratios_S.device)
+        good_S = torch.tensor([label.good for label in row.labels_S], device=log_ratios_S.device)
         batch_kl = tokens.batch_kl or 0.0
         loss = kto_loss(
             log_ratios_S,
@@ -82,8 +86,8 @@ class Kto(Objective):
         right_S = (log_ratios_S.detach() > max(batch_kl, 0.0)) == good_S
         sums = {
             **token_sums(tokens),
-            "verdicts": torch.ones_like(rewards_S).sum(),
-            "verdicts_right": right_S.double().sum(),
+            "labels": torch.ones_like(rewards_S).sum(),
+            "labels_right": right_S.double().sum(),
             "good": good_S.double().sum(),
             "good_reward": rewards_S[good_S].sum(),
             "bad_reward": rewards_S[~good_S].sum(),
@@ -95,9 +99,9 @@ class Kto(Objective):
         mean reward, `chosen_reward`, `rejected_reward` these means."""
         metrics = super().metrics(sums, num_updates)
         metrics |= {"batch_kl": sums["batch_kl"]} if "batch_kl" in sums else {}
-        if sums["verdicts"]:
-            good, bad = sums["good"], sums["verdicts"] - sums["good"]
-            metrics["accuracy"] = sums["verdicts_right"] / sums["verdicts"]
+        if sums["labels"]:
+            good, bad = sums["good"], sums["labels"] - sums["good"]
+            metrics["accuracy"] = sums["labels_right"] / sums["labels"]
             metrics |= {"chosen_reward": sums["good_reward"] / good} if good else {}
             metrics |= {"rejected_reward": sums["bad_reward"] / bad} if bad else {}
             if good and bad:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learner.batch.encoding import ExampleEncoder
 from learner.batch.examples import Row
-from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from learner.objectives.base import Denominators, Objective
 from learner.objectives.completions import judged_dummies
 from paceline.data.examples import read_preference
@@ -40,18 +40,21 @@ class PairObjective(Objective):
         reference_S: Sequence[float] | None,
     ) -> list[TrainingSample]:
         prompt, chosen, rejected, margin = read_preference(row, self._data)
-        verdicts = [(chosen, Verdict(True, margin)), *((worse, Verdict(False)) for worse in rejected)]
-        sums: Sequence[float | None] = reference_S or [None] * len(verdicts)
+        labels = [
+            (chosen, PreferenceLabel(True, margin)),
+            *((worse, PreferenceLabel(False)) for worse in rejected),
+        ]
+        sums: Sequence[float | None] = reference_S or [None] * len(labels)
         return [
-            self.encode(encoder, number, prompt, completion, verdict._replace(reference_logprob=known))
-            for (completion, verdict), known in zip(verdicts, sums, strict=True)
+            self.encode(encoder, number, prompt, completion, label._replace(reference_logprob=known))
+            for (completion, label), known in zip(labels, sums, strict=True)
         ]
 
     def encode(
-        self, encoder: ExampleEncoder, number: int, prompt: Any, completion: Any, verdict: Verdict
+        self, encoder: ExampleEncoder, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
         """The sample of one completion."""
-        return encoder.completion(number, prompt, completion, verdict)
+        return encoder.completion(number, prompt, completion, label)
 
     def dummy(self) -> list[TrainingSample]:
         return judged_dummies()
@@ -89,8 +92,8 @@ def pairs_of(row: PackedBatch, num_prompts: int) -> Pairs:
     """Each rejected completion with the chosen one of its prompt. ValueError for a prompt that lacks either."""
     chosen: dict[int, int] = {}
     rejected: dict[int, list[int]] = {}
-    for place, (prompt, verdict) in enumerate(zip(row.group_ids_S, row.verdicts_S, strict=True)):
-        if verdict.good:
+    for place, (prompt, label) in enumerate(zip(row.group_ids_S, row.labels_S, strict=True)):
+        if label.good:
             chosen[prompt] = place
         else:
             rejected.setdefault(prompt, []).append(place)
@@ -109,7 +112,7 @@ def pairs_of(row: PackedBatch, num_prompts: int) -> Pairs:
         integers([chosen[prompt] for prompt, _ in places]),
         integers([place for _, place in places]),
         floats([1 / (num_prompts * len(rejected[prompt])) for prompt, _ in places]),
-        floats([row.verdicts_S[chosen[prompt]].margin for prompt, _ in places]),
+        floats([row.labels_S[chosen[prompt]].margin for prompt, _ in places]),
     )
 
 

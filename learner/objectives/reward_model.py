@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.batch.encoding import ExampleEncoder
-from learner.batch.samples import PackedBatch, TrainingSample, Verdict
+from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from learner.model.policy import load_reward_model
 from learner.objectives.base import Denominators, LossResult, TokenArrays
 from learner.objectives.completions import completion_result
@@ -30,10 +30,10 @@ class RewardModel(PairObjective):
         return load_reward_model(policy, device)
 
     def encode(
-        self, encoder: ExampleEncoder, number: int, prompt: Any, completion: Any, verdict: Verdict
+        self, encoder: ExampleEncoder, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
         """The whole text, with the score asked at its last token."""
-        return encoder.scored_text(number, prompt, completion, verdict)
+        return encoder.scored_text(number, prompt, completion, label)
 
     def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
         scores_S, pairs = tokens.current_N, pairs_of(row, counts.prompts)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from learner.batch.examples import Asked, ExampleSource
 from learner.batch.packing import pack
-from learner.batch.samples import PackedBatch, TrainingSample, Verdict, pack_row
+from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample, pack_row
 from learner.collectives import max_over_ranks, rows_of_all_ranks, world_size
 from learner.model.adapter import adapter_off
 from learner.model.policy import load_reference, row_logprobs
@@ -92,7 +92,7 @@ class PrecomputedReference(Reference):
         source.know_reference(known)
 
     def total(self, row: PackedBatch) -> float:
-        return math.fsum(verdict.reference_logprob or 0.0 for verdict in row.verdicts_S)
+        return math.fsum(label.reference_logprob or 0.0 for label in row.labels_S)
 
     def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
         """[S] of each sequence, in as many passes as the rank with the most needs."""
@@ -130,4 +130,4 @@ def reference_of(
 
 def _dummy() -> TrainingSample:
     zero = np.zeros(1, np.int32)
-    return TrainingSample(-1, zero, zero, verdict=Verdict(True))
+    return TrainingSample(-1, zero, zero, label=PreferenceLabel(True))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.batch.samples import TrainingSample, Verdict
+from learner.batch.samples import PreferenceLabel, TrainingSample
 from learner.step.trainer import Trainer
 from paceline.spec import RunSpec
 
@@ -146,16 +146,16 @@ def make_judged_batch(kind: str) -> list[TrainingSample]:
         prompt_ids = rng.integers(0, VOCABULARY, group_id % 4 + 2).astype(np.int32)
         for place, length in enumerate(lengths):
             ids = rng.integers(0, VOCABULARY, length).astype(np.int32)
-            verdict = Verdict(place == 0, margin=0.5 if place == 0 else 0.0)
+            label = PreferenceLabel(place == 0, margin=0.5 if place == 0 else 0.0)
             if kind == "rm":
                 text = np.concatenate((prompt_ids, ids))
-                batch.append(TrainingSample(group_id, text, np.zeros(1, np.int32), verdict=verdict))
+                batch.append(TrainingSample(group_id, text, np.zeros(1, np.int32), label=label))
                 continue
-            batch.append(TrainingSample(group_id, prompt_ids, ids, verdict=verdict))
+            batch.append(TrainingSample(group_id, prompt_ids, ids, label=label))
             if kind == "kto":
                 foreign = rng.integers(0, VOCABULARY, 4).astype(np.int32)
-                mismatched = verdict._replace(mismatched=True)
-                batch.append(TrainingSample(group_id, prompt_ids, foreign, verdict=mismatched))
+                mismatched = label._replace(mismatched=True)
+                batch.append(TrainingSample(group_id, prompt_ids, foreign, label=mismatched))
     return batch
 
 
@@ -170,7 +170,7 @@ def batch_of(name: str) -> list[TrainingSample]:
 def rank_part(batch: list[TrainingSample], rank: int) -> list[TrainingSample]:
     """What each of two ranks trains. Rank 1 has a single sequence, and group 103 is on both ranks; or, of examples that
     may not be separated, the last prompt."""
-    judged = batch[0].verdict is not None
+    judged = batch[0].label is not None
     cut = next(i for i, s in enumerate(batch) if s.group_id == 103) if judged else 7
     return batch[:cut] if rank == 0 else batch[cut:]
 

@@ -79,7 +79,7 @@ def test_anothers_completion_is_cut_where_it_would_not_fit(tmp_path: Path) -> No
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     long = make_source(spec)
     check_rows(long, CPU, rank=0)
-    foreign = [s for s in long.of_step(0, 0, 1) if s.verdict and s.verdict.mismatched]
+    foreign = [s for s in long.of_step(0, 0, 1) if s.label and s.label.mismatched]
     assert [len(s.completion_ids) for s in foreign] == [5, 3, 6, 4, 2]
 
 
@@ -94,8 +94,8 @@ def test_what_the_reference_said_comes_with_its_completion(tmp_path: Path) -> No
     source = source_of(tmp_path, "kto", 12, num_examples_per_step=2, max_num_steps=3)
     source.know_reference({asked: [-10.0 * asked.prompt - asked.completions] for asked in source.asked()})
     known = [
-        (s.group_id, s.verdict.mismatched, s.verdict.reference_logprob)
+        (s.group_id, s.label.mismatched, s.label.reference_logprob)
         for s in source.of_step(2, 0, 1)
-        if s.verdict
+        if s.label
     ]
     assert known == [(4, False, -44.0), (4, True, -40.0), (5, False, 0.0), (5, True, -4.0)]

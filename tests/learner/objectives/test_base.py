@@ -80,7 +80,7 @@ def test_what_is_not_finite_names_its_example_and_moves_nothing(algorithm: str, 
     trainer = Trainer(make_spec(untied, algorithm, train_mb_tokens=16), CPU)
     batch = make_judged_batch(algorithm)
     if algorithm == "sft":
-        batch = [replace(s, verdict=None) for s in batch]
+        batch = [replace(s, label=None) for s in batch]
     # Token 22 occurs in one example alone; its embedding is broken, so everything after it is.
     batch = [replace(s, prompt_ids=s.prompt_ids % 22, completion_ids=s.completion_ids % 22) for s in batch]
     marked = next(i for i, s in enumerate(batch) if s.group_id == 102)

@@ -45,12 +45,12 @@ def test_kto_measures_its_kl_on_completions_of_other_prompts(model: Path, moved:
     )
     metrics = trainer_of(spec, moved).evaluate(batch)
     ratios = [c - r for c, r in zip(sums_of(moved, batch), sums_of(model, batch), strict=True)]
-    verdicts = [s.verdict for s in batch if s.verdict is not None]
-    foreign = [x for x, v in zip(ratios, verdicts, strict=True) if v.mismatched]
+    labels = [s.label for s in batch if s.label is not None]
+    foreign = [x for x, v in zip(ratios, labels, strict=True) if v.mismatched]
     kl = sum(foreign) / len(foreign)
     assert metrics["batch_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
-    loss, own = 0.0, [(x, v) for x, v in zip(ratios, verdicts, strict=True) if not v.mismatched]
-    for ratio, verdict in own:
-        sign, weight = (1, 1.0) if verdict.good else (-1, 1.5)
+    loss, own = 0.0, [(x, v) for x, v in zip(ratios, labels, strict=True) if not v.mismatched]
+    for ratio, label in own:
+        sign, weight = (1, 1.0) if label.good else (-1, 1.5)
         loss += weight * (1 - 1 / (1 + math.exp(-0.2 * sign * (ratio - max(kl, 0.0)))))
     assert metrics["loss"] == pytest.approx(loss / len(own), rel=1e-4)
