@@ -16,7 +16,7 @@ MARKS = {"ok": "✓", "absent": "·", "fault": "✗"}
 @directory_option
 @json_option
 def doctor(directory: Path, as_json: bool) -> None:
-    """Say what this machine has, what is missing and how to get it; exit status 1 if something has to be mended."""
+    """Say what this machine has, what is missing and how to get it; exit status 1 if something has to be fixed."""
     from services.local.machine_checks import examine
 
     findings = examine(directory)

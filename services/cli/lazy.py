@@ -1,4 +1,4 @@
-"""A group whose commands are imported when they run, and whose help needs none of them."""
+"""A click group that imports a command's module when the command runs, and lists its commands without imports."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class LazyGroup(click.Group):
         self._entries = entries
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the table."""
+        """Return the names, in the order of the table."""
         return list(self._entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports the command."""
+        """Import the command."""
         if cmd_name not in self._entries:
             return None
         target, summary = self._entries[cmd_name]
@@ -40,12 +40,12 @@ class LazyGroup(click.Group):
         )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists the commands from the table, without importing them."""
+        """List the commands from the table, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self._entries.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; what it raises on purpose is for the user to read."""
+        """Run a command; show a PacelineError to the user without a traceback."""
         try:
             return super().invoke(ctx)
         except PacelineError as error:

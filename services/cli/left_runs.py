@@ -1,4 +1,4 @@
-"""Runs that are in a ledger when `paceline up` begins: those that go on, and those that only a person can help."""
+"""Runs that are in the ledger when `paceline up` begins: those that go on, and those that need a person."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.errors import NotFound, SpecError
 from paceline.spec import RunSpec
 
 MAX_SHOWN = 5
-"""Failed runs that are named, newest first."""
+"""Number of failed runs that are listed, newest first."""
 
 
 class Failed(NamedTuple):
-    """A failed run, as the ledger has it."""
+    """A failed run, as in the ledger."""
 
     why: str
     spec_yaml: str
@@ -25,17 +25,17 @@ class Failed(NamedTuple):
 
 @dataclass
 class LeftRuns:
-    """By id, oldest first."""
+    """Runs by id, oldest first."""
 
     open: dict[str, RunSpec] = field(default_factory=dict)
     """Runs that have not ended."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Runs that have not ended whose spec this version cannot read, with the reason and what helps."""
+    """Runs that have not ended and whose spec this version cannot read, with the reason and what helps."""
     failed: dict[str, Failed] = field(default_factory=dict)
     """Runs that `resume` would queue again."""
 
     def advice(self, resumed: Sequence[str] = ()) -> list[str]:
-        """A sentence for each run that does not go on by itself, but for those that are `resumed` now."""
+        """Return a sentence for each run that needs a person, without those that are `resumed` now."""
         failed = [(run_id, one) for run_id, one in self.failed.items() if run_id not in resumed]
         newest = failed[: -MAX_SHOWN - 1 : -1]
         said = [
@@ -50,7 +50,7 @@ class LeftRuns:
         return said
 
     def chosen(self, run_id: str) -> RunSpec:
-        """The spec of a run that is to be resumed. Raises NotFound, SpecError."""
+        """Return the spec of a run that is to be resumed. Raises NotFound, SpecError."""
         from paceline.spec.reading import spec_of_run
 
         if run_id in self.failed:
@@ -64,7 +64,7 @@ class LeftRuns:
 
 
 def left_runs(ledger_path: Path) -> LeftRuns:
-    """What the ledger has; nothing without a ledger. Raises LedgerFault."""
+    """Return the runs in the ledger; none without a ledger. Raises LedgerFault."""
     from paceline.spec.reading import spec_of_run
     from services.coordinator.ledger.integrity.file_damage import explained
     from services.coordinator.ledger.ledger import Ledger

@@ -1,7 +1,7 @@
-"""The command line: `paceline --help` says what there is, each command's module is imported when it runs.
+"""The command line. `paceline --help` lists the commands, and each command's module is imported when it runs.
 
-Promise: help is instant and imports neither torch nor gRPC, and a user's mistake is one line on stderr with exit
-status 1, never a traceback.
+Promise: help is instant and imports neither torch nor gRPC, and a user's mistake is one line on stderr with exit status
+1, never a traceback.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COMMANDS = {
     "runs": ("services.cli.runs:runs", "List the runs."),
     "watch": ("services.cli.runs:watch", "Follow a run until it ends."),
     "cancel": ("services.cli.runs:cancel", "End a run."),
-    "pause": ("services.cli.runs:pause", "Hold a run."),
+    "pause": ("services.cli.runs:pause", "Pause a run."),
     "resume": ("services.cli.runs:resume", "Go on with a run that is paused."),
     "drop": ("services.cli.runs:drop", "Take groups out of the batch that a paused run is to train next."),
     "members": ("services.cli.workers:members", "List the workers."),
     "generate": ("services.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
     "samples": (
         "services.cli.records:samples",
-        "Show what was trained in a step: completions, rewards, versions.",
+        "Show the groups of a trained step: completions, rewards, versions.",
     ),
     "ledger": ("services.cli.records:ledger", "Verify or back up the record of every group."),
     "export": (
@@ -49,10 +49,10 @@ COMMANDS = {
     ),
     "replay": (
         "services.cli.replay:replay",
-        "Train recorded steps of a run again, alone, and compare the weights.",
+        "Train recorded steps of a run again, without the services, and compare the weights.",
     ),
     "serve": ("services.cli.serve:serve", "Run one service: coordinator, rollout, reward or learner."),
-    "doctor": ("services.cli.doctor:doctor", "Say what this machine has, what is missing and how to get it."),
+    "doctor": ("services.cli.doctor:doctor", "Check this machine: what is missing and how to get it."),
 }
 
 

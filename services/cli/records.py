@@ -1,4 +1,5 @@
-"""Commands that read what a run left behind: samples, samples export, ledger verify, ledger backup, export. None needs a coordinator."""
+"""Commands that read the records of a run: samples, samples export, ledger verify, ledger backup, export. They need no
+coordinator."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class _ShowByDefault(click.Group):
-    """`samples RUN` is `samples show RUN`; no run is called like a command, since every run's id ends with a number."""
+    """Group in which `samples RUN` is `samples show RUN`. No run has the name of a command, because every run's id ends
+    with a number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -29,7 +31,7 @@ class _ShowByDefault(click.Group):
 
 @click.group(cls=_ShowByDefault)
 def samples() -> None:
-    """Show what a step trained on (samples RUN --step STEP), or write all of it to a file."""
+    """Show the groups that a step trained on (samples RUN --step STEP), or write those of all steps to a file."""
 
 
 @samples.command("export")
@@ -38,7 +40,7 @@ def samples() -> None:
 @directory_option
 @json_option
 def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> None:
-    """Write every completion that RUN (its id, or its folder) trained on to the Parquet file DESTINATION.
+    """Write every completion that RUN (its id or its folder) trained on to the Parquet file DESTINATION.
 
     A row has prompt, completion, tokens, log-probabilities and versions by token, rewards by function, final_reward.
     """
@@ -58,16 +60,17 @@ def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> N
 
 @samples.command()
 @click.argument("run")
-@click.option("--step", type=int, required=True, help="Which step's batch.")
+@click.option("--step", type=int, required=True, help="Step of the batch to show.")
 @directory_option
 @json_option
 def show(run: str, step: int, directory: Path, as_json: bool) -> None:
-    """Show what step STEP of RUN (its id, or its folder) trained on; as JSON lines, one for each group, with --json."""
+    """Show the groups that step STEP of RUN (its id or its folder) trained on; as JSON lines, one for each group, with
+    --json."""
     from services.coordinator.audit.samples import samples_of_step
 
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
-        opened.run(run_id)  # says which runs there are when this is none
+        opened.run(run_id)  # raises NotFound with the runs that exist
         groups = samples_of_step(opened, run_id, step)
     for group in groups:
         if as_json:
@@ -83,15 +86,17 @@ def ledger() -> None:
 
 @ledger.command()
 @click.argument("run", required=False)
-@click.option("--deep", is_flag=True, help="Read the contents of every checkpoint, not of the newest alone.")
+@click.option("--deep", is_flag=True, help="Read the contents of every checkpoint, not only of the newest.")
 @click.option(
-    "--repair", "repairs", is_flag=True, help="Do what can be done about damage first; stop the coordinator."
+    "--repair",
+    "repairs",
+    is_flag=True,
+    help="Repair damage first, as far as possible. Stop the coordinator before.",
 )
 @directory_option
 @json_option
 def verify(run: str | None, deep: bool, repairs: bool, directory: Path, as_json: bool) -> None:
-    """Compare everything that was recorded of RUN (its id, or its folder; default all runs); exit status 1 if anything
-    disagrees."""
+    """Compare all records of RUN (its id or its folder; default all runs); exit status 1 if any of them disagree."""
     from services.coordinator.audit.repair import repair
     from services.coordinator.audit.verify import verify as verify_records
 
@@ -134,15 +139,16 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Type of the weights; default float32."
 )
-@click.option("--adapter", is_flag=True, help="The LoRA adapter alone.")
+@click.option("--adapter", is_flag=True, help="Write the LoRA adapter alone.")
 @directory_option
 @json_option
 def export(
     run: str, destination: Path, dtype: str | None, adapter: bool, directory: Path, as_json: bool
 ) -> None:
-    """Write the Hugging Face model folder DESTINATION from the newest complete checkpoint of RUN (id or folder).
+    """Write the Hugging Face model folder DESTINATION from the newest complete checkpoint of RUN (its id or its
+    folder).
 
-    A LoRA adapter is merged into its base; with --adapter the folder holds it alone, as peft reads it.
+    A LoRA adapter is merged into its base; with --adapter the folder holds the adapter alone, as peft reads it.
     """
     from paceline.spec.reading import spec_of_run
 
@@ -183,7 +189,7 @@ def export(
 
 @contextlib.contextmanager
 def opened_ledger(path: Path) -> Iterator[Ledger]:
-    """The ledger at `path`, read-only; what cannot be read in it because the file is damaged is said so. Raises NotFound,
+    """Open the ledger at `path`, read-only; explain the damage of a file that cannot be read. Raises NotFound,
     LedgerFault."""
     from services.coordinator.ledger.integrity.file_damage import explained
 
@@ -192,7 +198,7 @@ def opened_ledger(path: Path) -> Iterator[Ledger]:
 
 
 def open_ledger(path: Path) -> Ledger:
-    """The ledger at `path`, read-only. Raises NotFound."""
+    """Open the ledger at `path`, read-only. Raises NotFound."""
     from services.coordinator.ledger.ledger import Ledger
 
     try:

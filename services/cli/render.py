@@ -1,7 +1,7 @@
-"""What people see of runs, members, events and samples: plain facts first, then lines and tables made from them.
+"""Output of the commands on runs, members, events and samples: facts, and the lines and tables made from them.
 
-The facts are what `--json` prints, so text and JSON never disagree. Lines fit 100 columns. rich is imported only when
-a table is printed.
+`--json` prints the same facts, so text and JSON never disagree. Lines fit 100 columns. rich is imported only when a
+table is printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERBS = {"succeeded": "has", "failed": "has", "cancelled": "was"}
 
 
 def run_facts(run: Run) -> Facts:
-    """A run without its spec."""
+    """Return the facts of a run without its spec."""
     from paceline.client import state_name
 
     return {
@@ -47,7 +47,7 @@ def run_facts(run: Run) -> Facts:
 
 
 def run_row(facts: Facts) -> list[str]:
-    """A run as the cells of RUN_COLUMNS."""
+    """Return the cells of RUN_COLUMNS for a run."""
     opened = sum(facts["groups"].get(state, 0) for state in OPEN_STATES)
     return [
         facts["run_id"],
@@ -61,7 +61,7 @@ def run_row(facts: Facts) -> list[str]:
 
 
 def member_facts(member: Member) -> Facts:
-    """A member; `version` is null until it has acknowledged one."""
+    """Return the facts of a member; `version` is null until it has acknowledged a version."""
     from protos.paceline.v1.common_pb2 import Role
 
     version = {"session": member.version.session, "step": member.version.step}
@@ -77,7 +77,7 @@ def member_facts(member: Member) -> Facts:
 
 
 def member_row(facts: Facts) -> list[str]:
-    """A member as the cells of MEMBER_COLUMNS."""
+    """Return the cells of MEMBER_COLUMNS for a member."""
     version = facts["version"] or {"step": "", "session": ""}
     return [
         facts["member_id"],
@@ -92,7 +92,7 @@ def member_row(facts: Facts) -> list[str]:
 
 
 def completion_facts(completion: GeneratedCompletion) -> Facts:
-    """A completion as a rollout worker gives it; `spans` are [start, end, session, step]."""
+    """Return the facts of a completion from a rollout worker; `spans` are [start, end, session, step]."""
     return {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
@@ -103,7 +103,7 @@ def completion_facts(completion: GeneratedCompletion) -> Facts:
 
 
 def event_line(kind: str, content: Mapping[str, Any]) -> str:
-    """One event of a run in one line."""
+    """Return one line for an event of a run."""
     match kind:
         case "step":
             return step_line(content)
@@ -134,7 +134,8 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def step_line(metrics: Mapping[str, Any]) -> str:
-    """A trained step: reward (or loss), length, pace, the learner's wait for data, and the age of what was trained."""
+    """Return a line for a trained step: reward (or loss), length, pace, the learner's wait for data, and the age of its
+    groups."""
     parts = [f"step {metrics['step']:>4}"]
     if "reward" in metrics:
         parts.append(f"reward {_number(metrics['reward'], '6.3f')}")
@@ -158,7 +159,7 @@ def step_line(metrics: Mapping[str, Any]) -> str:
 
 
 def outcome(facts: Facts, evaluations: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """How a run ended, for its last lines; `evaluations` are the contents of those events, oldest first."""
+    """Return the last lines about a run; `evaluations` are the contents of those events, oldest first."""
     tokens = facts["tokens"]
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
@@ -176,7 +177,7 @@ def outcome(facts: Facts, evaluations: Sequence[Mapping[str, Any]], summary: Map
 
 
 def sample_text(group: Mapping[str, Any]) -> str:
-    """A trained group: the prompt, then each completion with its rewards, tokens and versions."""
+    """Return a trained group as text: the prompt, then each completion with its rewards, tokens and versions."""
     prompt = group["prompt"]
     if not isinstance(prompt, str):
         prompt = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt)
@@ -196,7 +197,7 @@ def sample_text(group: Mapping[str, Any]) -> str:
 
 
 def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) -> str:
-    """What `ledger verify` found: every problem on a line of its own, then what was compared."""
+    """Return the findings of `ledger verify`: each problem on a line, then a summary of the comparisons."""
     compared = [
         f"  {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in facts.items()
     ]
@@ -206,7 +207,7 @@ def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) 
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """A table on stdout, or the word for an empty one. Off a terminal cells are never cut."""
+    """Print a table on stdout, or `empty` for an empty table. Off a terminal cells are never cut."""
     import sys
 
     from rich.console import Console
@@ -223,7 +224,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty:
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people: 8 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """Return a length of time for people: 8 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     whole = int(seconds)
     for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= unit_s:
@@ -232,7 +233,7 @@ def duration(seconds: float) -> str:
 
 
 def _number(value: Any, form: str) -> str:
-    """A number in `form`, or a dash as wide for what is not known."""
+    """Return a number in `form`, or a dash of the same width if it is unknown."""
     if isinstance(value, int | float) and math.isfinite(value):
         return format(value, form)
     return "-".rjust(int(form.split(".")[0] or 1))

@@ -1,4 +1,4 @@
-"""`paceline replay RUN --from STEP`: trains recorded steps once more, alone, and compares with what the run reached."""
+"""`paceline replay RUN --from STEP`: train recorded steps again, without the services, and compare with the run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run")
 @click.argument("overrides", nargs=-1)
-@click.option("--from", "start", type=int, required=True, help="First step: 0, or one that has a checkpoint.")
+@click.option(
+    "--from", "start", type=int, required=True, help="First step: 0, or a step that has a checkpoint."
+)
 @click.option("--to", "end", type=int, help="Step to stop before; default after the last that was trained.")
-@click.option("--output", type=click.Path(path_type=Path), help="New folder for what comes out.")
+@click.option("--output", type=click.Path(path_type=Path), help="New folder for the results.")
 @click.option("--ranks", type=int, help="Ranks of the learner; default as recorded.")
 @click.option("--threads", type=int, help="Compute threads of each rank; default as recorded.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto.")
@@ -46,10 +48,10 @@ def replay(
     directory: Path,
     as_json: bool,
 ) -> None:
-    """Train steps of RUN (its id, or its folder) again from its ledger and checkpoints, without any other service.
+    """Train steps of RUN (its id or its folder) again from its ledger and checkpoints, without any other service.
 
-    The same batches, and on CPUs the same weights bit for bit; exit status 1 if they differ though nothing else does.
-    OVERRIDES such as loss_fn.ratio_clip_max=0.28 change the objective. The run itself is only read.
+    The batches are the same, and on CPUs the weights too, bit for bit; exit status 1 if they differ without a known
+    reason. OVERRIDES such as loss_fn.ratio_clip_max=0.28 change the objective. The run itself is only read.
     """
     from services.replay.plan import plan_replay, recorded_losses
 
@@ -104,8 +106,8 @@ def replay(
 
 
 def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
-    """`spec`, which was accepted once, with dotted overrides. Raises SpecError; Conflict for one that would make other batches
-    of the record."""
+    """Return `spec`, which a coordinator has accepted, with dotted overrides. Raises SpecError; Conflict for an
+    override that would change the recorded batches."""
     tree = yaml.safe_load(spec_to_yaml(spec))
     for override in overrides:
         if override.startswith(("data.", "rewards", "algorithm", "grpo.num_")):
@@ -123,7 +125,7 @@ def _command(ranks: int) -> list[str]:
 
 
 def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dict[str, Any]]:
-    """The objects that rank 0 prints; anything else goes to stderr. Raises PacelineError when the ranks fail."""
+    """Yield the objects that rank 0 prints; pass other lines on to stderr. Raises PacelineError when the ranks fail."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
     with subprocess.Popen(
         [*command, *options], env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
@@ -143,7 +145,7 @@ def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dic
 
 
 def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
-    """The weights reached against those of the run's own checkpoint after the same steps, if it has one."""
+    """Compare the weights with those of the run's checkpoint after the same steps, if it has one."""
     if plan.expected is None:
         return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
     from learner.checkpoints.export import checkpoint_weights, compare_weights

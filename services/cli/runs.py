@@ -24,7 +24,7 @@ def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: 
             print_json(facts)
         else:
             click.echo(f"run {facts['run_id']} is {facts['state']}: {facts['directory']}")
-            if not and_watch:  # else they are among the run's events
+            if not and_watch:  # otherwise the warnings are among the run's events
                 for warning in facts["warnings"]:
                     click.echo(f"warning: {warning}", err=True)
         if and_watch:
@@ -47,7 +47,7 @@ def runs(coordinator: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run")
-@click.option("--after", default=0, help="Only events after this sequence number.")
+@click.option("--after", default=0, help="Show only events after this sequence number.")
 @coordinator_option
 @json_option
 def watch(run: str, after: int, coordinator: str, as_json: bool) -> None:
@@ -71,7 +71,7 @@ def cancel(run: str, coordinator: str, as_json: bool) -> None:
 @coordinator_option
 @json_option
 def pause(run: str, coordinator: str, as_json: bool) -> None:
-    """Hold a run: no further prompt is generated and no further step begins until `resume`."""
+    """Pause a run: no further prompt is generated and no further step begins until `resume`."""
     with Client(coordinator) as client:
         _say(render.run_facts(client.pause(run)), as_json)
 
@@ -81,7 +81,7 @@ def pause(run: str, coordinator: str, as_json: bool) -> None:
 @coordinator_option
 @json_option
 def resume(run: str, coordinator: str, as_json: bool) -> None:
-    """Go on with a run that is paused; queue one that has failed again."""
+    """Go on with a run that is paused; queue a run that has failed again."""
     with Client(coordinator) as client:
         _say(render.run_facts(client.resume(run)), as_json)
 
@@ -92,7 +92,7 @@ def resume(run: str, coordinator: str, as_json: bool) -> None:
 @coordinator_option
 @json_option
 def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> None:
-    """Take groups out of the batch that a paused run is to train next; the batch is fixed anew without them."""
+    """Take groups out of the batch that a paused run is to train next; other groups complete the batch."""
     with Client(coordinator) as client:
         facts = render.run_facts(client.drop_groups(run, groups))
     if as_json:

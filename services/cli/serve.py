@@ -1,4 +1,4 @@
-"""`paceline serve ROLE`: hands over to the service's own command, options and help included."""
+"""`paceline serve ROLE`: run the service's own command, with its options and help."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`paceline grpo|sft|dpo|kto|orpo|rm|distillation SPEC`: train a spec of that algorithm, with services of its own or at a coordinator.
+"""`paceline grpo|sft|dpo|kto|orpo|rm|distillation SPEC`: train a spec of that algorithm, with local services or at a
+coordinator.
 
-They are one command under seven names: what differs between the algorithms is the batch's source and the loss, and both
-are the spec's. The name says what the user means, so a spec that says otherwise is refused.
+They are one command under seven names, because algorithms differ in the source of the batch and in the loss, which the
+spec names. The name is what the user means, so a spec with another algorithm is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from services.common.options import directory_option, json_option
 
 
 def load_for(algorithm: str, spec: str, overrides: tuple[str, ...]) -> RunSpec:
-    """The spec, its algorithm filled in if it names none. Raises SpecError: it names another one, or as load_spec."""
+    """Load the spec, with the command's algorithm if it names none. Raises SpecError if it names another, or as
+    load_spec."""
     from paceline.spec.reading import load_spec, read_tree
 
     named = read_tree(spec).get("algorithm", algorithm)

@@ -1,4 +1,4 @@
-"""`paceline up`: every service of this host under one supervisor, then the run on the screen."""
+"""`paceline up`: all services on this host under one supervisor, and the progress of the run on the screen."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ MIN_FREE_MB = 512
     "--min-free-mb",
     default=MIN_FREE_MB,
     show_default=True,
-    help="No new groups while the directory's disk has less than this free.",
+    help="Admit no new groups while the directory's disk has less than this free.",
 )
 @click.option(
     "--grace",
     "grace_s",
     default=GRACE_S,
     show_default=True,
-    help="Seconds for the services to hand back leases and write a checkpoint at Ctrl-C or SIGTERM.",
+    help="Seconds for the services to return leases and write a checkpoint at Ctrl-C or SIGTERM.",
 )
 @functions_from_option
 @token_file_option
@@ -82,8 +82,8 @@ def up(
 ) -> None:
     """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
 
-    Without SPEC it goes on with the runs that were left open in the directory, and names those that have failed. Services
-    that die are started again; their output is in the directory's logs/.
+    Without SPEC, go on with the open runs of the directory, and list those that have failed. A service that dies is
+    started again; its output is in the directory's logs/.
     """
     from paceline.spec.reading import load_spec
 
@@ -115,9 +115,9 @@ def run_here(
     functions_from: tuple[Path, ...] = (),
     grace_s: float = GRACE_S,
 ) -> None:
-    """Starts services in `directory`, submits `spec` if there is one, and follows what is open to its end, however long its
-    own coordinator is away meanwhile. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all that it
-    follows succeed.
+    """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also while the
+    coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all followed
+    runs succeed.
 
     Runs that train on a data set's examples get no rollout and reward workers. Raises PacelineError.
     """
@@ -174,10 +174,10 @@ def run_here(
                 while not cluster.wait(3600.0):
                     pass
         except KeyboardInterrupt:
-            say(f"stopping; `paceline up --directory {directory}` goes on with what is open")
+            say(f"stopping; `paceline up --directory {directory}` goes on with the open runs")
             raise click.exceptions.Exit(130) from None
         except PacelineError:
-            cluster.check()  # a service that was given up is the cause of whatever failed here
+            cluster.check()  # a service that was given up is the cause of any error here
             raise
         cluster.check()
         if not all(succeeded):
@@ -185,7 +185,7 @@ def run_here(
 
 
 def _follow(client: Client, run_id: str, as_json: bool) -> bool:
-    """Shows a run until it has ended; whether it succeeded. One that did not keeps no other from being followed."""
+    """Show a run until it has ended; return whether it succeeded. A run that did not succeed does not stop the others."""
     try:
         follow(client, run_id, as_json=as_json)
     except click.exceptions.Exit:
@@ -194,14 +194,15 @@ def _follow(client: Client, run_id: str, as_json: bool) -> bool:
 
 
 def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
-    """The spec with what each role was given, so that a run goes on with the same division later."""
+    """Return the spec with the GPUs of each role, so that a resumed run has the same division."""
     roles = ("learner",) if not spec.samples else ("learner", "rollout")
     given = {key: value for key, value in sizes if key.startswith(roles)}
     return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=given)})
 
 
 def _function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) -> list[str]:
-    """The options `--functions-from` of the services: what the user allows besides the specs' own folders."""
+    """Return the options `--functions-from` of the services: the folders that the user allows besides the specs'
+    folders."""
     if not functions_from:
         return []
     folders = [*map(str, functions_from), *(spec.folder for spec in specs if spec.folder)]
@@ -209,7 +210,7 @@ def _function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) ->
 
 
 def _port(host: str, port: int | None) -> int:
-    """The port that was asked for, else the usual one, else 0 for any."""
+    """Return the requested port, else the usual port, else 0 for any free port."""
     if port is not None:
         return port
     with socket.socket() as probe:
@@ -223,7 +224,7 @@ def _port(host: str, port: int | None) -> int:
 
 @contextlib.contextmanager
 def _ends_with_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as Ctrl-C does, so that the services stop in good order."""
+    """Make SIGTERM and SIGHUP end the command as Ctrl-C does, so that the services stop in good order."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number in before:
         signal.signal(number, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Follows a run on the screen: one line for each event, and on a terminal a progress bar under them."""
+"""Progress of a run on the screen: one line for each event, and on a terminal a progress bar below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.common.options import print_json
 
 
 def follow(client: Client, run_id: str, *, after: int = 0, as_json: bool = False) -> None:
-    """Prints a run's events until it has ended. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable."""
+    """Print a run's events until it has ended. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable."""
     total_steps = client.get(run_id).max_num_steps
     evaluations: list[dict[str, Any]] = []
     with _screen(run_id, total_steps, as_json) as show:
@@ -68,7 +68,7 @@ def _progress() -> Any:
 
 
 def _summary(facts: render.Facts) -> dict[str, Any]:
-    """The run's summary.json, when its directory is on this machine."""
+    """Return the run's summary.json if its directory is on this machine."""
     path = Path(facts["directory"]) / "summary.json"
     try:
         summary: dict[str, Any] = json.loads(path.read_text())

@@ -13,7 +13,7 @@ from services.common.options import coordinator_option, json_option, print_json
 @coordinator_option
 @json_option
 def members(coordinator: str, as_json: bool) -> None:
-    """List the workers that belong to the coordinator now; as JSON lines with --json."""
+    """List the workers that are members now; as JSON lines with --json."""
     with Client(coordinator) as client:
         facts = [render.member_facts(member) for member in client.members()]
     if as_json:
@@ -27,8 +27,8 @@ def members(coordinator: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("prompt")
-@click.option("--n", default=1, show_default=True, help="Completions.")
-@click.option("--temperature", type=float, help="Divides the logits; default the run's.")
+@click.option("--n", default=1, show_default=True, help="Number of completions.")
+@click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
 @click.option("--max-new-tokens", type=int, help="Longest completion; default the run's.")
 @click.option(
     "--seed", default=0, show_default=True, help="The same seed and weights give the same completions."

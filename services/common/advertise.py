@@ -1,7 +1,7 @@
-"""By which address others reach a worker: what a server binds is not always what a peer can dial.
+"""The address by which others reach a worker, because a peer cannot always dial the address that a server binds.
 
-The control plane and the exchange need none of this, since workers dial out to the coordinator. It is for what goes
-straight from one worker to another (weights) and for clients that call a worker by itself.
+The control plane and the exchange do not need it, because workers dial out to the coordinator. It is for direct
+connections between workers (weights) and for clients that call a worker.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def advertised_host(host: str, advertise_host: str, coordinator: str) -> str:
-    """The host that a worker names to others: `advertise_host` where given, else the one it listens on.
+    """Return the host that a worker names to others: `advertise_host` if given, else the host it listens on.
 
-    One that listens on every address names the one that it has on its way to `coordinator` ("host:port"); nothing is
-    sent to find that out. Raises InvalidInput when there is no such way.
+    A worker that listens on every address names the address of its route to `coordinator` ("host:port"); nothing is
+    sent to find it. Raises InvalidInput when there is no route.
     """
     if advertise_host or host not in WILDCARDS:
         return advertise_host or host

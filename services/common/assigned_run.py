@@ -1,4 +1,4 @@
-"""The run that a rollout or reward worker is to work on, as the coordinator's directives say."""
+"""The run that the coordinator's directives assign to a rollout or reward worker."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Report = Callable[[worker_pb2.ConnectRequest], Awaitable[None]]
 
 
 class AssignedRun:
-    """The newest assignment, and the failure of its set-up for as long as the set-up is to be tried again."""
+    """The newest assignment, and the failure of its set-up for as long as the set-up is retried."""
 
     def __init__(self) -> None:
         self.assignment: worker_pb2.RunAssignment | None = None
         self.failure: worker_pb2.ConnectRequest | None = None
-        """The report of the last set-up, if it failed."""
+        """Report of the last set-up, if it failed."""
         self.changed = asyncio.Event()
-        """Set by a directive that changes what to do; the worker clears it."""
+        """Set by a directive that changes the work; the worker clears it."""
         self.on_readiness: Callable[[bool], Awaitable[None]] = _ignore
-        """Told whether the worker can work on its run, whenever that changes."""
+        """Callback with whether the worker can work on its run, called whenever that changes."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
         """Take a directive to work on a run; return whether the run is another one than before.
@@ -61,4 +61,4 @@ class AssignedRun:
 
 
 async def _ignore(ready: bool) -> None:
-    """Nobody asks."""
+    """Default callback: do nothing."""

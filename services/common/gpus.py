@@ -1,10 +1,10 @@
-"""The GPUs of this host: which there are, and who of `paceline up`'s processes gets which.
+"""The GPUs of this host, and their division among the processes of `paceline up`.
 
-The promise: a host with GPUs never trains on CPUs without a word. Where a spec names no GPUs they are divided by a rule that
-is said on the screen, and what cannot be divided is refused with the keys to set. Nothing heavy is imported: torch is not
-asked.
+The promise: a host with GPUs never trains on CPUs silently. If a spec names no GPUs, they are divided by a rule that is
+shown on the screen; a division that is not possible is refused with the keys to set. Nothing heavy is imported, not
+even torch.
 
-A GPU has the number by which CUDA would know it in this process: among those of CUDA_VISIBLE_DEVICES, where that is set.
+A GPU has the number that CUDA has for it in this process: its index in CUDA_VISIBLE_DEVICES if that is set.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline.errors import SpecError
 from paceline.spec import ClusterSection
 
 LISTING_S = 20.0
-"""For `nvidia-smi -L`, which may have to wake the driver."""
+"""Seconds for `nvidia-smi -L`, which may have to wake the driver."""
 
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -> int:
-    """How many GPUs the driver shows here, visible to CUDA or not."""
+    """Return how many GPUs the driver shows, visible to CUDA or not."""
     program = shutil.which("nvidia-smi")
     if program is not None:
         try:
@@ -35,7 +35,7 @@ def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -
             )
             return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
         except (OSError, subprocess.SubprocessError):
-            pass  # it is there and does not work: the driver's own folder says more
+            pass  # it is installed and does not work: the driver's folder is used instead
     try:
         return len(list(folder.iterdir()))
     except OSError:
@@ -45,7 +45,7 @@ def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -
 def visible_gpus(
     environment: Mapping[str, str] = os.environ, installed: Callable[[], int] = installed_gpus
 ) -> tuple[str, ...]:
-    """Each GPU that CUDA would show to this process, by what CUDA_VISIBLE_DEVICES calls it."""
+    """Return the GPUs that CUDA would show to this process, by their names in CUDA_VISIBLE_DEVICES."""
     number = installed()
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None or not number:
@@ -54,22 +54,24 @@ def visible_gpus(
     for name in (part.strip() for part in wanted.split(",")):
         is_number = name.isdecimal()
         if (is_number and int(name) >= number) or (not is_number and not name.startswith(("GPU-", "MIG-"))):
-            break  # as CUDA does: the first one that does not exist ends the list
+            break  # as CUDA does: the first name that does not exist ends the list
         visible.append(name)
     return tuple(visible)
 
 
 def named_in(cluster: ClusterSection) -> tuple[int, ...]:
-    """All GPUs that a spec names."""
+    """Return all GPUs that a spec names."""
     return (*cluster.rollout_gpus, *cluster.learner_gpus, *cluster.reward_gpus)
 
 
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
-    """The cluster on a host with `number` GPUs, and a sentence that says who got which; empty where there are none.
+    """Return the cluster on a host with `number` GPUs, and a sentence on the division; the sentence is empty without
+    GPUs.
 
-    What the spec names stays, and a role for which it names none is said to compute on CPUs. Else one GPU is shared by all; of several the learner gets half, one for each rank, and the
-    rollout workers the others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without
-    `rollout` the learner gets all. Raises SpecError for what cannot be divided, with the keys to set.
+    GPUs that the spec names stay, and the sentence says that a role for which it names none computes on CPUs. Otherwise
+    all share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers the
+    others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without `rollout` the
+    learner gets all. Raises SpecError, with the keys to set, if no division is possible.
     """
     if cluster.device == "cpu":
         unused = f"cluster.device is cpu: {_count(number)} of this host not used" if number else ""
@@ -100,8 +102,7 @@ def _left_on_cpus(cluster: ClusterSection, number: int, rollout: bool) -> str:
 
 
 def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
-    """For a service that was to find a device by itself and found the CPU: what to say of the GPUs that are here all the same.
-    Empty without any."""
+    """Return a warning about GPUs on this host for a service that chose the CPU; empty without GPUs."""
     number = len(visible_gpus() if visible is None else visible)
     if not number:
         return ""
@@ -146,7 +147,8 @@ def _sentence(cluster: ClusterSection, number: int, rollout: bool) -> str:
 
 
 def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> list[tuple[int, ...]]:
-    """The GPUs of each worker: equal parts, or one GPU for several workers. Raises SpecError when that leaves a rest."""
+    """Return the GPUs of each worker: equal parts, or one GPU for several workers. Raises SpecError for an uneven
+    division."""
     if not gpus:
         return [()] * workers
     if len(gpus) % workers == 0:
@@ -161,7 +163,7 @@ def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> li
 
 
 def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
-    """One GPU for each rank, or none. Raises SpecError for another number."""
+    """Return one GPU for each rank, or none. Raises SpecError for another number."""
     if cluster.learner_gpus and len(cluster.learner_gpus) != cluster.learner_ranks:
         raise SpecError(
             f"cluster.learner_gpus has {len(cluster.learner_gpus)} GPUs for cluster.learner_ranks "
@@ -171,7 +173,7 @@ def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
 
 
 def for_cuda(gpus: Sequence[int], visible: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES of a process that gets `gpus`."""
+    """Return CUDA_VISIBLE_DEVICES of a process that gets `gpus`."""
     return ",".join(visible[gpu] if gpu < len(visible) else str(gpu) for gpu in gpus)
 
 

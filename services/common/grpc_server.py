@@ -1,4 +1,4 @@
-"""What all gRPC servers of Paceline share: reflection, health, limits, errors as statuses, a graceful stop."""
+"""The base of all gRPC servers of Paceline: reflection, health, limits, errors as statuses, a graceful stop."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from paceline.rate_limited_log import SeldomFilter, unforeseen
 from services.common.token_guard import TokenGuard
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest gRPC message either way: weights manifests are the largest that travel here."""
+"""Largest gRPC message either way: weights manifests are the largest messages here."""
 
 MAX_DETAILS_BYTES = 4096
-"""Of a status's text on the wire, where a byte beyond printable ASCII is three: gRPC refuses longer trailers altogether."""
+"""Bytes of a status's text on the wire, where a byte beyond printable ASCII takes three: gRPC refuses longer trailers.
+"""
 
 STOP_GRACE_S = 1.0
 """Seconds that calls under way have when the service ends."""
@@ -37,16 +38,16 @@ LIMITS = [
 ]
 CHANNEL_OPTIONS = [
     *LIMITS,
-    # A coordinator from which nothing came for 15 s is given up. gRPC goes by the ping's time-out, whatever the keepalive's.
+    # A connection on which nothing came for 15 s is closed. gRPC uses the ping's time-out, whatever the keepalive's is.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # for how long a connection is attempted
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # limit of one attempt to connect
 ]
 SERVER_OPTIONS = [
     *LIMITS,
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    # Later than the heartbeats' time-out: a stream that breaks is a crash, a silent worker is none.
+    # Later than the heartbeats' time-out, because a broken stream counts as a crash and a silent worker does not.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]
@@ -60,10 +61,10 @@ STATUS = (
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
     (PacelineError, grpc.StatusCode.INTERNAL),
 )
-"""First match wins."""
+"""Error and status; the first match wins."""
 
 GRPC_LOG = "grpc._cython.cygrpc"
-"""Where gRPC writes a traceback for each request that cannot be decoded."""
+"""Logger of gRPC's traceback for each request that cannot be decoded."""
 
 log = logging.getLogger(__name__)
 seldom = SeldomFilter()
@@ -72,8 +73,8 @@ StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
 
 def with_status(call: CallT) -> CallT:
-    """A unary method of a servicer whose PacelineErrors become statuses with their message. Whatever else it raises is
-    answered as INTERNAL, logged and counted."""
+    """Wrap a unary method of a servicer so that PacelineErrors become statuses with their message. Any other exception
+    is answered as INTERNAL, logged and counted."""
 
     @functools.wraps(call)
     async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -88,7 +89,7 @@ def with_status(call: CallT) -> CallT:
 
 
 def with_stream_status(call: StreamT) -> StreamT:
-    """As `with_status`, for a method that answers with a stream."""
+    """Wrap a method that answers with a stream, as `with_status` does."""
 
     @functools.wraps(call)
     async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -112,7 +113,7 @@ def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str]:
 
 
 def details_of(text: str) -> str:
-    """A status's text, cut where it would be too long for a trailer."""
+    """Return a status's text, cut to fit into a trailer."""
     size = 0
     kept: list[str] = []
     for character in text:
@@ -129,12 +130,11 @@ def details_of(text: str) -> str:
 
 
 class GrpcServer:
-    """One listening gRPC server with the given services."""
+    """A listening gRPC server with its services."""
 
     def __init__(self, host: str, port: int, guard: TokenGuard | None = None, max_connections: int = 0):
-        """`guard` looks at every call first; beyond `max_connections` (0: any number) a new connection is closed at once.
-        Raises Conflict when the port is taken.
-        """
+        """`guard` checks every call first; beyond `max_connections` (0: any number) a new connection is closed at once.
+        Raises Conflict when the port is taken."""
         logging.getLogger(GRPC_LOG).addFilter(seldom)
         limits = [("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []
         self._server = grpc.aio.server(
@@ -152,19 +152,19 @@ class GrpcServer:
             ) from None
 
     def add(self, servicer: Any, register: Callable[[Any, grpc.aio.Server], None], name: str) -> None:
-        """Adds a service by its generated registration function and its full name."""
+        """Add a service by its generated registration function and its full name."""
         register(servicer, self._server)
         self._names.append(name)
 
     async def start(self) -> None:
-        """Listens; health says SERVING."""
+        """Listen, and set the health to SERVING."""
         reflection.enable_server_reflection(self._names, self._server)
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
 
     async def set_serving(self, name: str, serving: bool) -> None:
-        """What health says of one service: whether it can do its work. The process as a whole goes on serving."""
+        """Set the health of one service, which says whether it can work. The health of the process stays as it is."""
         states = health_pb2.HealthCheckResponse
         await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
@@ -176,15 +176,15 @@ class GrpcServer:
         await self.stop(STOP_GRACE_S)
 
     async def stop(self, grace_s: float) -> None:
-        """Health says NOT_SERVING; calls under way have `grace_s` seconds to end."""
+        """Set the health to NOT_SERVING; calls under way have `grace_s` seconds to end."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Runs `main` with an event that SIGTERM and SIGINT set; `main` then ends in good order.
+    """Run `main` with an event that SIGTERM and SIGINT set; `main` then ends in good order.
 
-    A PacelineError ends the process with its message and status 1, everything else with its traceback.
+    A PacelineError ends the process with its message and status 1, any other exception with its traceback.
     """
     try:
         asyncio.run(_until_signal(main))

@@ -1,6 +1,6 @@
-"""`python -m services.common.healthcheck HOST:PORT`: exit status 0 when the server there says that it serves.
+"""`python -m services.common.healthcheck HOST:PORT`: exit status 0 when the server there is SERVING.
 
-For containers, whose engine asks this way. Every Paceline server answers `grpc.health.v1`.
+Containers use it as their health check. Every Paceline server answers `grpc.health.v1`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A worker's side of belonging: one control stream, one exchange socket, both made anew whenever they break.
+"""A worker's connection to the coordinator: one control stream and one exchange socket, made again whenever they break.
 
-Used by all three roles. `Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. When it
-breaks, it comes back with the same member id after a growing pause; the coordinator tells a new term by Welcome.
-`request()` sends an exchange request and waits for its reply. Only the absence of a reply is a reason to send
-again: after a reconnect, everything that is still unanswered is sent again under the new term.
+All three roles use it. `Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. When the
+stream breaks, it is opened again with the same member id after a growing pause; Welcome names the coordinator's term.
+`request()` sends an exchange request and waits for its reply. A request is sent again only because no reply came: after
+a reconnect, all unanswered requests are sent again under the new term.
 
-Heartbeats say that both connections stand. A worker that has lost the exchange cannot hand in what it holds, so it sends
-none until it is there again, and the coordinator lends to others what it would lend for any silent worker.
+Heartbeats mean that both connections work. A worker that has lost the exchange cannot submit its groups, so it sends no
+heartbeats until the exchange is back, and the coordinator leases its work again as for any silent worker.
 
 Who waits for whom: requests wait for the reader task, which waits for the socket; nothing waits for a request.
 """
@@ -41,27 +41,28 @@ from services.common.zmq_keepalive import use_ipv6, watch
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 LEAVE_WAIT_S = 2.0
-"""How long a worker that leaves waits, unless it says otherwise, for the coordinator to have taken its last words."""
+"""Default of the time that a leaving worker waits for the coordinator to take its last reports."""
 
 RESEND_S = 60.0
-"""A request without reply for this long is sent again, and then each time after twice as long; longer than any wait that a
-request may ask for. What is slow to answer gets no faster by being sent more often."""
+"""A request without reply for this long is sent again, then after twice as long, and so on. Longer than any wait that a
+request may ask for. More frequent sending would not speed up a slow answer."""
 
 MAX_SENDINGS = 16
 """Sendings of one request to which a reply still counts."""
 
-ONE_ANSWER = frozenset({"lease", "task"})
-"""Kinds of which only a reply to the newest sending counts: that one said what the worker holds, so what an earlier one was
-given has been taken back."""
+NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
+"""Kinds of requests for which only a reply to the newest sending counts: the newest request lists what the worker
+holds, so anything that an earlier reply gave has been taken back."""
 
 MAX_BULK = 4
-"""Requests with payloads that wait for their replies at one time; the others wait here. The coordinator has to keep whatever has
-come, also while its disk is full."""
+"""Requests with payloads that wait for their replies at a time; others wait to be sent. The coordinator has to keep all
+received payloads, also while its disk is full."""
 
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 REFUSED = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED}
-"""The worker waits until a person, or time, has changed what it is refused for: another protocol, a token, a taken id."""
+"""Statuses after which the worker waits for a person, or for time, because of another protocol, a token or a taken id.
+"""
 
 log = logging.getLogger(__name__)
 Directive = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
@@ -93,7 +94,8 @@ class Membership:
         outbox_size: int = OUTBOX_SIZE,
         on_refused: Callable[[], object] = lambda: None,
     ):
-        """`on_refused` is called once when the coordinator begins to refuse this worker for now: it should save what it can."""
+        """`on_refused` is called once when the coordinator begins to refuse this worker for now: the worker should save
+        its state."""
         self._coordinator = checked_address(coordinator)
         self._hello = hello
         self._on_directive = on_directive
@@ -101,27 +103,27 @@ class Membership:
         self._on_refused = on_refused
         self._is_refused = False
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
-        self._unsaid: worker_pb2.ConnectRequest | None = None
-        """Taken from there; the stream may break before it is written."""
+        self._unwritten: worker_pb2.ConnectRequest | None = None
+        """Report taken from the queue and not written yet: the stream may break before."""
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._stands = asyncio.Event()
+        self._connected = asyncio.Event()
         """Whether there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
-        """By the number of each sending whose reply counts."""
+        """Pending requests by the number of each sending whose reply counts."""
         self._numbers = itertools.count(1)
         self._bulk = asyncio.Semaphore(MAX_BULK)
         self.term = 0
         self._secret = b""
-        """Of the last Welcome."""
+        """Secret of the last Welcome."""
         self.draining = False
-        """Set by a worker that was told to stop: the coordinator, told the same, stays until it has left."""
+        """Set by a worker that was told to stop: a coordinator that stops too stays until the worker has left."""
         self._welcomed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
 
     async def run(self) -> None:
-        """Belongs until cancelled. Raises Conflict when the coordinator refuses this worker for good."""
+        """Keep the connection until cancelled. Raises Conflict when the coordinator refuses this worker for good."""
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -139,7 +141,7 @@ class Membership:
                         self._note(error)
                     if self._leaving.is_set() and not broken:
                         self._left.set()
-                        await asyncio.Event().wait()  # until whoever called leave() cancels this
+                        await asyncio.Event().wait()  # until the caller of leave() cancels this task
                     if time.monotonic() - started_s > MAX_BACKOFF_S:
                         backoff.reset()
                     await asyncio.sleep(backoff.next_s() * random.uniform(0.5, 1.0))
@@ -148,12 +150,12 @@ class Membership:
             self._context.term()
 
     def _note(self, error: grpc.aio.AioRpcError) -> None:
-        """A stream that could not be had, or broke; it is tried again."""
+        """Log a stream that could not be opened, or broke; it is tried again."""
         if error.code() not in REFUSED:
             log.warning("no coordinator at %s: %s", self._coordinator, error.details())
             return
         log.error(
-            "the coordinator at %s refuses this worker, which keeps what it has and tries again: %s",
+            "the coordinator at %s refuses this worker, which keeps its results and tries again: %s",
             self._coordinator,
             error.details(),
         )
@@ -163,17 +165,16 @@ class Membership:
 
     @property
     def waiting_reports(self) -> int:
-        """Reports that no stream has taken yet."""
+        """Return the number of reports that no stream has taken yet."""
         return self._outbox.qsize()
 
     async def report(self, report: worker_pb2.ConnectRequest) -> None:
-        """Queues a report; it goes out with this stream or the next."""
+        """Queue a report; it goes out with this stream or the next."""
         await self._outbox.put(report)
 
     async def leave(self, wait_s: float = LEAVE_WAIT_S, *, reason: str = "") -> bool:
-        """Tells the coordinator, with the reason when it is a fault; whether it ended the stream within `wait_s` seconds,
-        having read all reports before.
-        """
+        """Leave, with a reason when it is a fault; return whether the coordinator read all reports and ended the stream
+        within `wait_s` seconds."""
         self._leaving.set()
         await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave(reason=reason)))
         with contextlib.suppress(TimeoutError):
@@ -183,9 +184,8 @@ class Membership:
     async def request(
         self, request: pb.ExchangeRequest, payloads: list[bytes] | None = None
     ) -> tuple[pb.ExchangeReply, list[bytes]]:
-        """The reply to an exchange request and its payload frames. Waits for as long as it takes: the coordinator
-        may be restarting, and what it has not acknowledged must not be forgotten. Cancel to give up.
-        """
+        """Return the reply to an exchange request and its payload frames. Wait without limit, because the coordinator
+        may restart and everything that it has not acknowledged must be kept. Cancel to give up."""
         await self._welcomed.wait()
         request.protocol, request.member_id = PROTOCOL, self._hello().member_id
         pending = Pending(request, payloads or [], asyncio.get_running_loop().create_future())
@@ -194,7 +194,7 @@ class Membership:
                 await self._send(pending)
                 return await pending.reply
             finally:
-                self._forget(pending)
+                self._drop_request(pending)
 
     # The control stream
 
@@ -203,7 +203,7 @@ class Membership:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Connect(metadata=metadata(read_token(token_path())))  # type: ignore[call-arg]  # its types know no `write`
             heard = asyncio.Event()
-            speaking = asyncio.create_task(self._speak(call, heard))
+            writing = asyncio.create_task(self._write_stream(call, heard))
             try:
                 async for directive in call:
                     if directive.WhichOneof("directive") == "welcome":
@@ -216,14 +216,14 @@ class Membership:
                         )  # lost with a stream
             finally:
                 call.cancel()
-                speaking.cancel()  # not later than the stream: it would take from the outbox what the next one has to say
-                await asyncio.wait((speaking,))
+                writing.cancel()  # its end ends this too: reports left in the outbox belong to the next stream
+                await asyncio.wait((writing,))
 
-    async def _speak(self, call: Stream, heard: asyncio.Event) -> None:
-        """Hello; once it is welcome, because what is written to a stream that is refused is lost, whatever is reported, and a
-        heartbeat every second while the exchange can be reached; until the stream breaks, which its reader hears of.
+    async def _write_stream(self, call: Stream, heard: asyncio.Event) -> None:
+        """Send Hello, then after Welcome all reports and, while the exchange can be reached, a heartbeat every second,
+        until the stream breaks. Nothing is sent before Welcome, because it would be lost if the stream is refused.
 
-        After an error of this worker's own it says nothing more: the coordinator takes it for silent and ends the stream.
+        After an error of this worker it sends nothing more: the coordinator takes it for silent and ends the stream.
         """
         try:
             await self._speak_on(call, heard)
@@ -240,19 +240,19 @@ class Membership:
             while True:
                 try:
                     async with asyncio.timeout(max(0.01, beat_s + 1.0 - time.monotonic())):
-                        self._unsaid = self._unsaid or await self._outbox.get()
+                        self._unwritten = self._unwritten or await self._outbox.get()
                 except TimeoutError:
                     beat_s = time.monotonic()
-                    if self._stands.is_set():
-                        beat = worker_pb2.Heartbeat(gauges=self._said_gauges(), draining=self.draining)
+                    if self._connected.is_set():
+                        beat = worker_pb2.Heartbeat(gauges=self._safe_gauges(), draining=self.draining)
                         await call.write(worker_pb2.ConnectRequest(heartbeat=beat))
                 else:
-                    await call.write(self._unsaid)
-                    self._unsaid = None
+                    await call.write(self._unwritten)
+                    self._unwritten = None
 
-    def _said_gauges(self) -> dict[str, float]:
-        """The worker's gauges, and how many unforeseen errors it met; that alone when they cannot be had, since a heartbeat
-        says more than they do."""
+    def _safe_gauges(self) -> dict[str, float]:
+        """Return the worker's gauges and its number of unforeseen errors; that number alone if the gauges fail, because
+        the heartbeat matters more than they do."""
         try:
             gauges = self._gauges()
         except Exception as error:
@@ -261,15 +261,17 @@ class Membership:
         return gauges | {"unforeseen_errors": float(unforeseen.total)}
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
-        """(Re)connects the exchange; what was not answered is sent again under the new term."""
+        """Connect the exchange (again); unanswered requests are sent again under the new term."""
         self.term, self._secret, self._is_refused = welcome.term, welcome.secret, False
         self._close_socket()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.RCVHWM, 0)  # as the exchange's; replies were all asked for
+        socket.setsockopt(
+            zmq.RCVHWM, 0
+        )  # the exchange uses the same port; all replies are to requests that were sent
         watch(socket)
-        # Before there is anything to hear of: a handshake that has ended by then would never be heard of.
+        # Before connecting, because a handshake that has ended by then would not be noticed.
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)
         endpoint = _reachable(welcome.exchange_endpoint, self._coordinator)
@@ -278,7 +280,7 @@ class Membership:
         self._socket = socket
         self._reader = asyncio.create_task(self._read(socket))
         self._reader.add_done_callback(self._fail_pending)
-        self._mender = asyncio.create_task(self._mend(self._monitor))
+        self._mender = asyncio.create_task(self._watch_connection(self._monitor))
         self._welcomed.set()
         log.info("member of %s, term %d", self._coordinator, self.term)
         for pending in self._unanswered():
@@ -287,10 +289,10 @@ class Membership:
     # The exchange
 
     async def _send(self, pending: Pending) -> None:
-        """Sends a request, under a number of its own each time."""
+        """Send a request under a new number."""
         if pending.reply.done():
             return
-        request, one_answer = pending.request, pending.request.WhichOneof("body") in ONE_ANSWER
+        request, one_answer = pending.request, pending.request.WhichOneof("body") in NEWEST_REPLY_ONLY
         request.again = bool(pending.terms) and not one_answer
         while len(pending.terms) >= (1 if one_answer else MAX_SENDINGS):
             oldest = next(iter(pending.terms))
@@ -314,44 +316,44 @@ class Membership:
             if pending is None or pending.reply.done():
                 continue
             if reply.status == pb.REPLY_STATUS_STALE and reply.term != pending.terms[reply.request_id]:
-                continue  # it was sent before a Welcome that is due, or here by now: then it is sent again
+                continue  # it was sent before a Welcome that is due or has come by now: it is sent again
             pending.reply.set_result((reply, payloads))
 
     def _unanswered(self) -> list[Pending]:
-        """Every request that waits, once."""
+        """Return every waiting request once."""
         return list({id(pending): pending for pending in self._pending.values()}.values())
 
-    def _forget(self, pending: Pending) -> None:
-        """No reply to it counts any more."""
+    def _drop_request(self, pending: Pending) -> None:
+        """Drop a request: replies to it do not count any more."""
         for number in pending.terms:
             del self._pending[number]
 
     def _fail_pending(self, reader: asyncio.Task[None]) -> None:
-        """Nobody waits for replies that nobody reads any more."""
+        """Fail waiting requests, because their replies are not read any more."""
         error = None if reader.cancelled() else reader.exception()
         for pending in self._pending.values():
             if error is not None and not pending.reply.done():
                 pending.reply.set_exception(error)
 
-    async def _mend(self, monitor: zmq.asyncio.Socket) -> None:
-        """ZeroMQ makes a broken connection anew by itself, but what was on its way is lost: everything is sent again."""
+    async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
+        """Send all requests again after ZeroMQ has reconnected, because messages on their way were lost."""
         broken = False
         while True:
             event = (await recv_monitor_message(monitor))["event"]
             if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._stands.clear()
+                self._connected.clear()
                 broken = True
                 continue
-            self._stands.set()
+            self._connected.set()
             await self._introduce()
             if broken:
                 broken = False
-                log.warning("the connection to the exchange stands again")
+                log.warning("connected to the exchange again")
                 for pending in self._unanswered():
                     await self._send(pending)
 
     async def _introduce(self) -> None:
-        """Says whose the new connection is, also when there is nothing to ask for a long time."""
+        """Identify this worker on the new connection, also when there is nothing to request for a long time."""
         introduction = pb.ExchangeRequest(
             protocol=PROTOCOL, member_id=self._hello().member_id, term=self.term, secret=self._secret
         )
@@ -359,7 +361,7 @@ class Membership:
             await self._socket.send(introduction.SerializeToString())
 
     async def _resend(self) -> None:
-        """A reply can be lost without a connection that breaks: ask again after a while."""
+        """Send requests again after a while, because a reply can be lost without a broken connection."""
         while True:
             await asyncio.sleep(RESEND_S / 4)
             for pending in self._unanswered():
@@ -375,11 +377,11 @@ class Membership:
             self._monitor.close(linger=0)
             self._socket.close()
             self._socket = None
-            self._stands.clear()
+            self._connected.clear()
 
 
 def _reachable(endpoint: str, coordinator: str) -> str:
-    """The exchange's endpoint, at the host by which the coordinator was reached if it named none."""
+    """Return the exchange's endpoint, with the host by which the coordinator was reached if the endpoint names none."""
     parts = urlsplit(endpoint)
     if parts.hostname in ("0.0.0.0", "::", "*"):
         return f"tcp://{coordinator.rsplit(':', 1)[0]}:{parts.port}"

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the one way in which they print JSON."""
+"""Options that several commands share, and their JSON output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.token import VARIABLE
 
 
 def _use_token_file(_context: click.Context, _option: click.Parameter, path: str | None) -> None:
-    """Says it by the environment, so that whatever this process starts reads the same file."""
+    """Set the token file in the environment, so that child processes read the same file."""
     if path:
         os.environ[VARIABLE] = path
 
@@ -49,7 +49,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 def coordinator_option(command: CommandT) -> CommandT:
-    """How a command finds its coordinator: the address, and the token that it wants."""
+    """Add options for the coordinator: its address and its token."""
     return token_file_option(_address_option(command))
 
 
@@ -67,14 +67,14 @@ def worker_options(
         click.option("--host", default="127.0.0.1", show_default=True, help=host),
         click.option("--port", default=0, help=f"{port}; 0 takes a free one."),
         click.option(
-            "--advertise-host", default="", help="This machine's address for the others; default --host."
+            "--advertise-host", default="", help="This machine's address for other workers; default --host."
         ),
-        click.option("--name", default=name, help="A word for people; the member id is made from it."),
+        click.option("--name", default=name, help="Name for people to read; the member id begins with it."),
         click.option("--grace", "grace_s", default=25.0, show_default=True, help=grace),
         click.option(
             "--ready-file",
             type=click.Path(path_type=Path),
-            help="Written with the address once it listens.",
+            help="File to write the address to, once it listens.",
         ),
     )
 
@@ -93,17 +93,17 @@ directory_option = click.option(
     type=click.Path(path_type=Path),
     default=Path("runs"),
     show_default=True,
-    help="Where the coordinator keeps its ledger and runs.",
+    help="Folder of the coordinator's ledger and runs.",
 )
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on one line. Not-a-number becomes null, which is what JSON has."""
+    """Print a JSON value on one line. Not-a-number becomes null, because JSON has no such number."""
     click.echo(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
 
 
 def find_run(run: str, directory: Path) -> tuple[Path, str]:
-    """Ledger file and id of a run that is named by its id, or by its folder."""
+    """Return ledger file and id of a run that is named by its id or by its folder."""
     folder = Path(run)
     if folder.is_dir() and (folder.resolve().parent / LEDGER_NAME).is_file():
         return folder.resolve().parent / LEDGER_NAME, folder.resolve().name

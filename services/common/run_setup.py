@@ -1,4 +1,4 @@
-"""A worker's set-up of a run: the spec that it was told, and what it says when it cannot work on it."""
+"""Set-up of a run on a worker: the assigned spec, and the report when the worker cannot work on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 
 def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
-    """The spec of an assignment. Raises Unavailable: the coordinator, which understands it, is of another version."""
+    """Return the spec of an assignment. Raises Unavailable if this version cannot read it: the coordinator has another
+    version."""
     try:
         return spec_from_yaml(assignment.spec_yaml)
     except SpecError as error:
@@ -23,13 +24,13 @@ def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
 
 
 def fault_of(error: BaseException) -> worker_pb2.Fault.ValueType:
-    """FAULT_SPEC for what only another spec (or its data, or its code) can change; all else may pass."""
+    """Return FAULT_SPEC if only another spec (or its data, or its code) would help; other faults may pass."""
     is_spec = isinstance(error, InvalidInput) and not isinstance(error, Unreadable)
     return worker_pb2.FAULT_SPEC if is_spec else worker_pb2.FAULT_PASSING
 
 
 def failed_set_up(run_id: str, error: Exception, session: int = 0) -> worker_pb2.ConnectRequest:
-    """The report of a worker that cannot work on a run, and the log's lines about it."""
+    """Log why a worker cannot work on a run, and return the report."""
     if isinstance(error, InvalidInput | Unavailable):
         text = str(error)
         log.error("cannot work on run %s: %s", run_id, text)

@@ -1,4 +1,4 @@
-"""The sampling parameters of a run as the coordinator sends them; `rollout.engine.SamplingParams` reads them."""
+"""Sampling parameters of a run as the coordinator sends them; `rollout.engine.SamplingParams` reads them."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ from services.coordinator.text_limits import fitting_event
 
 HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WAIT_S = 30.0
-"""For the first message of a stream."""
+"""Seconds to wait for the first message of a stream."""
 EVENTS_AT_ONCE = 100
 ENDED = {"succeeded", "failed", "cancelled"}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
-    """Submit, look at and steer runs."""
+    """Submission, status and commands of runs."""
 
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
@@ -56,13 +56,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         while True:
             async with (
                 self._coordinator.watchers.changed
-            ):  # held from looking to waiting: no event falls in between
+            ):  # held from the query to the wait: no event is missed in between
                 ended = ledger.run(request.run_id)["state"] in ENDED
                 events = ledger.events(request.run_id, after, EVENTS_AT_ONCE)
                 if not events and not ended and not self._coordinator.stopping:
                     await self._coordinator.watchers.changed.wait()
                     continue
-            await self._coordinator.ledger.sync_off_loop()  # what is told does not vanish with the power
+            await self._coordinator.ledger.sync_off_loop()  # sent events must survive a power cut
             for event in events:
                 after = event["sequence"]
                 text = fitting_event(event["json"])
@@ -102,10 +102,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """The stream by which workers belong."""
+    """The streams of workers."""
 
     def __init__(self, coordinator: Coordinator, exchange_endpoint: str, capacity: Capacity | None = None):
-        """`capacity` says how many members fit; None is any number."""
+        """`capacity` limits the number of members; None is no limit."""
         self._coordinator = coordinator
         self._exchange_endpoint = exchange_endpoint
         self._capacity = capacity
@@ -151,18 +151,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return response
 
     async def _read(self, member: Member, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
-        """Takes the member's reports; the end of its stream, and a report that ends in an error, ends ours."""
+        """Take the member's reports; when its stream ends, or a report fails, end our stream to it."""
         try:
             with contextlib.suppress(grpc.aio.BaseError):  # the stream broke
                 async for report in reports:
                     await self._coordinator.pool.report(member, report)
-        except Exception as error:  # `Connect` raises it, where it is told to the member and counted
+        except Exception as error:  # `Connect` raises it, which sends it to the member and counts it
             member.stream_error = error
         finally:
             member.end_stream()
 
     def _check_room(self, member_id: str) -> None:
-        """Raises Unavailable for a member too many; it tries again, and others may have left by then."""
+        """Raises Unavailable when there are too many members; the worker tries again, and others may have left by then."""
         members = self._coordinator.members
         if self._capacity is None or members.get(member_id) is not None:
             return
@@ -182,7 +182,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _hello(reports: AsyncIterator[worker_pb2.ConnectRequest]) -> worker_pb2.Hello:
-    """The first message of a stream. Raises InvalidInput, Conflict; Unavailable when none comes."""
+    """Return the first message of a stream. Raises InvalidInput, Conflict; Unavailable when none comes."""
     try:
         async with asyncio.timeout(HELLO_WAIT_S):
             first = await anext(aiter(reports), None)

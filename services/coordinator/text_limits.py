@@ -1,4 +1,4 @@
-"""Bounds on what members say about themselves: texts, names and numbers that end up in events, metrics and logs."""
+"""Bounds on texts, names and numbers from members that end up in events, metrics and logs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEXT_BYTES = 4096
-"""Of a reason, a warning, an error."""
+"""Bytes of a reason, a warning, an error."""
 
 MAX_LINE_BYTES = 1000
-"""Of a text in a line of the log; the run's events have the whole."""
+"""Bytes of a text in a line of the log; the run's events have the whole text."""
 
 MAX_GAUGES = 100
-"""In one heartbeat."""
+"""Gauges in one heartbeat."""
 
 MAX_METRICS = 500
-"""In one receipt."""
+"""Metrics in one receipt."""
 
 MAX_NAME = 64
 """Characters of a gauge's or metric's name."""
 
 MAX_EVENT_BYTES = 256 << 10
-"""Of one event; a page of them fits into a message to a watcher."""
+"""Bytes of one event; a page of events fits into a message to a watcher."""
 
 
 def cut(text: str, limit: int = MAX_TEXT_BYTES) -> str:
-    """At most `limit` bytes of UTF-8, with a word on what is missing."""
+    """Cut a text to `limit` bytes of UTF-8, with a note on what is missing."""
     data = text.encode("utf-8", "replace")
     if len(data) <= limit:
         return text
@@ -36,18 +36,18 @@ def cut(text: str, limit: int = MAX_TEXT_BYTES) -> str:
 
 
 def one_line(text: str, limit: int = MAX_LINE_BYTES) -> str:
-    """A text for one line of a log, which it cannot end."""
+    """Return a text in one line for the log."""
     return cut("".join(c if c.isprintable() else " " for c in text[: limit + 1]), limit)
 
 
 def finite_gauges(values: Mapping[str, float]) -> dict[str, float]:
-    """The finite ones with names of a usual length, MAX_GAUGES at most."""
+    """Return the finite gauges with names of a usual length, MAX_GAUGES at most."""
     named = bounded_metrics(values, MAX_GAUGES)
     return {name: value for name, value in named.items() if math.isfinite(value)}
 
 
 def bounded_metrics(values: Mapping[str, float], limit: int = MAX_METRICS) -> dict[str, float]:
-    """Those with names of a usual length, `limit` at most; a loss may be anything but finite."""
+    """Return metrics with names of a usual length, `limit` at most; a loss need not be finite."""
     kept: dict[str, float] = {}
     for name, value in values.items():
         if len(kept) == limit:
@@ -58,12 +58,12 @@ def bounded_metrics(values: Mapping[str, float], limit: int = MAX_METRICS) -> di
 
 
 def seconds(value: float) -> float:
-    """A duration as a member reports it; 0 for what is none."""
+    """Return a duration that a member reports; 0 if it is invalid."""
     return value if math.isfinite(value) and value >= 0 else 0.0
 
 
 def event_json(content: Mapping[str, Any]) -> str:
-    """An event as JSON, whatever it holds: texts are cut where it would be too large for a watcher."""
+    """Return an event as JSON, whatever it holds: texts are cut where it would be too large for a watcher."""
     text = json.dumps(content)
     if len(text) <= MAX_EVENT_BYTES:
         return text
@@ -79,7 +79,7 @@ def event_json(content: Mapping[str, Any]) -> str:
 
 
 def fitting_event(text: str) -> str:
-    """A stored event; without its texts where an earlier version has stored one that is too large for a watcher."""
+    """Return a stored event; without its texts if an earlier version has stored one that is too large for a watcher."""
     if len(text) <= MAX_EVENT_BYTES:
         return text
     try:

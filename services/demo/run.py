@@ -181,7 +181,7 @@ class Screen:
         click.echo(
             f"Held-out problems right: {summary['reward_before']:.1%} before, {summary['reward_after']:.1%} after "
             f"{summary['steps']} steps and {summary['samples']:,} samples.\n"
-            f"Books: {books['generated']:,} tokens generated = {books['trained']:,} trained + "
+            f"Token accounting: {books['generated']:,} tokens generated = {books['trained']:,} trained + "
             f"{books['dropped']:,} dropped + {books['live']:,} live.\n"
             f"Run directory: {summary['directory']}   (metrics.jsonl, summary.json, checkpoints/, logs/)\n"
             f"Model for transformers: {summary['export_path']}\n"

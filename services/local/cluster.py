@@ -34,16 +34,16 @@ from services.local.folder_lock import FolderLock
 
 LOCK_NAME = "up.lock"
 NOT_READY_S = 60.0
-"""After so long without listening, and again each time, it is said that the coordinator still starts."""
+"""Seconds without listening, and each time again, after which a line says that the coordinator still starts."""
 
 COORDINATOR_BACKOFF_S = 10.0
-"""Everything waits for the coordinator, so a new one is tried at least this often."""
+"""Longest pause before the next coordinator is started, because everything waits for it."""
 
 GRACE_S = 25.0
-"""Seconds that a service has, unless it is said otherwise, to end in good order after SIGTERM."""
+"""Default of the seconds that a service has to end in good order after SIGTERM."""
 
 KILL_AFTER_S = 15.0
-"""Seconds after its grace until it is killed; they are for what is no part of it, as leaving and unloading."""
+"""Seconds after a service's grace until it is killed: for leaving and unloading, which are not part of the grace."""
 
 ROLES = ("rollout", "reward", "learner", "coordinator")
 NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -68,19 +68,18 @@ class LocalCluster:
         max_deaths: int | None = None,
         gpus: Sequence[str] | None = None,
     ):
-        """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free one; `grace_s` is every service's
-        `--grace`; `options` are further ones of a role's command line, and `launchers` what a role's services are started
-        by, such as `ip netns exec NAME`; `say` gets one line for each death. With `max_deaths` a service that dies so often
-        in a row is given up, and `check` raises: for whoever would rather fail than wait. `gpus` are
-        this host's, as CUDA_VISIBLE_DEVICES calls them; by default they are looked for. Services get those that `cluster`
-        names. Raises SpecError when these cannot be shared out.
-        """
+        """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free port; `grace_s` is every service's
+        `--grace`; `options` are further options of a role's command line, and `launchers` commands that start a
+        role's services, such as `ip netns exec NAME`; `say` gets one line for each death. With `max_deaths` a
+        service that dies so often in a row is given up, and `check` raises: for callers who prefer a failure to
+        waiting. `gpus` are this host's, by their names in CUDA_VISIBLE_DEVICES; by default they are detected.
+        Services get those that `cluster` names. Raises SpecError when they cannot be divided."""
         self.directory = Path(directory).resolve()
         self.cluster = cluster
         self.address = ""
         """host:port of the coordinator, once it has started."""
         self.failure: PacelineError | None = None
-        """Why a service was given up, if one was."""
+        """Why a service was given up, if any was."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called once, from another thread, when a service is given up."""
         self._host = host
@@ -91,7 +90,7 @@ class LocalCluster:
         self._say = say
         self._max_deaths = max_deaths
         self.token_file = token_path(self.directory / TOKEN_NAME)
-        """Where the coordinator keeps its token, for clients."""
+        """File of the coordinator's token, for clients."""
         self._lock = FolderLock(self.directory / LOCK_NAME, "`paceline up`")
         self._failed = threading.Event()
         self._gpus = {
@@ -115,10 +114,9 @@ class LocalCluster:
         self.stop()
 
     def start_coordinator(self) -> str:
-        """Starts the coordinator, waits until it listens and returns its address. Raises Conflict when another cluster works
-        in the directory, and PacelineError, with the end of its log, when the coordinator ends before it listens: one
-        that cannot start once will not start the second time. One that waits, as for room on the disk, is waited for.
-        """
+        """Start the coordinator, wait until it listens and return its address. Raises Conflict when another cluster
+        works in the directory, and PacelineError, with the end of its log, when the coordinator ends before it
+        listens: a second start would fail too. A coordinator that waits, as for room on the disk, is waited for."""
         self._lock.take()
         os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"
@@ -145,7 +143,7 @@ class LocalCluster:
         return self.address
 
     def start_workers(self) -> None:
-        """Starts the workers and the learner; they find the coordinator by themselves."""
+        """Start the workers and the learner; they find the coordinator by themselves."""
         if self._visible and not named_in(self.cluster) and self.cluster.device != "cpu":
             self._say(
                 f"everything runs on CPUs, and this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
@@ -160,53 +158,50 @@ class LocalCluster:
                 self.add(role)
 
     def add(self, role: str) -> str:
-        """Starts one more service of `role` and returns its name. A rollout worker beyond `cluster.rollout_workers`
-        takes its turn among the GPUs of the others.
-        """
+        """Start one more service of `role` and return its name. A rollout worker beyond `cluster.rollout_workers`
+        shares the GPUs of the others in turn."""
         name = f"{role}-{len(self._services[role])}"
         own = {"learner": ["--ranks", str(self.cluster.learner_ranks)], "rollout": ["--http-port", "0"]}
         if role in own and any(self._gpus[role]):
             own[role] += [
                 "--device",
                 "cuda",
-            ]  # one that cannot use its GPU says so, and does not go on without
+            ]  # a worker that cannot use its GPU fails, and does not fall back to the CPU
         options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *own.get(role, [])]
         command = [f"services.{role}.main", "--coordinator", self.address, *options]
         self._add(role, [*command, *self._options.get(role, ())], self._max_deaths)
         return name
 
     def pids(self, role: str) -> dict[int, int]:
-        """Process ids of the services of `role` by their index; a service that is being restarted has none."""
+        """Return the process ids of the services of `role` by their index; a service that is being restarted has none."""
         found = {index: service.pid for index, service in enumerate(self._services[role])}
         return {index: pid for index, pid in found.items() if pid is not None}
 
     def deaths(self, role: str, index: int = 0) -> list[str]:
-        """How each life of a service has ended, in words, oldest first."""
+        """Return how each life of a service has ended, in words, oldest first."""
         return list(self._service(role, index).deaths)
 
     def log_path(self, role: str, index: int = 0) -> Path:
-        """Where a service's output goes."""
+        """Return the log file of a service."""
         return self._service(role, index).log_path
 
     def kill(self, role: str, index: int = 0, number: signal.Signals = signal.SIGKILL) -> bool:
-        """Sends a signal to a service and everything that it started; it is brought back after half a second and the
-        death does not count against it. False when it is just being restarted. Raises NotFound.
-        """
+        """Send a signal to a service and to all its processes; it is restarted after half a second and the death does
+        not count against it. Return False when it is just being restarted. Raises NotFound."""
         return self._service(role, index).kill(number)
 
     def check(self) -> None:
-        """Raises the reason when a service was given up."""
+        """Raise the reason when a service was given up."""
         if self.failure is not None:
             raise self.failure
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until a service is given up, at most `timeout_s`; whether one was."""
+        """Wait until a service is given up, at most `timeout_s`; return whether any was."""
         return self._failed.wait(timeout_s)
 
     def stop(self) -> None:
-        """Ends all services in good order: SIGTERM to the workers and the learner, which hand back their leases and write
-        a checkpoint, then to the coordinator, which takes both. One that needs longer than its grace is killed.
-        """
+        """End all services in good order: SIGTERM to the workers and the learner, which return their leases and write a
+        checkpoint, then to the coordinator, which takes both. A service that needs longer than its grace is killed."""
         for roles in (("rollout", "reward", "learner"), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:

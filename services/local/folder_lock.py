@@ -1,4 +1,4 @@
-"""A lock on a folder: one process at a time works there, and the next is told which one does.
+"""A lock on a folder: one process at a time works there, and the error for the next process names the holder.
 
 The lock dies with its holder, however that ends. Its file stays, with the holder's process id for people.
 """
@@ -14,16 +14,16 @@ from paceline.errors import Conflict
 
 
 class FolderLock:
-    """Held from `take` to `release`, by one object at a time."""
+    """A lock that one object at a time holds, from `take` to `release`."""
 
     def __init__(self, path: Path, who: str):
-        """`path` is the lock's file, in the folder that it protects; `who` is what holds it, in words."""
+        """`path` is the lock's file, in the folder that it protects; `who` describes the holder."""
         self._path = path
         self._who = who
         self._file: IO[str] | None = None
 
     def take(self) -> None:
-        """Takes the lock at once, and makes the folder if need be. Raises Conflict when another one holds it."""
+        """Take the lock at once, and make the folder if need be. Raises Conflict when another process holds it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.open("a+")
         try:
@@ -42,7 +42,7 @@ class FolderLock:
         self._file = file
 
     def release(self) -> None:
-        """Gives it back, if it is held."""
+        """Release the lock, if it is held."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,5 @@
-"""What this machine has, what is missing, and how to get it. Each finding is checked, not guessed, and fixes nothing."""
+"""Checks of this machine: what it has, what is missing, and how to get it. Each finding is tested, not guessed; nothing
+is changed."""
 
 from __future__ import annotations
 
@@ -22,18 +23,18 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     status: Literal["ok", "absent", "fault"]
-    """`absent` is something that Paceline works without; a `fault` has to be mended."""
+    """`absent` is an optional part that is missing; a `fault` has to be fixed."""
     value: str
     remedy: str = ""
-    """What to do about it, where there is something to do."""
+    """Advice, where there is something to do."""
 
 
 def examine(directory: Path) -> list[Finding]:
-    """Everything that a run needs of this machine; `directory` is where runs would be kept. Imports torch."""
+    """Check everything that a run needs of this machine; `directory` is where runs would be kept. Imports torch."""
     return [
         _python(),
         _processor(),
@@ -81,7 +82,7 @@ def _cgroup_limit_bytes() -> int | None:
 
 
 def _disk(directory: Path) -> Finding:
-    """Whether runs can be kept there: a file is really written, and the free space is enough for a checkpoint."""
+    """Check whether runs can be kept there: a file is really written, and the free space is enough for a checkpoint."""
     existing = directory.resolve()
     while not existing.exists():
         existing = existing.parent
@@ -134,7 +135,9 @@ def _torch() -> list[Finding]:
     except (ImportError, OSError) as error:
         return [Finding("torch", "fault", str(error).splitlines()[0], "pip install torch")]
     findings = [Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")]
-    with warnings.catch_warnings(record=True) as said:  # a driver that does not fit is told as a warning
+    with warnings.catch_warnings(
+        record=True
+    ) as said:  # torch reports a driver that does not fit as a warning
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
@@ -164,7 +167,7 @@ def _torch() -> list[Finding]:
 
 
 def _no_gpu(built_for: str | None, warning: str) -> Finding:
-    """Why torch sees no GPU: there is none, the build is for CPUs, or the driver does not fit."""
+    """Return why torch sees no GPU: there is none, the build is for CPUs, or the driver does not fit."""
     if not Path("/dev/nvidiactl").exists():
         return Finding(
             "GPU", "absent", "none in this machine", "small models train on the CPU; see `paceline demo`"
@@ -183,7 +186,7 @@ def _no_gpu(built_for: str | None, warning: str) -> Finding:
 
 
 def _division() -> list[Finding]:
-    """What `paceline up` would do with the GPUs of this machine, for a spec that names none."""
+    """Return how `paceline up` would divide the GPUs of this machine for a spec that names none."""
     from paceline.spec import ClusterSection
     from services.common.gpus import divide, visible_gpus
 

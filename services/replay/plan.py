@@ -1,7 +1,7 @@
-"""What a replay needs to know: which steps, from which checkpoint, on how many ranks, with which groups.
+"""The plan of a replay: which steps, from which checkpoint, on how many ranks, with which groups.
 
-Read from the ledger, which is opened read-only, so a replay can neither disturb a run nor be disturbed by it. The
-promise: the parts are those that the ranks trained, made by the same function that the exchange served them with.
+It is read from the ledger, which is opened read-only, so a replay can neither disturb a run nor be disturbed by it. The
+promise: each rank gets the groups that it trained, by the function with which the exchange served them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Steps [start, end) of a run, as the record has them."""
+    """Steps [start, end) of a run, as recorded."""
 
     run_id: str
     spec: RunSpec
@@ -38,18 +38,18 @@ class ReplayPlan:
     threads: int
     """Compute threads of each rank."""
     checkpoint: Checkpoint | None
-    """Where the weights come from; None at step 0, where they are the model's."""
+    """Checkpoint to start from; None at step 0, where the weights are the model's."""
     expected: Checkpoint | None
     """The run's own checkpoint after the last of the steps, if there is one to compare with."""
     warnings: tuple[str, ...] = ()
-    """What this version leaves out of the run's spec."""
+    """Keys of the run's spec that this version ignores."""
 
 
 def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None) -> ReplayPlan:
-    """Looks up what is on record. `end` None is after the last trained step.
+    """Make a plan from the record. `end` None is after the last trained step.
 
-    Raises NotFound: no such run, no checkpoint of step `start`, a step that was not trained, samples that were not kept;
-    SpecError: a spec of another version, in which more than unknown keys cannot be read.
+    Raises NotFound: no such run, no checkpoint of step `start`, a step that was not trained, samples that were not
+    kept; SpecError: a spec of another version, in which more than unknown keys cannot be read.
     """
     row = ledger.run(run_id)
     spec, warnings = spec_of_run(run_id, row["spec_yaml"])
@@ -86,7 +86,8 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
 def read_part(
     ledger: Ledger, run_id: str, step: int, rank: int, world_size: int, *, check_digests: bool = True
 ) -> list[Group]:
-    """The groups that a rank of `world_size` trains in a step, scored. Raises Conflict for one that was changed."""
+    """Return the groups that a rank of `world_size` trains in a step, scored. Raises Conflict for a group that was
+    changed."""
     groups = []
     for row in split_batch(ledger.db, run_id, step, world_size)[rank]:
         payload = ledger.payload(run_id, row["group_id"])
@@ -104,7 +105,7 @@ def read_part(
 
 
 def recorded_losses(ledger: Ledger, run_id: str) -> dict[int, float]:
-    """The loss of every step as the run reported it when the step was first trained."""
+    """Return the loss of every step as the run reported it when the step was first trained."""
     rows = ledger.db.execute(
         "SELECT json_extract(json, '$.step') AS step, json_extract(json, '$.loss') AS loss FROM events"
         " WHERE run_id = ? AND kind = 'step'",
@@ -114,7 +115,7 @@ def recorded_losses(ledger: Ledger, run_id: str) -> dict[int, float]:
 
 
 def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, Checkpoint]:
-    """The checkpoints that can be loaded, by step; of one step that of the newest session."""
+    """Return the checkpoints that can be loaded, by step; of one step that of the newest session."""
     rows = ledger.db.execute(
         "SELECT c.* FROM checkpoints c LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
         " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.chain = COALESCE(b.chain, '') ORDER BY c.session",
@@ -134,7 +135,7 @@ def _check_kept(ledger: Ledger, run_id: str, start: int, end: int) -> None:
 
 
 def _threads(spec: RunSpec, checkpoints: list[Checkpoint]) -> int:
-    """As a checkpoint recorded it; the spec's where there is none."""
+    """Return the threads that a checkpoint recorded, else the spec's."""
     for checkpoint in checkpoints:
         try:
             return read_manifest(Folder(checkpoint.path))[0].num_threads

@@ -1,10 +1,11 @@
-"""One rank of a replay: trains the recorded batches of some steps once more, alone. `paceline replay` starts it.
+"""One rank of a replay: it trains the recorded batches of some steps again, without services. `paceline replay` starts
+it.
 
-No coordinator, no members: batches come from the ledger, weights from a checkpoint or the model, and what comes out goes
-to a folder. It takes the same steps through the same trainer as `services/learner/run.py`, so on CPUs, at the recorded
-world size and thread count, it reaches the run's weights bit for bit.
+There is no coordinator and no member: batches come from the ledger, weights from a checkpoint or the model, and results
+go to a folder. It takes the same steps through the same trainer as `services/learner/run.py`, so on CPUs, at the
+recorded world size and thread count, it reaches the run's weights bit for bit.
 
-Rank 0 prints one JSON object on a line for each step, and one for the checkpoint of the last.
+Rank 0 prints one JSON object on a line for each step, and one for the checkpoint of the last step.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ log = logging.getLogger(__name__)
 def replay(
     ledger: Ledger, run_id: str, spec: RunSpec, start: int, end: int, output: Path, device: torch.device
 ) -> None:
-    """Trains steps [start, end) of the run with the settings of `spec`, and writes `output/checkpoints/0-<end>`.
+    """Train steps [start, end) of the run with the settings of `spec`, and write `output/checkpoints/0-<end>`.
 
-    A collective call of all ranks. Raises NotFound, Conflict and what the trainer raises.
+    A collective call of all ranks. Raises NotFound, Conflict and the trainer's errors.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -92,14 +93,14 @@ def replay(
 def main(
     ledger_path: Path, run_id: str, spec_path: Path, start: int, end: int, output: Path, device: str
 ) -> None:
-    """One rank; its options come from `paceline replay`."""
+    """One rank of a replay; `paceline replay` sets its options."""
     die_with_starter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     bound_caches()
     status = 0
     try:
         ledger = Ledger(ledger_path, read_only=True)
-        spec = spec_from_yaml(spec_path.read_text())  # of a run that was accepted once
+        spec = spec_from_yaml(spec_path.read_text())  # of a run that a coordinator has accepted
         replay(ledger, run_id, spec, start, end, output, set_up_device(device, "127.0.0.1"))
     except PacelineError as error:
         log.error("%s", error)

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @click.command()
 @worker_options("reward", grace="Seconds to finish tasks at SIGTERM.")
-@click.option("--processes", default=1, show_default=True, help="Groups scored at one time.")
+@click.option("--processes", default=1, show_default=True, help="Number of groups to score at the same time.")
 @functions_from_option
 @token_file_option
 def main(

@@ -1,4 +1,4 @@
-"""`RewardService`: scores for whoever asks a reward worker, with or without a run."""
+"""`RewardService`: scores for any client of a reward worker, with or without a run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MAX_BYTES = 16 << 20
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """Answers on behalf of a worker; each call has processes of its own, so tasks of the run do not wait for it."""
+    """Answers of one worker. Each call has its own processes, so tasks of the run do not wait for it."""
 
     def __init__(self, worker: RewardWorker):
         self._worker = worker
         self._calls = 0
-        """Under way; each has a process."""
+        """Calls under way; each has a process."""
 
     @with_status
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
@@ -84,7 +84,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return response
 
     def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
-        """The functions asked for: the current run's by name, else built-ins; a file is never named from outside."""
+        """Return the requested functions: the current run's by name, else built-ins; a client cannot name a file."""
         used = {function.label: function for function in self._worker.functions}
         if not names and not used:
             raise Conflict("no run is set up here; name the functions to score with")

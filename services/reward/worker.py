@@ -1,7 +1,7 @@
-"""The reward service: score tasks in, rewards out.
+"""The reward service: it takes score tasks and returns rewards.
 
-`RewardWorker` belongs to the pool; `services.reward.servicer` answers whoever else asks. User functions run in processes of
-their own (reward/), so nothing that they do stops the service; a run's reference, if the pool serves it, on a thread of the
+`RewardWorker` is a member of the pool; `services.reward.servicer` answers other clients. User functions run in separate
+processes (reward/), so they cannot stop the service; a run's reference, if the pool serves it, runs on a thread of the
 service. Started by `paceline serve reward` (also `paceline-reward`).
 """
 
@@ -34,7 +34,7 @@ from services.common.run_setup import spec_of
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
-"""Tasks that are held for each process, so that none waits for a round trip to the exchange."""
+"""Tasks that are held for each process, so that no process waits for a round trip to the exchange."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class RewardWorker:
     """One member of the reward pool: at most one run at a time.
 
-    A set-up that fails is tried again after a growing pause for as long as the run is assigned; `pause` says how long.
+    A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class RewardWorker:
         self.assigned = AssignedRun()
         self._set_up_pause = pause or ExponentialBackoff()
         self.refused_pause = ExponentialBackoff()
-        """Before the exchange is asked again after it has refused a request for tasks."""
+        """Backoff before the next request for tasks, after the exchange has refused a request."""
         self.address = ""
         self._num_processes = num_processes
         self._turns = asyncio.Semaphore(num_processes)
-        """Free processes. What has none yet goes back to the exchange when the worker is told to stop."""
+        """Free processes. Tasks that wait for a process are returned to the exchange when the worker stops."""
         self._spec: RunSpec | None = None
         self._runner: RewardRunner | None = None
         self._reference: ReferenceScorer | None = None
         self._stopping = asyncio.Event()
         self._scored = 0
         self._unavailable = 0
-        """Tasks in a row that went back for what is no fault of theirs."""
+        """Tasks in a row that were returned through no fault of theirs."""
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
-        """Scores for whatever run is assigned, until `stop` and the last task's end."""
+        """Score for the assigned run, until `stop` and the last task's end."""
         while not self._stopping.is_set():
             self.assigned.changed.clear()
             assignment = self.assigned.assignment
@@ -88,7 +88,7 @@ class RewardWorker:
                     self._check_function_files(spec)
                     runner = await opened.enter_async_context(RewardRunner(spec.rewards, self._num_processes))
                     reference = await opened.enter_async_context(ReferenceScorer(spec))
-                except Exception as error:  # whatever cannot be loaded now may be there later
+                except Exception as error:  # anything that cannot be loaded now may be there later
                     await self._put_off(assignment, error)
                     continue
                 self._spec, self._runner, self._reference = spec, runner, reference
@@ -100,12 +100,13 @@ class RewardWorker:
                 await self._score_forever(assignment.run_id, spec, runner)
 
     def _check_function_files(self, spec: RunSpec) -> None:
-        """Raises Unreadable: another worker may allow the folder."""
+        """Raises Unreadable for a function's file in a folder that this worker does not allow; another worker may allow
+        it."""
         if why := function_files.refusal(spec, self._functions_from):
             raise Unreadable(f"this worker does not run the functions: {why}")
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
-        """Says why the run cannot be set up, and waits until it is to be tried again or another one is assigned."""
+        """Report why the run cannot be set up, and wait until the set-up is retried or another run is assigned."""
         await self.assigned.failed(assignment.run_id, error, self.membership.report)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.assigned.changed.wait(), self._set_up_pause.next_s())
@@ -115,16 +116,16 @@ class RewardWorker:
 
     @property
     def functions(self) -> tuple[RewardFunctionSection, ...]:
-        """Those of the current run; none without a run."""
+        """Return the functions of the current run; none without a run."""
         return self._spec.rewards if self._spec is not None else ()
 
     def stop(self) -> None:
-        """Takes no further task."""
+        """Take no further task."""
         self._stopping.set()
         self.assigned.changed.set()
 
     async def _score_forever(self, run_id: str, spec: RunSpec, runner: RewardRunner) -> None:
-        """Tasks as there are free processes, until the run changes; then the running ones end."""
+        """Take tasks as processes become free, until the run changes; then wait for the running tasks."""
         running: dict[asyncio.Task[None], int] = {}
         changed = asyncio.create_task(self.assigned.changed.wait())
         async with asyncio.TaskGroup() as tasks:
@@ -158,7 +159,7 @@ class RewardWorker:
         changed.cancel()
 
     async def _ask_later(self, refusal: str) -> None:
-        """The exchange refuses a request for tasks; those in hand go on."""
+        """Wait before asking for tasks again, because the exchange refuses a request; tasks that the worker has go on."""
         pause_s = self.refused_pause.next_s()
         log.error("asking for tasks again in %.0f s, the exchange refuses: %s", pause_s, refusal)
         with contextlib.suppress(TimeoutError):
@@ -173,7 +174,7 @@ class RewardWorker:
         arrays: bytes,
         texts: bytes,
     ) -> None:
-        """One task, from text to the exchange's word."""
+        """Score one task, from its text to the exchange's reply."""
         prompt_ids, completions = decode_result(arrays, texts)
         score = pb.ScoreResult(group_id=task.group_id, attempt=task.attempt, digest=task.digest)
         frames: list[bytes] = []
@@ -212,7 +213,8 @@ class RewardWorker:
         self._scored += 1
 
     async def _turn_comes(self) -> bool:
-        """Waits for a free process; False when the worker has to stop before there is one. True has to be given back."""
+        """Wait for a free process; return False when the worker has to stop before. After True the caller has to give
+        it back."""
         turn, stopping = (
             asyncio.create_task(self._turns.acquire()),
             asyncio.create_task(self._stopping.wait()),
@@ -229,7 +231,8 @@ class RewardWorker:
         return False
 
     async def _pause(self, failures: int) -> None:
-        """Before such a task goes back: whatever does not answer is not asked for the next one at once."""
+        """Wait before such a task is returned, because a function or server that does not answer is not asked for the
+        next task at once."""
         pause_s = pause_after(failures + 1, FIRST_PAUSE_S, MAX_PAUSE_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), pause_s)
@@ -237,7 +240,7 @@ class RewardWorker:
     async def _run_functions(
         self, runner: RewardRunner, task: pb.ScoreTask, completions: Sequence[Completion]
     ) -> RewardResult:
-        """The functions' word on a task whose turn has come; the turn ends with it."""
+        """Run the functions on a task that has a process, and free the process."""
         try:
             count = len(completions)
             prompt, columns = json.loads(task.prompt_json), json.loads(task.columns_json)
@@ -252,7 +255,7 @@ class RewardWorker:
             self._turns.release()
 
     async def _ask_reference(self, prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
-        """The payload frame of the score of a task that wants it."""
+        """Return the payload frame of the reference's scores for a task that wants them."""
         assert self._reference is not None, "tasks are asked for by a worker that has set up the run"
         ids = [completion.token_ids for completion in completions]
         return encode_reference(await self._reference.ask(prompt_ids, ids))

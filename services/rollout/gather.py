@@ -10,7 +10,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Their results, in order. The first that fails cancels the others, and when they have ended its error is raised."""
+    """Return their results, in order. The first error cancels the others, and is raised when they have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

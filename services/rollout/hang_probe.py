@@ -1,8 +1,8 @@
-"""Notices an engine that hangs while its worker lives: heartbeats go on, and without this its leases would never end.
+"""Detection of an engine that hangs while its worker lives: heartbeats go on, and otherwise its leases would never end.
 
-A lease has no deadline, because a long completion is no fault. What is asked instead is whether the engine still turns: a
-request of one token is submitted and aborted at once, which any engine answers between two decode steps, however long its
-queue is and whatever it generates.
+A lease has no deadline, because a long completion is no fault. The probe tests whether the engine still runs: a request
+of one token is submitted and aborted at once, which any engine answers between two decode steps, however long its queue
+is and whatever it generates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT_IDS = np.zeros(1, np.int32)
 
 
 async def until_hung(engine: Engine, stall_s: float) -> None:
-    """Returns when the engine has sequences to decode and has not answered a probe for `stall_s` seconds; else never."""
+    """Return when the engine has sequences to decode and has not answered a probe for `stall_s` seconds; else never."""
     for number in itertools.count():
         await asyncio.sleep(stall_s / PROBES_PER_LIMIT)
         if engine.num_running and not await answers(engine, f"probe/{number}", stall_s):
@@ -29,7 +29,7 @@ async def until_hung(engine: Engine, stall_s: float) -> None:
 
 
 async def answers(engine: Engine, request_id: str, within_s: float) -> bool:
-    """Whether the engine answers the probe `request_id` within so many seconds."""
+    """Return whether the engine answers the probe `request_id` within so many seconds."""
     request = GenerationRequest(request_id, PROMPT_IDS, SamplingParams(max_new_tokens=1), seed=0)
     asked = asyncio.create_task(engine.generate(request))
     try:

@@ -1,7 +1,7 @@
-"""A rollout worker's work on one run: ask for leases as there is room, generate, hand in.
+"""A rollout worker's work on one run: request leases as there is room, generate, submit the groups.
 
-Who waits for whom: the lease loop waits for room or for the exchange; each group's task waits for its samples and
-then for the exchange's word. A finished group is kept until that word came. New weights come beside all this
+Who waits for whom: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
+for the exchange's reply. A finished group is kept until the reply. New weights arrive independently
 (`services/rollout/weights.py`).
 """
 
@@ -33,21 +33,21 @@ from services.rollout.hang_probe import answers, until_hung
 from services.rollout.weights import RolloutWeights
 
 LEASE_WAIT_S = 10.0
-HAND_BACK_S = 5.0
-"""What a drain keeps of its grace for handing back what did not finish, beside the time that its bytes take."""
+RETURN_S = 5.0
+"""Part of a drain's grace for the return of unfinished groups, besides the time that their bytes take."""
 
-HAND_BACK_BYTES_PER_S = 8 << 20
-"""Of a worker among many that drain."""
+RETURN_BYTES_PER_S = 8 << 20
+"""Upload rate of a worker among many that drain."""
 
 TOKEN_BYTES = 8
-"""Its id and its log-probability."""
+"""Bytes of a token's id and its log-probability."""
 
 MAX_UNEXPECTED = 4
-"""Groups in a row that may be blamed for what nobody foresaw; with more of them the worker itself is at fault."""
+"""Unforeseen errors in a row that count as faults of their groups; with more of them the worker itself is at fault."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
 CAPACITY_S = 0.5
-"""Seconds between two looks at the engine's capacity while there is no room."""
+"""Seconds between two checks of the engine's capacity while there is no room."""
 log = logging.getLogger(__name__)
 
 
@@ -76,19 +76,19 @@ class RolloutRun:
         """Samples that are still running, by group."""
         self._room = asyncio.Event()
         self.refused_pause = ExponentialBackoff()
-        """Before the exchange is asked again after it has refused a request for leases."""
+        """Backoff before the next request for leases, after the exchange has refused a request."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: dict[str, None] = {}
-        self._guests: dict[str, None] = {}
-        self._no_guests = asyncio.Event()
-        self._no_guests.set()
+        self._external: dict[str, None] = {}
+        self._no_external = asyncio.Event()
+        self._no_external.set()
         self._reported = (time.monotonic(), 0, 0.0)
         self._empty_since_s: float | None = time.monotonic()
         self._empty_s = 0.0
         self._unexpected = 0
-        """Groups in a row at which something unforeseen was raised."""
+        """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
         self.weights = RolloutWeights(
             run_id, member_id, membership, engine, spec.weights.max_wait_s, host, store_url
@@ -104,7 +104,7 @@ class RolloutRun:
         device: str,
         host: str,
     ) -> RolloutRun:
-        """Loads tokenizer and engine; weights come later, to `host`, this machine's address for the learner.
+        """Load tokenizer and engine; weights come later, to `host`, this machine's address for the learner.
 
         Raises InvalidInput for a model that cannot be used, EngineDied when the engine did not start.
         """
@@ -121,25 +121,27 @@ class RolloutRun:
 
     @property
     def num_leases(self) -> int:
-        """Leases held: groups that are being generated or wait for the exchange's word."""
+        """Return the number of leases: groups that are being generated or wait for the exchange's reply."""
         return len(self._leases)
 
     async def close(self) -> None:
-        """Ends receivers and engine."""
+        """Close receivers and engine."""
         self.weights.close()
         await self.engine.close()
 
     async def generate_forever(self) -> None:
-        """Leases and generates until cancelled, or until everything is handed back after `drain`."""
+        """Take leases and generate until cancelled, or until all leases are returned after `drain`."""
         async with asyncio.TaskGroup() as groups:
-            guard = groups.create_task(self._end_if_stuck())
+            guard = groups.create_task(self._end_if_hung())
             while not self._draining:
                 group_size, running = self.spec.grpo.num_generations_per_prompt, sum(self._leases.values())
                 # One group waits, so that no slot stays empty.
                 room = self.engine.capacity + group_size - running
                 if room < group_size and running:
                     self._room.clear()
-                    with contextlib.suppress(TimeoutError):  # the capacity may have grown with nobody ending
+                    with contextlib.suppress(
+                        TimeoutError
+                    ):  # the capacity may have grown without a sample's end
                         await asyncio.wait_for(self._room.wait(), CAPACITY_S)
                     continue
                 request = pb.ExchangeRequest(
@@ -158,29 +160,30 @@ class RolloutRun:
                 self.refused_pause.reset()
                 for lease in reply.lease.leases:
                     if lease.group_id in self._leases:
-                        continue  # given out anew while it is in hand: the result of an earlier attempt counts as well
+                        continue  # leased again while it is generated here: the result of any attempt counts
                     if self._draining:
-                        await self._hand_back(lease)
+                        await self._return_lease(lease)
                         continue
                     payload = payloads[lease.prefix_frame - 1] if lease.prefix_frame else None
                     self._take(lease)
                     groups.create_task(self._generate(lease, payload))
             guard.cancel()  # from here on the drain's grace is the limit
-        await self._no_guests.wait()  # the engine ends with this call; `drain` has a deadline for them
+        await (
+            self._no_external.wait()
+        )  # the engine closes after this call; `drain` has a deadline for external requests
 
     async def _ask_later(self, refusal: str) -> None:
-        """The exchange refuses a request for leases. What is in hand goes on: an end of this worker would lose it, and would count
-        as a crash of these groups.
-        """
+        """Wait before asking for leases again, because the exchange refuses a request. Groups under way go on: if this
+        worker ended, they would be lost, and the end would count as their crash."""
         pause_s = self.refused_pause.next_s()
         log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
         self._room.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._room.wait(), pause_s)
 
-    async def _end_if_stuck(self) -> None:
-        """Ends the process as a crash would: what the engine hangs on cannot be ended otherwise, and a group that was
-        there each time is found out."""
+    async def _end_if_hung(self) -> None:
+        """End the process as a crash would, because a hung engine cannot be ended otherwise; a group that is present
+        each time is quarantined."""
         stall_s = self.spec.policy.generation.stall_s
         await until_hung(self.engine, stall_s)
         log.critical(
@@ -194,50 +197,50 @@ class RolloutRun:
         end_process(1)
 
     async def drain(self, grace_s: float) -> int:
-        """No further lease; running samples may finish, then go back unfinished. Returns how many leases.
+        """Take no further lease; let running samples finish, then return the rest unfinished. Returns the number of
+        unfinished leases.
 
-        What visitors asked for has the same time, and then ends as it is. Returns within `grace_s` seconds, also when no
-        coordinator takes anything back: it then finds out by the worker's silence.
+        External requests have the same time, and then end as they are. Returns within `grace_s` seconds, also when no
+        coordinator takes the leases back: it then notices the worker's silence.
         """
         self._draining = True
         self._room.set()
-        ended = asyncio.gather(self._idle.wait(), self._no_guests.wait())
+        ended = asyncio.gather(self._idle.wait(), self._no_external.wait())
         group_size = self.spec.grpo.num_generations_per_prompt
-        hand_back_s = hand_back_seconds(self.num_leases * group_size * self.params.max_new_tokens, grace_s)
+        return_s = return_seconds(self.num_leases * group_size * self.params.max_new_tokens, grace_s)
         try:
-            await asyncio.wait_for(asyncio.shield(ended), grace_s - hand_back_s)
+            await asyncio.wait_for(asyncio.shield(ended), grace_s - return_s)
         except TimeoutError:
             left = self.num_leases
-            for request_id in [*self._running, *self._guests]:
+            for request_id in [*self._running, *self._external]:
                 self.engine.abort(request_id)
             try:
-                await asyncio.wait_for(ended, hand_back_s)
+                await asyncio.wait_for(ended, return_s)
             except TimeoutError:
-                log.warning(
-                    "%d leases could not be handed back: no answer from the exchange", self.num_leases
-                )
+                log.warning("%d leases could not be returned: no answer from the exchange", self.num_leases)
             return left
         return 0
 
     async def ask(self, request: GenerationRequest) -> Completion:
-        """A completion for somebody outside of the run: no lease, no books. Raises what `Engine.generate` raises."""
+        """Generate a completion for a request from outside of the run: no lease, no token accounting. Raises the errors
+        of `Engine.generate`."""
         if self._draining:
             raise Unavailable("this worker is leaving; ask another")
-        self._guests[request.request_id] = None
-        self._no_guests.clear()
+        self._external[request.request_id] = None
+        self._no_external.clear()
         try:
             return await self.engine.generate(request)
         finally:
-            del self._guests[request.request_id]
-            if not self._guests:
-                self._no_guests.set()
+            del self._external[request.request_id]
+            if not self._external:
+                self._no_external.set()
 
     def decode(self, token_ids: IntArray) -> str:
-        """Text of a completion, without special tokens."""
+        """Return the text of a completion, without special tokens."""
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def gauges(self) -> dict[str, float]:
-        """For the heartbeat: what happened since the last one."""
+        """Return the gauges since the last heartbeat."""
         now_s, empty_s = time.monotonic(), self._empty_s
         if self._empty_since_s is not None:
             empty_s += now_s - self._empty_since_s
@@ -254,13 +257,13 @@ class RolloutRun:
     # One group
 
     async def _generate(self, lease: pb.Lease, prefix: bytes | None) -> None:
-        """From lease to the exchange's word."""
+        """Generate the group of a lease, from the lease to the exchange's reply."""
         started_s = time.monotonic()
         try:
             with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
                 prompt_ids, completions = await self._sample(lease, prefix)
         except InvalidInput as error:
-            await self._hand_back(lease, error=str(error))
+            await self._return_lease(lease, error=str(error))
         except PacelineError:
             raise
         except Exception as error:
@@ -268,23 +271,23 @@ class RolloutRun:
         else:
             self._unexpected = 0
             if any(completion.finish_reason == "abort" for completion in completions):
-                await self._hand_back(lease, prompt_ids=prompt_ids, completions=completions)
+                await self._return_lease(lease, prompt_ids=prompt_ids, completions=completions)
             else:
-                await self._hand_in(lease, prompt_ids, completions, time.monotonic() - started_s)
+                await self._submit(lease, prompt_ids, completions, time.monotonic() - started_s)
         finally:
             self._release(lease)
 
     async def _blame(self, lease: pb.Lease, error: Exception) -> None:
-        """Hands back a group at which something unforeseen was raised, as the fault of its data.
+        """Return a group with an unforeseen error, as a fault of its data.
 
-        Raises the error where that is not likely: the engine does not answer, or several groups in a row had one.
+        Raises the error if that is not likely: the engine does not answer, or several groups in a row had an error.
         """
         self._unexpected += 1
         probe = f"probe/{lease.group_id}/{lease.attempt}"
         if self._unexpected > MAX_UNEXPECTED or not await answers(self.engine, probe, PROBE_S):
             raise error
         log.error("group %d was not generated", lease.group_id, exc_info=error)
-        await self._hand_back(lease, error=f"{type(error).__name__}: {error}")
+        await self._return_lease(lease, error=f"{type(error).__name__}: {error}")
 
     async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
         prompt_ids, begun = self._begun(lease, prefix)
@@ -297,16 +300,16 @@ class RolloutRun:
         ]
 
     def _begun(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, Sequence[Completion | None]]:
-        """The prompt's tokens, and what an earlier worker has made of each sample; one that cannot be read is made anew."""
+        """Return the prompt's tokens, and the completions that an earlier worker began; unreadable ones begin anew."""
         if prefix is not None:
             reasons = lease.prefix_finish_reasons
             try:
                 prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
                 if len(begun) == lease.num_generations:
                     return prompt_ids, begun
-                log.error("group %d came with %d samples and is begun anew", lease.group_id, len(begun))
+                log.error("group %d came with %d samples and begins anew", lease.group_id, len(begun))
             except WireError as error:
-                log.error("group %d is begun anew: %s", lease.group_id, error)
+                log.error("group %d begins anew: %s", lease.group_id, error)
         prompt = json.loads(lease.prompt_json)
         prompt_ids = encode_prompt(self.tokenizer, prompt, self.spec.data.apply_chat_template)
         return prompt_ids, [None] * lease.num_generations
@@ -334,7 +337,7 @@ class RolloutRun:
             self._leases[lease.group_id] -= 1
             self._room.set()
 
-    async def _hand_in(
+    async def _submit(
         self, lease: pb.Lease, prompt_ids: IntArray, completions: list[Completion], generate_s: float
     ) -> None:
         group = Group(lease.group_id, prompt_ids, tuple(completions))
@@ -348,9 +351,9 @@ class RolloutRun:
         reply, _ = await self._membership.request(request, encode_result(prompt_ids, completions))
         if reply.status == pb.REPLY_STATUS_INVALID:
             log.error("group %d was refused: %s", lease.group_id, reply.message)
-            await self._hand_back(lease, error=reply.message, reason="invalid_result")
+            await self._return_lease(lease, error=reply.message, reason="invalid_result")
 
-    async def _hand_back(
+    async def _return_lease(
         self,
         lease: pb.Lease,
         *,
@@ -387,6 +390,6 @@ class RolloutRun:
             self._empty_since_s = time.monotonic()
 
 
-def hand_back_seconds(max_tokens: int, grace_s: float) -> float:
-    """What a drain keeps of its grace for handing back up to so many tokens: half of it at most."""
-    return min(HAND_BACK_S + max_tokens * TOKEN_BYTES / HAND_BACK_BYTES_PER_S, grace_s / 2)
+def return_seconds(max_tokens: int, grace_s: float) -> float:
+    """Return the seconds of a drain's grace that the return of up to so many tokens needs: half of the grace at most."""
+    return min(RETURN_S + max_tokens * TOKEN_BYTES / RETURN_BYTES_PER_S, grace_s / 2)

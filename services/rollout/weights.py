@@ -1,7 +1,8 @@
-"""How weights come to a rollout worker's engine: offers over links or from a store, the swap, the learner's answer.
+"""The way of weights to a rollout worker's engine: offers over links or from a store, the swap, the answer to the
+learner.
 
-Offers come on the event loop, weights on the receivers' threads: those wait for one another and for the engine, which swaps
-between two decode steps. The engine's version only ever grows.
+Offers come on the event loop, weights on the receivers' threads: those wait for one another and for the engine, which
+swaps between two decode steps. The engine's version only ever grows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from services.common.membership import Membership
 log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
-"""Seconds between two reports of what is being received or loaded; a quarter of the learner's patience at most."""
+"""Seconds between two reports on weights that are being received or loaded; a quarter of the learner's patience at
+most."""
 
 PHASES = {
     "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
@@ -36,7 +38,8 @@ PHASES = {
 
 
 class RolloutWeights:
-    """Those of one run, for one engine. To be made on the event loop; `host` is this machine's address for the learner."""
+    """Receivers of one run for one engine. To be made on the event loop; `host` is this machine's address for the
+    learner."""
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class RolloutWeights:
         host: str,
         store_url: str,
     ):
-        """`store_url` is where the run's stored weights are."""
+        """`store_url` is the folder of the run's stored weights."""
         self._store_url = store_url
         self._run_id, self._member_id = run_id, member_id
         self._membership, self._engine = membership, engine
@@ -67,13 +70,13 @@ class RolloutWeights:
         self._store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """The learner offers a version, over a link or from a store. An offer that cannot be right is answered with a
-        sentence, as one that fails later."""
+        """Take the learner's offer of a version, over a link or from a store. An invalid offer is answered with an
+        error, as is one that fails later."""
         try:
             self._take_up(offer)
         except Exception as error:
             if not isinstance(error, PacelineError):
-                log.exception("a weight offer could not be taken up")
+                log.exception("a weight offer failed")
             version = Version(offer.version.session, offer.version.step)
             self._on_ack(version, False, first_line(error))
 
@@ -89,7 +92,7 @@ class RolloutWeights:
         self._receiver.offer(LinkOffer.from_proto(offer))
 
     async def report_progress(self) -> None:
-        """Tells the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""
+        """Tell the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""
         while True:
             await asyncio.sleep(self._report_s)
             at_work = {
@@ -98,7 +101,7 @@ class RolloutWeights:
             }
             for version, progress in at_work.items():
                 if self._membership.waiting_reports:
-                    break  # they would be old when they arrive
+                    break  # they would be outdated on arrival
                 message = worker_pb2.WeightProgress(
                     run_id=self._run_id,
                     member_id=self._member_id,
@@ -109,25 +112,25 @@ class RolloutWeights:
                 await self._membership.report(worker_pb2.ConnectRequest(weight_progress=message))
 
     async def answer_again(self) -> None:
-        """Says again which version this worker took last: the coordinator was away, and the answer may have been lost."""
+        """Acknowledge the last version again, because the coordinator was away and the answer may have been lost."""
         if self._last_yes is not None:
             await self._membership.report(worker_pb2.ConnectRequest(weight_ack=self._last_yes))
 
     def expelled(self, expelled: worker_pb2.Expelled) -> None:
-        """This worker missed a deadline: it serves what it holds, and takes part again over a link of the next epoch."""
+        """Keep the current version after a missed deadline, and take part again over a link of the next roster."""
         version = None if self._engine.version is None else tuple(self._engine.version)
         log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
         self._receiver.leave_epoch()
 
     def close(self) -> None:
-        """Ends the receivers."""
+        """Close the receivers."""
         self._receiver.close()
         self._store_receiver.close()
 
     # On the receivers' threads
 
     def _on_weights(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
-        # A link and a store may bring weights at one time.
+        # A link and a store may bring weights at the same time.
         with self._swapping:
             serving = self._engine.version
             if serving is not None and version <= serving:
@@ -138,7 +141,7 @@ class RolloutWeights:
                 )
             started_s = time.monotonic()
             swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, tensors), self._loop)
-            # The engine answers or raises; the learner has a deadline of its own.
+            # The engine answers or raises; the learner has its own deadline.
             self._pause_s = swap.result()
             self._swap_s = time.monotonic() - started_s
 

@@ -1,6 +1,6 @@
-"""The rollout service: leases in, groups out, weights received while it samples.
+"""The rollout service: it takes leases, submits groups, and receives weights while it samples.
 
-`RolloutWorker` belongs to the pool and answers `RolloutService`; `services/rollout/run.py` is its work on one run.
+`RolloutWorker` is a member of the pool and answers `RolloutService`; `services/rollout/run.py` is its work on one run.
 Started by `paceline serve rollout` (also `paceline-rollout`).
 """
 
@@ -38,7 +38,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
     """One member of the rollout pool: at most one run at a time.
 
-    A set-up that fails is tried again after a growing pause for as long as the run is assigned; `pause` says how long.
+    A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff.
     """
 
     def __init__(
@@ -64,9 +64,8 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
-        """Works on whatever run is assigned, until cancelled. An engine that dies ends the service, which leaves the pool
-        with the reason; whoever started it starts it again.
-        """
+        """Work on the assigned run, until cancelled. An engine that dies ends the service, which leaves the pool with
+        the reason; its supervisor starts it again."""
         while True:
             self.assigned.changed.clear()
             assignment = self.assigned.assignment
@@ -91,7 +90,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
                 await _ended(work)
 
     async def drain(self, grace_s: float) -> int:
-        """Finishes what it can in `grace_s` seconds and hands back the rest; returns how many leases that were."""
+        """Finish what is possible in `grace_s` seconds and return the rest; return the number of unfinished leases."""
         run = self._run
         returned = await run.drain(grace_s) if run is not None else 0
         self.drained.set()
@@ -113,7 +112,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             await run.close()
 
     async def _set_up(self, assignment: worker_pb2.RunAssignment) -> RolloutRun:
-        """Engine, tokenizer and weights of a run, as soon as they can be had; each failure is reported."""
+        """Set up engine, tokenizer and weights of a run; report each failure and try again."""
         self._set_up_pause.reset()
         while True:
             try:
@@ -124,7 +123,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
                 raise
             except (
                 Exception
-            ) as error:  # whatever cannot be loaded now may be there later, and no exit would help
+            ) as error:  # anything that cannot be loaded now may be there later, and an exit would not help
                 await self.assigned.failed(assignment.run_id, error, self.membership.report)
                 await asyncio.sleep(self._set_up_pause.next_s())
             else:
@@ -235,7 +234,8 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 async def _ended(cancelled: asyncio.Task[None]) -> None:
-    """Waits for a task that was cancelled. Raises what it died of, and CancelledError only if the caller is cancelled too."""
+    """Wait for a task that was cancelled. Raises the task's error, and CancelledError only if the caller is cancelled
+    too."""
     try:
         await cancelled
     except asyncio.CancelledError:
@@ -245,7 +245,7 @@ async def _ended(cancelled: asyncio.Task[None]) -> None:
 
 
 def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
-    """The first error in a group of groups."""
+    """Return the first error in a group of groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -267,7 +267,7 @@ def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None
 
 
 def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParams:
-    """The request's parameters; zero or unset fields take the run's."""
+    """Return the request's parameters; zero or unset fields take the run's."""
     if params.max_new_tokens > run.spec.policy.max_total_sequence_length:
         raise InvalidInput(
             f"max_new_tokens {params.max_new_tokens} exceeds policy.max_total_sequence_length "

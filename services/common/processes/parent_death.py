@@ -1,4 +1,4 @@
-"""A child service must not outlive its starter, however that one dies."""
+"""Tie of a child service to its starter: the child must not outlive it, however the starter ends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ STARTER_VARIABLE = "PACELINE_STARTER"
 
 
 def die_with_starter() -> None:
-    """Get SIGTERM when the starting process dies; only when that process named itself in the environment.
+    """Get SIGTERM when the starting process dies, if that process named itself in the environment.
 
-    Linux only; elsewhere nothing happens, and the starter's own clean-up has to do.
+    Linux only; elsewhere nothing happens, and the starter has to clean up.
     """
     starter = os.environ.get(STARTER_VARIABLE)
     if starter:

@@ -1,4 +1,5 @@
-"""How a service that took a free port tells its starter which: an address in a file that appears at once."""
+"""The ready file: a service writes its address there once it listens, because its starter does not know a free port
+that it took."""
 
 from __future__ import annotations
 
@@ -8,6 +9,6 @@ from paceline.files.whole_file import write_whole
 
 
 def announce(ready_file: Path | None, address: str) -> None:
-    """Writes `address` to `ready_file` as one object."""
+    """Write `address` to `ready_file`, whole or not at all."""
     if ready_file is not None:
         write_whole(ready_file, address + "\n")

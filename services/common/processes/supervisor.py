@@ -1,12 +1,12 @@
-"""Keeps one child process alive: starts it, notices its death, says why, starts it again.
+"""Supervision of one child process: start it, notice its death, log why, start it again.
 
 Promises: a service that dies is started again, at first after half a second and ever more slowly while it keeps dying
-(`restart_policy.py`); it is given up, with the reason, only where `max_deaths` says so; nothing that it started in its process
-group outlives it, and it does not outlive this process.
+(`restart_policy.py`). It is given up, with the reason, only if `max_deaths` is set. No process of its process group
+outlives it, and it does not outlive this process.
 
 One thread (the keeper) owns each child: it alone starts, waits for and reaps it. Callers only send signals, under the
-lock that also covers reaping, so a signal never meets a process id that the system has given to someone else. Nothing
-waits for a keeper except `stop`, which has a deadline.
+lock that also covers reaping, so a signal never meets a process id that the system has given to another process.
+Nothing waits for a keeper except `stop`, which has a deadline.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from services.common.processes.tether import tethered
 KILL_WAIT_S = 10.0
 LOG_TAIL_BYTES = 8192
 CANNOT_START = 127
-"""Status of a life that never began, as shells have it."""
+"""Status of a life that never began, as in shells."""
 
 KEPT_DEATHS = 1000
 
 
 class Service:
-    """One supervised child. `command` and `max_deaths` may be changed while it runs; they count from its next death."""
+    """A supervised child. `command` and `max_deaths` may be changed while it runs; they count from its next death."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Service:
         self.command = command
         self.log_path = log_path
         self.max_deaths = max_deaths
-        """Deaths in a row after which it is given up; None is never. Those that `kill` caused do not count."""
+        """Deaths in a row after which it is given up; None is never. Deaths that `kill` caused do not count."""
         self.deaths: deque[str] = deque(maxlen=KEPT_DEATHS)
-        """How each of the last lives ended, oldest first."""
+        """Ends of its last lives, oldest first."""
         self._environment = environment
         self._say = say
         self._gave_up = gave_up
@@ -67,23 +67,23 @@ class Service:
         self._keeper = threading.Thread(target=self._keep, name=f"keeper of {name}", daemon=True)
 
     def start(self) -> None:
-        """Starts the child and its keeper."""
+        """Start the child and its keeper."""
         self._keeper.start()
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, which also is its process group; None while there is none."""
+        """Return the process id of the child, which also is its process group; None without a child."""
         with self._lock:
             return self._process.pid if self._process else None
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> bool:
-        """Sends a signal to the child's whole group and lets the keeper bring it back; False if there is no child."""
+        """Send a signal to the child's whole group and let the keeper restart it; return False if there is no child."""
         with self._lock:
             self._meant_to_die = self._process is not None and number in (signal.SIGKILL, signal.SIGTERM)
             return self._signal(number)
 
     def terminate(self) -> None:
-        """Asks the child to end for good; `wait_ended` sees it through."""
+        """Ask the child to end for good; `wait_ended` waits for it."""
         with self._lock:
             self._stopping.set()
             if self._process is not None:
@@ -91,7 +91,7 @@ class Service:
                     os.kill(self._process.pid, signal.SIGTERM)
 
     def wait_ended(self, grace_s: float) -> None:
-        """Waits for the child to end after `terminate`, and kills its group after `grace_s` seconds."""
+        """Wait for the child to end after `terminate`, and kill its group after `grace_s` seconds."""
         self._keeper.join(grace_s)
         if self._keeper.is_alive():
             self._say(f"{self.name} did not stop within {grace_s:.0f} s and is killed")
@@ -132,7 +132,8 @@ class Service:
                 return
 
     def _live_once(self) -> int | None:
-        """One life of the child, from start to reaping; its return code. None when it must not start any more."""
+        """Run one life of the child, from start to reaping; return its return code, None when it must not start any
+        more."""
         with self._lock:
             if self._stopping.is_set():
                 return None
@@ -148,13 +149,13 @@ class Service:
             self._process = process
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
-            # Not reaped yet, so the group's number is still ours: ends what the child left behind in it.
+            # Not reaped yet, so the system has not reused the group's number: kill the rest of the group.
             self._signal(signal.SIGKILL)
             self._process = None
             return process.wait()
 
     def _goes_on(self, how: str, death: Death, lines: list[str]) -> bool:
-        """Says what happened, or gives up; whether there is a next life."""
+        """Log the death, or give the service up; return whether there is a next life."""
         self.deaths.append(f"{self.name} {how}")
         policy = self._policy
         policy.count(death)
@@ -163,14 +164,14 @@ class Service:
             tail = "".join(f"\n  {line}" for line in lines) or " nothing"
             self._gave_up(PacelineError(f"{what}. Its log {self.log_path} ends with:{tail}"))
             return False
-        if policy.is_said:
+        if policy.is_logged:
             said = f"; its log ends with: {lines[-1]}" if lines else ""
             self._say(f"{what}, starts again in {policy.pause_s:g} s{said}")
         return True
 
 
 def _outside_group(pid: int) -> list[psutil.Process]:
-    """What a child has started in groups of their own, as a launcher may."""
+    """Return processes that a child, such as a launcher, has started in other groups."""
     try:
         started = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -184,7 +185,7 @@ def _outside_group(pid: int) -> list[psutil.Process]:
 
 
 def ending(status: int) -> str:
-    """How a process with this return code ended, in words."""
+    """Return in words how a process with this return code ended."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:
@@ -194,7 +195,7 @@ def ending(status: int) -> str:
 
 
 def last_lines(log_path: Path, start: int = 0, count: int = 5) -> list[str]:
-    """The last `count` lines that were written after byte `start`, without empty ones; none without a log."""
+    """Return the last `count` lines that were written after byte `start`, without empty lines; none without a log."""
     if not log_path.exists():
         return []
     with log_path.open("rb") as log:

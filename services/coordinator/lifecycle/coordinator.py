@@ -158,7 +158,7 @@ class Coordinator:
                 break
             if notice.kind == "paused":
                 log.warning("run %s is paused: %s", run.run_id, one_line(notice.content["message"]))
-        self.pool.assignments.name_epoch()
+        self.pool.assignments.update_roster()
         await self.watchers.notify()
         await self._finish_if_done()
 

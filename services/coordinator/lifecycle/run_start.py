@@ -93,7 +93,7 @@ class RunStarter:
         self._faults.clear()
         if self._delays.waits_for:
             self._delays.waits_for = ""
-            self._pool.members.excuse_silence(math.inf, time.monotonic())
+            self._pool.members.ignore_silence(math.inf, time.monotonic())
             self._pool.expect_holders()
         if run.prompts is not None:
             self._prompts.begin(run.run_id, run.spec)

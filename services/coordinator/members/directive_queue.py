@@ -1,7 +1,8 @@
-"""Directives that wait for one member to read them, bounded by what they say instead of by cutting the member off.
+"""Directives that wait for one member to read them. The queue is bounded by their kinds, so that few slow members are
+cut off.
 
-Of directives that replace one another only the newest waits; acknowledgements that wait travel together. What is left over
-is few: a member that does not even read that many is cut off and has to come back.
+Of directives that replace one another only the newest waits, and acknowledgements that wait leave together. Few others
+are left: a member that does not read even those is cut off and has to reconnect.
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ from collections.abc import Hashable
 from protos.paceline.v1 import worker_pb2
 
 MAX_WAITING = 256
-"""Directives that replace nothing."""
+"""Maximum of waiting directives that replace nothing."""
 
 ACKS_AT_ONCE = 1000
 """Acknowledgements in one directive."""
 
 MAX_ACKS = 64 * ACKS_AT_ONCE
 REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled"})
-"""Kinds of which the newest says all."""
+"""Kinds of which the newest directive replaces the earlier ones."""
 
 
 class DirectiveQueue:
-    """One owner reads, on the event loop that everybody writes on."""
+    """Queue with one reader; all writers are on its event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, worker_pb2.ConnectResponse] = {}
-        """In the order in which they leave."""
+        """Directives in the order in which they leave."""
         self._acks: dict[tuple[str, int, int], worker_pb2.WeightAck] = {}
-        """By member and version; they leave after what waits."""
+        """Acknowledgements by member and version; they leave after `_waiting`."""
         self._numbers = 0
         self._plain = 0
         self._ended = False
         self._bell = asyncio.Event()
 
     def __len__(self) -> int:
-        """Directives that `get` would return."""
+        """Return the number of directives that `get` would return."""
         return len(self._waiting) + -(-len(self._acks) // ACKS_AT_ONCE)
 
     def put(self, directive: worker_pb2.ConnectResponse) -> bool:
-        """Queues a directive; False when its member reads nothing."""
+        """Queue a directive; return False when the member reads nothing."""
         kind = directive.WhichOneof("directive") or ""
         if kind == "weight_ack":
             return self.put_ack(directive.weight_ack)
@@ -62,20 +63,20 @@ class DirectiveQueue:
         return True
 
     def put_ack(self, ack: worker_pb2.WeightAck) -> bool:
-        """Queues an acknowledgement; False when its member reads nothing."""
+        """Queue an acknowledgement; return False when the member reads nothing."""
         self._acks[ack.member_id, ack.version.session, ack.version.step] = ack
         self._bell.set()
         return len(self._acks) <= MAX_ACKS
 
     def end(self) -> None:
-        """Nothing follows any more, and what waits does not leave."""
+        """End the queue: waiting directives are not sent, and no further ones are taken."""
         self._ended = True
         self._waiting.clear()
         self._acks.clear()
         self._bell.set()
 
     async def get(self) -> worker_pb2.ConnectResponse | None:
-        """The next directive; None when the stream is to end."""
+        """Return the next directive; None when the stream is to end."""
         while not self._ended and not self._waiting and not self._acks:
             self._bell.clear()
             await self._bell.wait()

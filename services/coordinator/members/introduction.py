@@ -1,7 +1,7 @@
-"""What a worker's Hello has to be before the worker becomes a member, and who may take a member's place.
+"""Checks of a worker's Hello: its fields, and its right to the member id that it names.
 
-A member id names one worker for its life. Whoever shows the secret of that member's Welcome is that worker on a new stream;
-without it a newcomer waits until the member has not been heard of for the heartbeats' time-out.
+A member id names one worker for its life. A worker that shows the secret of that member's Welcome is the same worker on
+a new stream; without the secret a newcomer waits until the member has been silent for the heartbeats' time-out.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ROLES = frozenset({common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.R
 
 
 class OutdatedProtocol(Conflict):
-    """One of the two speaks an older protocol; the worker waits until that is updated."""
+    """Coordinator or worker speaks an older protocol; the worker waits until it is updated."""
 
 
 class PlaceTaken(Conflict):
-    """The id belongs to a member that is heard of; the same Hello may succeed later."""
+    """The id belongs to a member that is not silent; the same Hello may succeed later."""
 
 
 def check_hello(hello: worker_pb2.Hello) -> None:
@@ -61,13 +61,13 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         raise InvalidInput(f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes")
     if hello.world_size > MAX_RANKS or hello.rank >= max(hello.world_size, 1):
         raise InvalidInput(
-            f"worker {hello.member_id} says that it is rank {hello.rank} of {hello.world_size}; ranks count from 0 and "
+            f"worker {hello.member_id} reports rank {hello.rank} of {hello.world_size}; ranks count from 0 and "
             f"are {MAX_RANKS} at most"
         )
 
 
 def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
-    """Whether the newcomer may have the place of the member with its id. Raises PlaceTaken, InvalidInput."""
+    """Check that a newcomer may take the place of the member with its id. Raises PlaceTaken, InvalidInput."""
     if member is None or member.is_expected:
         return
     if member.role != hello.role:

@@ -1,7 +1,7 @@
-"""Who belongs to the system now. Pure bookkeeping with a clock; the control plane feeds it.
+"""The current members. Pure bookkeeping with a clock; the control plane feeds it.
 
 A member joins with Hello, lives by its reports, and leaves by a drain or by silence. A broken stream alone is not a
-death: the worker may come back within the same time that silence would take.
+death: the worker may come back within a time-out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROLE_NAMES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What keeps a member from working on a run, as it said itself."""
+    """The reason why a member cannot work on a run, as it reported it."""
 
     run_id: str
     message: str
@@ -45,63 +45,63 @@ class Member:
     last_report_s: float
     http_address: str = ""
     connected: bool = True
-    """Whether its stream stands."""
+    """Whether its stream is open."""
     version: Version | None = None
     ahead_session: int = 0
-    """Session of weights that it holds and that the ledger knows nothing of; 0: none."""
+    """Session of its weights if the ledger does not know that session, else 0."""
     ready_run: str = ""
     """Run that the worker has set up and can work on."""
     fault: Fault | None = None
-    """Why it cannot work on its run, until it can."""
+    """Reason why it cannot work on its run, until it can."""
     suspected: bool = False
-    """Not heard of for half the time-out: out of the epoch until it speaks."""
+    """Silent for half the time-out: out of the roster until it reports again."""
     expelled: bool = False
-    """It missed a deadline of its weight link: out of the epoch until it says that it is ready."""
+    """It missed a deadline of its weight link: out of the roster until it reports that it is ready."""
     named_in: int = 0
-    """Epoch that named it; reports on earlier ones say nothing about it any more."""
+    """Number of the roster (epoch) that it entered last; reports on earlier rosters do not concern it any more."""
     draining: bool = False
-    """It was told to stop, and leaves when it has handed over what it has."""
+    """The worker is stopping, and leaves when it has returned its leases and tasks."""
     session: int = 0
-    """Learner: session that it works in; 0 for one that waits."""
+    """Learner: session that it works in; 0 while it waits for a session."""
     world_size: int = 0
-    """Learner: number of its ranks; 0 where it has not said so."""
+    """Learner: number of its ranks; 0 if unknown."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-    """Goes out with Welcome and comes back with every request to the exchange: made anew for each stream."""
+    """Sent with Welcome and expected with every request to the exchange; new for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)
-    """That of an earlier Welcome, which it came back with: this one's Welcome may be lost."""
+    """Secret of an earlier Welcome that it showed in its Hello, because the Welcome of this stream may be lost."""
     is_heard: bool = False
     """Whether it has reported anything on this stream, so that it has its Welcome."""
     is_expected: bool = False
-    """It held something before the coordinator's restart and has not come back yet."""
+    """It held leases or a session before the coordinator's restart and has not come back yet."""
     offered: deque[Version] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT))
     """Versions that the learner offered to it, newest last: it can acknowledge these."""
     warned_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
-    """When it warned of something, newest last."""
+    """Times of its warnings, newest last."""
     failed_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
-    """When it said anew why it cannot work, newest last."""
+    """Times of its new faults, newest last."""
     stream_error: Exception | None = None
-    """What one of its reports ended in; its stream ends with it."""
+    """Error of one of its reports; its stream ends with it."""
     gauges: dict[str, float] = field(default_factory=dict)
     outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
     """Directives to send."""
 
     @property
     def role_name(self) -> str:
-        """`rollout`, `reward` or `learner`."""
+        """Return `rollout`, `reward` or `learner`."""
         return ROLE_NAMES.get(self.role, "unknown")
 
     def direct(self, directive: worker_pb2.ConnectResponse) -> None:
-        """Queues a directive; a member that does not read is cut off and has to come back."""
+        """Queue a directive; a member that does not read is cut off and has to reconnect."""
         if not self.outbox.put(directive):
             self.end_stream()
 
     def end_stream(self) -> None:
-        """Ends the member's stream in place of what is still queued."""
+        """End the member's stream; queued directives are not sent."""
         self.outbox.end()
 
 
 class Members:
-    """All members, by id."""
+    """All members by id."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
@@ -111,35 +111,35 @@ class Members:
         return len(self._members)
 
     def get(self, member_id: str) -> Member | None:
-        """The member of that id, if it is one."""
+        """Return the member of an id; None if there is none."""
         return self._members.get(member_id)
 
     def add(self, member: Member) -> None:
-        """A member joins, or comes back on a new stream, which replaces the old one."""
+        """Add a member; if it comes back on a new stream, the old stream ends."""
         earlier = self._members.get(member.member_id)
         if earlier is not None:
             earlier.end_stream()
         self._members[member.member_id] = member
 
     def remove(self, member_id: str) -> Member | None:
-        """A member is gone."""
+        """Remove a member and return it."""
         return self._members.pop(member_id, None)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
-        """The members of a role, in the order in which they joined."""
+        """Return the members of a role, in the order in which they joined."""
         return [member for member in self._members.values() if member.role == role]
 
     def all(self) -> list[Member]:
-        """Every member."""
+        """Return every member."""
         return list(self._members.values())
 
-    def excuse_silence(self, pause_s: float, now_s: float) -> None:
+    def ignore_silence(self, pause_s: float, now_s: float) -> None:
         """Move the last reports forward by `pause_s`, because no member could be heard for so long."""
         for member in self._members.values():
             member.last_report_s = min(now_s, member.last_report_s + pause_s)
 
     def quiet(self, now_s: float) -> list[Member]:
-        """Members with a stream, not suspected yet, that were not heard of for half the time-out."""
+        """Return connected members, not suspected yet, that have been silent for half the time-out."""
         return [
             member
             for member in self._members.values()
@@ -147,8 +147,8 @@ class Members:
         ]
 
     def silent(self, now_s: float) -> list[Member]:
-        """Members not heard of for longer than the time-out; half of it where the stream broke, unless it has a learner's
-        session, which a short break does not take away."""
+        """Return members that have been silent for longer than the time-out. Half of it is enough where the stream
+        broke, unless the member has a learner's session, because a short break does not end a session."""
         return [
             member
             for member in self._members.values()

@@ -1,7 +1,8 @@
-"""Who may speak for which member: every request brings the secret that its member's Welcome brought.
+"""Authentication of requests: each one carries the secret of its member's Welcome.
 
-A secret is good from its Welcome to the member's next Welcome or its end. What comes with a member's earlier secret is neither
-taken nor refused for good: the worker sends it again after its next Welcome. Whoever never was a member is refused.
+A secret is valid from its Welcome to the member's next Welcome or its end. A request with the member's earlier secret
+is neither taken nor refused for good, because the worker sends it again after its next Welcome. A request of anyone who
+never was a member is refused.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from protos.paceline.v1 import common_pb2
 from services.coordinator.members.registry import Member
 
 MAX_EARLIER = 4096
-"""Earlier secrets that are remembered: more workers than come and go within the life of a message."""
+"""Earlier secrets that are kept: more than the workers that come and go within the life of a message."""
 
 
 class Standing(enum.Enum):
-    """What the sender of a request is."""
+    """Standing of a request's sender."""
 
     MEMBER = "member"
     EARLIER = "earlier"
-    """It was the member that it says; another Welcome is due, or on its way."""
+    """It was this member; another Welcome is due, or on its way."""
     STRANGER = "stranger"
 
 
@@ -32,20 +33,20 @@ class Senders:
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self._earlier: dict[tuple[str, bytes], None] = {}
-        """Ids and secrets that were good before, oldest first."""
+        """Ids and secrets that were valid before, oldest first."""
 
     @property
     def ids(self) -> Set[str]:
-        """Ids of all of them."""
+        """Return the ids of all members."""
         return self._members.keys()
 
     def enter(self, member: Member) -> None:
-        """A member joins, or comes back with another secret."""
+        """Add a member, or replace its secret."""
         self.leave(member.member_id)
         self._members[member.member_id] = member
 
     def leave(self, member_id: str) -> None:
-        """A member is gone."""
+        """Remove a member."""
         member = self._members.pop(member_id, None)
         if member is None:
             return
@@ -54,15 +55,15 @@ class Senders:
             del self._earlier[next(iter(self._earlier))]
 
     def get(self, member_id: str) -> Member | None:
-        """The member of that id."""
+        """Return the member of an id."""
         return self._members.get(member_id)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
-        """The members of a role."""
+        """Return the members of a role."""
         return [member for member in self._members.values() if member.role == role]
 
     def standing(self, member_id: str, secret: bytes) -> Standing:
-        """What a request's member id and secret make of its sender."""
+        """Return the sender's standing by the member id and the secret of its request."""
         member = self._members.get(member_id)
         if member is not None and hmac.compare_digest(member.secret, secret):
             return Standing.MEMBER

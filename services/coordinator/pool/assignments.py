@@ -1,8 +1,8 @@
-"""What each member works on: runs for workers, sessions for learners, and epochs, which say who receives weights.
+"""Assignments of members: the run for workers, sessions for learners, rosters of the members that receive weights.
 
 A learner that joins gets a new session, from the newest checkpoint that can be loaded; the run is paused when there is
-none and the samples before are gone. An epoch names the rollout workers that are
-ready and not pinned by an evaluation, suspected or expelled.
+none and the samples before are gone. A roster (an epoch, by its number) names the rollout workers that are ready and
+not pinned by an evaluation, suspected or expelled.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.sessions import starting_point
-from services.coordinator.sessions.session_numbers import SessionNumbers, look_at_disk
+from services.coordinator.sessions.session_numbers import SessionNumbers, scan_checkpoints
 from services.coordinator.text_limits import one_line
 
 SESSIONS_KEPT = 64
 
-MAX_OUTNUMBERED = 3
-"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back there are
-that many kinds of survivors at most; a worker that says so again and again would let no session train."""
+MAX_LATER_SESSIONS = 3
+"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back
+there are at most that many kinds of survivors; a worker that claims later sessions again and again would let no
+session train."""
 
 log = logging.getLogger(__name__)
 
 
 class Assignments:
-    """Those of the active run; `lock` serialises transactions, `pause` pauses a run for a reason."""
+    """Assignments to the active run; `lock` serialises transactions, `pause` pauses a run with a reason."""
 
     def __init__(
         self,
@@ -46,31 +47,31 @@ class Assignments:
         pause: Callable[[str, str], Awaitable[None]],
     ):
         self.epoch = 0
-        """Number of the newest."""
-        self.named: tuple[str, list[str]] = ("", [])
-        """Run and members of it; empty when the learner has to be told again."""
+        """Number of the newest roster."""
+        self.roster: tuple[str, list[str]] = ("", [])
+        """Run and members of the newest roster; empty when the learner has to be told again."""
         self._sessions: dict[tuple[str, int], str] = {}
-        """Learner, by run and session that it was given; the newest SESSIONS_KEPT."""
+        """Learner by run and session; the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
         self._pause = pause
         self._numbers = SessionNumbers()
-        self._num_outnumbered = 0
+        self._num_later_sessions = 0
 
     async def assign_all(self) -> None:
-        """Everybody who is there gets the run that has become active."""
+        """Assign the active run to all members."""
         for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD):
             for member in self._members.of_role(role):
                 self.assign(member)
         await self.assign_learner()
 
     async def fall_back(self, member: Member, report: worker_pb2.RunReport) -> None:
-        """The checkpoint of the newest session cannot be loaded: the next session begins from an older one."""
+        """Begin the next session from an older checkpoint, because the newest session's cannot be loaded."""
         if not report.session or member.session != report.session:
-            return  # another rank of the learner says the same as rank 0
+            return  # another rank of the learner reports the same as rank 0
         member.session = 0
         taken = starting_point.session_in_the_way(self._ledger, self._exchange.active, report)
         if taken is not None:
-            await self.outnumber(taken)
+            await self.begin_session_above(taken)
             return
         async with self._lock:
             with self._ledger.transaction():
@@ -89,7 +90,7 @@ class Assignments:
         await self.assign_learner()
 
     def end_session(self) -> None:
-        """The learner's session is not to go on; it gets a new one when it is assigned the next time."""
+        """End the learner's session; it gets a new one when it is assigned the next time."""
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             learner.session = 0
 
@@ -99,10 +100,10 @@ class Assignments:
             member.session, member.ready_run, member.version, member.fault = 0, "", None, None
             member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
         self._exchange.versions.clear()
-        self.forget_epoch()
+        self.clear_roster()
 
     def assign(self, member: Member) -> None:
-        """Puts a rollout or reward worker on the active run."""
+        """Assign the active run to a rollout or reward worker."""
         run = self._exchange.active
         assert run is not None
         if run.prompts is not None:
@@ -111,8 +112,8 @@ class Assignments:
     # Sessions
 
     def learner(self) -> Member | None:
-        """Rank 0 of the learner that has the run's newest session. It keeps it over breaks of its stream, for as long as it is a
-        member."""
+        """Return rank 0 of the learner that has the run's newest session. It keeps the session over breaks of its
+        stream, for as long as it is a member."""
         run = self._exchange.active
         if run is None:
             return None
@@ -121,12 +122,13 @@ class Assignments:
         return member if member is not None and member.session == session else None
 
     def had_session(self, member: Member, run_id: str, session: int) -> bool:
-        """Whether it was this member that the session was given to."""
+        """Return whether this member was given the session."""
         return self._sessions.get((run_id, session)) == member.member_id
 
     def claim_session(self, hello: worker_pb2.Hello) -> int:
-        """The session that a learner goes on with: the newest, if it is this learner's. After a restart that is whoever the
-        record names; where it names nobody, the first who says so. Nobody's when the ledger is behind it: a backup."""
+        """Return the session that a learner goes on with, else 0: the newest session, if it is this learner's. After a
+        restart the ledger names the learner; if it names none, the first to claim the session has it. A learner that
+        is ahead of the ledger has none, because the ledger is a backup."""
         run = self._exchange.active
         assert run is not None
         newest = int(self._ledger.run(run.run_id)["session"])
@@ -143,8 +145,8 @@ class Assignments:
         self._exchange.ranks = hello.world_size
         return newest
 
-    def take_up_session(self) -> str | None:
-        """After a restart: the learner that has the newest session of the active run, by the record."""
+    def restore_session(self) -> str | None:
+        """Return the learner that has the newest session of the active run by the ledger, after a restart."""
         run = self._exchange.active
         member_id = self._ledger.session_holder(run.run_id) if run is not None else ""
         if run is None or not member_id:
@@ -152,17 +154,18 @@ class Assignments:
         return self._sessions.setdefault((run.run_id, self._ledger.run(run.run_id)["session"]), member_id)
 
     def is_published(self, version: Version) -> bool:
-        """Whether a session of the active run can have published it. A version is out before its step's receipt is."""
+        """Return whether a session of the active run can have published a version. A version is published before its
+        step's receipt is there."""
         run = self._exchange.active
         row = self._ledger.run(run.run_id) if run is not None else None
         return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
 
     async def assign_learner(self) -> None:
-        """Gives the active run to a learner with a new session, unless one has it: also one whose stream broke."""
+        """Give the active run to a learner with a new session, unless a learner has it, even if its stream broke."""
         run = self._exchange.active
         if run is None or not self._waiting(run):
             return
-        await self._look_at_disk(run)
+        await self._check_checkpoints(run)
         async with self._lock:
             waiting = self._waiting(run)
             if not waiting:
@@ -178,25 +181,26 @@ class Assignments:
             await self._pause(run.run_id, no_start)
 
     def _waiting(self, run: ActiveRun) -> list[Member]:
-        """Learners that could be given a session; none while one has the newest."""
+        """Return learners that could be given a session; none while a learner has the newest."""
         holder = self.learner()
         if holder is not None and holder.fault is None:
             return []
         learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
         return [m for m in learners if m.connected and not m.is_expected and m.fault is None]
 
-    async def _look_at_disk(self, run: ActiveRun) -> None:
-        """Hears of sessions that the folder of checkpoints names, and sets checkpoints aside that are ahead of the ledger."""
+    async def _check_checkpoints(self, run: ActiveRun) -> None:
+        """Note sessions that the folder of checkpoints names, and set checkpoints aside that are ahead of the ledger."""
         folder = starting_point.folder_of(self._ledger, run)
         if folder.local is None:
-            return  # the learner looks too, and has the credentials
+            return  # the learner checks the object store, because it has the credentials
         row = self._ledger.run(run.run_id)
         known = self._ledger.checkpoints.paths(run.run_id)
-        # A `checkpoint_dir` elsewhere may have a namesake's of another ledger; one that was restored has its own there.
+        # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; a restored ledger has its
+        # own there.
         is_own = folder.local.is_relative_to(self._ledger.run_directory(run.run_id))
         try:
             found = await asyncio.to_thread(
-                look_at_disk,
+                scan_checkpoints,
                 folder.local,
                 (row["session"], row["next_step"]),
                 known,
@@ -205,7 +209,7 @@ class Assignments:
         except OSError as error:
             log.warning("the checkpoints of run %s could not be looked at: %s", run.run_id, error)
             return
-        self._numbers.hear(run.run_id, row["session"], found.session)
+        self._numbers.note_session(run.run_id, row["session"], found.session)
         if found.moved:
             message = (
                 f"checkpoints {', '.join(found.moved)} are ahead of the ledger, which is at session {row['session']} and "
@@ -216,39 +220,39 @@ class Assignments:
                 with self._ledger.transaction():
                     self._ledger.add_event(run.run_id, "warning", {"message": message})
 
-    def hear(self, hello: worker_pb2.Hello) -> None:
-        """A member of the active run names sessions; the ledger of a backup may know less."""
+    def note_session(self, hello: worker_pb2.Hello) -> None:
+        """Note the sessions that a member's Hello names, because the ledger of a backup may not know them."""
         run = self._exchange.active
         assert run is not None
         newest = self._ledger.run(run.run_id)["session"]
-        self._numbers.hear(run.run_id, newest, max(hello.session, hello.version.session))
+        self._numbers.note_session(run.run_id, newest, max(hello.session, hello.version.session))
 
-    async def outnumber_holder(self, member: Member) -> None:
-        """A worker says that it holds weights which the ledger knows nothing of: the learner's next session is above theirs.
-        Believed MAX_OUTNUMBERED times."""
+    async def begin_session_above_holder(self, member: Member) -> None:
+        """Begin a session above that of a worker's weights, which the ledger does not know. At most MAX_LATER_SESSIONS
+        times."""
         run, session = self._exchange.active, member.ahead_session
         if run is None or session < self._ledger.run(run.run_id)["session"]:
             return
-        if self._num_outnumbered >= MAX_OUTNUMBERED:
+        if self._num_later_sessions >= MAX_LATER_SESSIONS:
             log.warning(
                 "%s holds weights of session %d, which this ledger does not know; %d workers have said such a thing, and no "
                 "further one is believed. Restart it if it takes no weights",
                 member.member_id,
                 session,
-                MAX_OUTNUMBERED,
+                MAX_LATER_SESSIONS,
             )
             return
-        self._num_outnumbered += 1
-        await self.outnumber(session)
+        self._num_later_sessions += 1
+        await self.begin_session_above(session)
 
-    async def outnumber(self, session: int) -> None:
-        """Somebody holds weights or files of this session which the ledger knows nothing of: the learner's next one is above
-        it."""
+    async def begin_session_above(self, session: int) -> None:
+        """Begin a session above `session`, because a worker or a folder has weights or files of it that the ledger does
+        not know."""
         run = self._exchange.active
         if run is None:
             return
         newest = self._ledger.run(run.run_id)["session"]
-        if session < newest or not self._numbers.hear(run.run_id, newest, session):
+        if session < newest or not self._numbers.note_session(run.run_id, newest, session):
             return
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             learner.session = 0
@@ -279,15 +283,15 @@ class Assignments:
                 publish_from_step=max(0, row["published_step"]),
             )
         )
-        self.forget_epoch()
-        self.name_epoch()
+        self.clear_roster()
+        self.update_roster()
 
-    def forget_epoch(self) -> None:
-        """The learner has to be told again who receives weights."""
-        self.named = ("", [])
+    def clear_roster(self) -> None:
+        """Clear the newest roster, because the learner has to be told again who receives weights."""
+        self.roster = ("", [])
 
-    def name_epoch(self) -> None:
-        """Tells the learner who receives weights, when that has changed."""
+    def update_roster(self) -> None:
+        """Tell the learner who receives weights, if the roster has changed."""
         run = self._exchange.active
         if run is None:
             return
@@ -301,9 +305,9 @@ class Assignments:
             and not member.expelled
             and member.member_id != pinned
         ]
-        if (run.run_id, named) == self.named:
+        if (run.run_id, named) == self.roster:
             return
-        before, self.named = self.named[1], (run.run_id, named)
+        before, self.roster = self.roster[1], (run.run_id, named)
         self.epoch += 1
         for member_id in set(named) - set(before):
             if (newcomer := self._members.get(member_id)) is not None:
@@ -314,7 +318,7 @@ class Assignments:
             learner.direct(worker_pb2.ConnectResponse(epoch=directive))
 
     def _assignment(self, row: sqlite3.Row, spec_yaml: str, **session: Any) -> worker_pb2.ConnectResponse:
-        """The run of a row of the ledger, with what a learner's session adds."""
+        """Return the assignment of a run by its row in the ledger, with the fields of a learner's session."""
         run_id = row["run_id"]
         assignment = worker_pb2.RunAssignment(
             run_id=run_id,

@@ -1,6 +1,7 @@
-"""Who may report what: a report counts only from the role, and for a learner the session, that it belongs to.
+"""Authority of reports: a report counts only if it comes from the right role and, for a learner, from the right
+session.
 
-A member that reports something else is confused or lies. It is not believed, and the run goes on as if it had said nothing.
+Any other report comes from a member that is confused or lies. It is ignored, and the run goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from services.coordinator.pool.assignments import Assignments
 from services.coordinator.text_limits import cut
 
 WARNINGS_PERIOD_S = 60.0
-"""In which a member may warn WARNINGS_KEPT times, and say as often why it cannot work."""
+"""Period in which a member may warn WARNINGS_KEPT times, and report as many new faults."""
 
 MAX_HASH = 128
 """Characters of a digest or a chain."""
@@ -29,11 +30,11 @@ TEXTS = {
     "publish": ("error",),
     "leave": ("reason",),
 }
-"""Texts of a report that people are shown."""
+"""Texts of a report that people read."""
 
 
 def cut_texts(report: worker_pb2.ConnectRequest) -> None:
-    """Cuts the texts that end up in events, messages and logs."""
+    """Cut the texts that end up in events, messages and logs."""
     kind = report.WhichOneof("report") or ""
     for name in TEXTS.get(kind, ()):
         said = getattr(report, kind)
@@ -41,7 +42,7 @@ def cut_texts(report: worker_pb2.ConnectRequest) -> None:
 
 
 class Authority:
-    """Decides over the reports of one coordinator's members."""
+    """Checks of the reports of one coordinator's members."""
 
     def __init__(self, assignments: Assignments, ledger: Ledger, exchange: Exchange):
         self._assignments, self._ledger, self._exchange = assignments, ledger, exchange
@@ -56,7 +57,7 @@ class Authority:
         }
 
     def refusal(self, member: Member, report: worker_pb2.ConnectRequest) -> str:
-        """Why a report of this member does not count; empty when it does."""
+        """Return why a report of this member does not count; empty when it does."""
         kind = report.WhichOneof("report")
         if kind is None:
             return "this coordinator does not know such a report; is it older than the worker?"
@@ -117,7 +118,7 @@ class Authority:
         if member.role == common_pb2.ROLE_LEARNER:
             if said.session != session:
                 return f"session {said.session} is not the newest, {session}"
-            # The other ranks say what went wrong on theirs.
+            # The other ranks report their own errors.
             if self._exchange.ranks and member.rank >= self._exchange.ranks:
                 return f"rank {member.rank} is none of the learner's, which has {self._exchange.ranks}"
             if not (said.error or said.warning) and self._assignments.learner() is not member:
@@ -130,13 +131,13 @@ class Authority:
             return self._check_number("warned", member.warned_s)
         if (
             said.error and member.role != common_pb2.ROLE_LEARNER
-        ):  # a learner's ends its session, and there are few
+        ):  # a learner's fault ends its session, and there are few sessions
             known = member.fault is not None and member.fault.message == said.error
             return "" if known else self._check_number("failed", member.failed_s)
         return ""
 
     def _check_number(self, what: str, said_s: deque[float]) -> str:
-        """Each one is an event of the run."""
+        """Limit the number of a member's reports, because each is an event of the run."""
         now_s = time.monotonic()
         if len(said_s) == WARNINGS_KEPT and now_s - said_s[0] < WARNINGS_PERIOD_S:
             return f"it has {what} {WARNINGS_KEPT} times within {WARNINGS_PERIOD_S:g} s"

@@ -1,8 +1,8 @@
-"""Who is there: workers join, are suspected, expelled and leave, and what their reports change.
+"""The pool of members: workers join, are suspected, expelled and leave.
 
-A worker that joins is put to work (`services/coordinator/pool/assignments.py`). A member that is not heard of is suspected after
-half the time-out, which takes it out of the epoch and lends out again what others wait for, and gone after all of it. One
-owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
+A worker that joins is assigned to the active run (`services/coordinator/pool/assignments.py`). A member that is silent
+for half the time-out is suspected: it leaves the roster, and work that others wait for is leased again. After the whole
+time-out it is removed. One owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from services.coordinator.pool.reports import Reports
 from services.coordinator.pool.run_events import RunEvents
 from services.coordinator.text_limits import cut, one_line
 
-TOLD_S = 1.0
-"""Pauses of the coordinator that its log tells of."""
+LOGGED_PAUSE_S = 1.0
+"""Shortest pause of the coordinator that is logged."""
 
-LOOK_S = 5.0
-"""Between two looks at how long leases are out."""
+OVERDUE_CHECK_S = 5.0
+"""Seconds between two checks of the ages of leases."""
 
 log = logging.getLogger(__name__)
 
 
 class Pool:
-    """The members of one coordinator; `runs` is told what their reports mean for the run."""
+    """The members of one coordinator; `runs` takes the events that concern the run."""
 
     def __init__(self, runs: RunEvents, members: Members):
         self.members = members
         self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
         self.lag = LoopLag()
-        self._looked_s = 0.0
-        """When the ages of leases were last looked at."""
+        self._overdue_checked_s = 0.0
+        """Time of the last check of the ages of leases."""
         self._runs = runs
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
         self._reports = Reports(runs, members, self.assignments, self.expel)
 
     def expect_holders(self) -> None:
-        """After a restart, once it can be reached: whoever holds leases, and the learner that has the newest session, has the usual
-        time to come back before they are taken away."""
+        """Keep the places of members that hold leases or the newest session after a restart, once they can reach it:
+        they have the usual time to come back before their leases are taken away."""
         for member_id, role in self._ledger.holders():
-            # As if its stream stood: one that broke would have half the time, less than a worker's longest back-off.
+            # Counted as connected: after a broken stream they would have half the time, less than a worker's longest
+            # backoff.
             self._expect(member_id, role)
-        if (holder := self.assignments.take_up_session()) is not None:
+        if (holder := self.assignments.restore_session()) is not None:
             self._expect(holder, common_pb2.ROLE_LEARNER, self._exchange.active)
 
     def _expect(self, member_id: str, role: common_pb2.Role.ValueType, run: ActiveRun | None = None) -> None:
@@ -68,39 +69,40 @@ class Pool:
             self.members.add(expected)
 
     async def expire_silent(self) -> None:
-        """Suspects and ends members that are not heard of."""
+        """Suspect and remove silent members."""
         now_s = time.monotonic()
         if pause_s := self.lag.take():
-            self.members.excuse_silence(pause_s, now_s)
-            if pause_s > TOLD_S:
+            self.members.ignore_silence(pause_s, now_s)
+            if pause_s > LOGGED_PAUSE_S:
                 log.warning("the coordinator stood still for %.1f s: that is no member's silence", pause_s)
         for member in self.members.silent(now_s):
             with self._fault_of(member):
-                # A process that dies closes its stream; one that is stopped or cut off does not.
+                # A process that dies closes its stream; a process that is stopped or cut off does not.
                 why = f"silent for {now_s - member.last_report_s:.0f} s"
                 await self.leave(member, why, crashed=not member.connected)
         for member in self.members.quiet(now_s):
             with self._fault_of(member):
                 await self._suspect(member, f"silent for {now_s - member.last_report_s:.0f} s")
         await self.lease_again()
-        # Whoever left took the task with it in which the next learner was looked for.
+        # A member that left may have ended the task that was about to assign the next learner.
         await self.assignments.assign_learner()
         await self._take_overdue()
 
     @contextmanager
     def _fault_of(self, member: Member) -> Iterator[None]:
-        """What nobody foresaw in a member's bookkeeping ends its stream and nothing else; a ledger's fault passes."""
+        """End a member's stream on an unforeseen error in its bookkeeping, and go on; errors of the ledger pass."""
         try:
             yield
         except (LedgerFault, sqlite3.Error):
             raise
-        except Exception as error:  # of this member alone: the others are looked after all the same
+        except Exception as error:  # of this member alone: the other members are served all the same
             unforeseen.note("the bookkeeping of a member", error)
             member.stream_error = error
             member.end_stream()
 
     async def join(self, hello: worker_pb2.Hello) -> Member:
-        """A worker joins, or comes back on a new stream. Raises PlaceTaken when its id is another one's."""
+        """Add a worker that joins, or that comes back on a new stream. Raises PlaceTaken when another worker has its
+        id."""
         earlier = self.members.get(hello.member_id)
         check_place(hello, earlier)
         run = self._exchange.active
@@ -122,7 +124,7 @@ class Pool:
             member.warned_s.extend(earlier.warned_s)
             member.failed_s.extend(earlier.failed_s)
         if same_run:
-            self.assignments.hear(hello)
+            self.assignments.note_session(hello)
         if same_run and hello.HasField("version") and member.role == common_pb2.ROLE_ROLLOUT:
             self._take_version(member, hello.version)
         self.members.add(member)
@@ -134,7 +136,8 @@ class Pool:
         return member
 
     def _take_version(self, member: Member, said: common_pb2.PolicyVersion) -> None:
-        """A version that the worker held before it joined; one that the run has not come to is none of it."""
+        """Note the version that a worker held before it joined; a version that the run has not published does not
+        count."""
         version = Version(said.session, said.step)
         if self.assignments.is_published(version):
             member.version = self._exchange.versions[member.member_id] = version
@@ -143,32 +146,30 @@ class Pool:
             member.ahead_session = version.session
 
     async def joined(self, member: Member) -> None:
-        """After Welcome is on its way: the rest of what a new member has to know."""
+        """Send a new member what follows its Welcome."""
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
-            self.assignments.forget_epoch()  # a learner that comes back has to be told who receives weights
+            self.assignments.clear_roster()  # a learner that comes back has to be told who receives weights
         if member.ahead_session:
-            await self.assignments.outnumber_holder(member)
-        self.assignments.name_epoch()
+            await self.assignments.begin_session_above_holder(member)
+        self.assignments.update_roster()
         await self._add_member_event(member, "joined")
 
     async def disconnected(self, member: Member) -> None:
-        """The member's stream broke; it has some time to come back."""
+        """Suspect a member whose stream broke; it has some time to come back."""
         if self.members.get(member.member_id) is member:
             member.connected = False
-            # What was on its way to it is lost; when it is back, it is named and offered again.
+            # Directives on their way to it are lost; when it is back, it is named and offered again.
             await self._suspect(member, "its stream broke")
             if member.role == common_pb2.ROLE_LEARNER:
                 await self.assignments.assign_learner()
 
     async def leave(self, member: Member, reason: str, *, crashed: bool = False) -> None:
-        """A member is gone: its leases and tasks go to others, the next epoch is without it."""
+        """Remove a member: its leases and tasks go to others, and the next roster is without it."""
         if self.members.get(member.member_id) is not member:
             return
         self.members.remove(member.member_id)
-        self._exchange.senders.leave(
-            member.member_id
-        )  # before anything is waited for: it may come back meanwhile
+        self._exchange.senders.leave(member.member_id)  # before any await, because it may come back meanwhile
         member.end_stream()
         run = self._exchange.active
         async with self._lock:
@@ -185,7 +186,7 @@ class Pool:
             one_line(reason),
             released,
         )
-        self.assignments.name_epoch()
+        self.assignments.update_roster()
         self._runs.server.wake("lease", "task")
         await self._add_member_event(member, f"left: {reason}")
         if member.role == common_pb2.ROLE_LEARNER:
@@ -194,7 +195,7 @@ class Pool:
 
     @contextmanager
     def _kept_on_fault(self, member: Member) -> Iterator[None]:
-        """A member whose leases could not be taken back stays one, silent and without a stream, and is looked at again."""
+        """Keep a member, as silent and disconnected, if its leases could not be taken back; it is handled again later."""
         try:
             yield
         except BaseException:
@@ -203,14 +204,14 @@ class Pool:
             raise
 
     async def report(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
-        """Takes one report of a member; one that has left, or came back on another stream, has no say any more."""
+        """Take one report of a member; reports of a member that has left, or has a newer stream, are ignored."""
         if self.members.get(member.member_id) is not member:
             return
         member.last_report_s, member.is_heard = time.monotonic(), True
         if member.suspected:
             member.suspected = False
             self._exchange.suspected.discard(member.member_id)
-            self.assignments.name_epoch()
+            self.assignments.update_roster()
             await self._add_member_event(member, "heard of again")
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
@@ -221,7 +222,7 @@ class Pool:
             await self._reports.take(member, request)
 
     async def _note_left(self, session: int) -> None:
-        """A learner ended its session in good order."""
+        """Note that a learner ended its session in good order."""
         run = self._exchange.active
         if run is not None:
             async with self._lock:
@@ -229,23 +230,22 @@ class Pool:
                     session_faults.note_left(self._exchange, run, session)
 
     async def _suspect(self, member: Member, why: str) -> None:
-        """A member may be gone: the next epoch is without it, no batch waits for what it holds, and it is back as soon as it is
-        heard of."""
+        """Suspect a member: the next roster is without it, and no batch waits for its groups until it reports again."""
         if member.suspected or self._runs.stopping:
             return
         member.suspected = True
         self._exchange.suspected.add(member.member_id)
         self._runs.server.wake("batch")
         log.warning("%s %s is suspected: %s", member.role_name, member.member_id, why)
-        self.assignments.name_epoch()
+        self.assignments.update_roster()
         await self._add_member_event(member, f"suspected: {why}")
 
     async def _take_overdue(self) -> None:
-        """Gives others the leases and tasks of workers that are heard of and hand in nothing."""
+        """Give others the leases and tasks of workers that report and submit nothing."""
         run, now_s = self._exchange.active, time.monotonic()
-        if run is None or now_s - self._looked_s < LOOK_S:
+        if run is None or now_s - self._overdue_checked_s < OVERDUE_CHECK_S:
             return
-        self._looked_s = now_s
+        self._overdue_checked_s = now_s
         found = overdue.look(self._exchange, run, now_s)
         if not found:
             return
@@ -258,9 +258,9 @@ class Pool:
         await self._runs.act_on(notices)
 
     async def lease_again(self) -> None:
-        """Lends what silent workers hold to others before their time-out: score tasks at once, leases when the learner waits,
-        as generating twice costs more. Not where the stream broke: that may be a crash, which what they hold may have caused.
-        """
+        """Lease the work of silent workers to others before their time-out: score tasks at once; groups only when the
+        learner waits, because generating twice costs more. Skip members whose stream broke: their groups may have
+        caused a crash."""
         silent = [member.member_id for member in self.members.all() if member.suspected and member.connected]
         run = self._exchange.active
         if run is None or not silent:
@@ -277,21 +277,21 @@ class Pool:
             self._runs.server.wake("lease", "task")
 
     async def expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
-        """A member missed a deadline of its weight link: the next epoch is without it, and it is told so."""
+        """Expel a member that missed a deadline of its weight link: the next roster is without it, and it is told so."""
         if member.expelled:
             return
         member.expelled = True
         log.warning("%s %s is expelled from epoch %d", member.role_name, member.member_id, report.epoch)
         expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
         member.direct(worker_pb2.ConnectResponse(expelled=expelled))
-        self.assignments.name_epoch()
+        self.assignments.update_roster()
         await self._add_member_event(member, f"expelled from epoch {report.epoch}: {report.error}")
 
     async def _add_member_event(self, member: Member, what: str) -> None:
         run = self._exchange.active
         if run is not None:
             async with self._lock:
-                with self._ledger.transaction(synced=False):  # nobody is told before a later sync
+                with self._ledger.transaction(synced=False):  # no reader sees it before a later sync
                     if what == "joined":
                         quarantine.clear_crashes(self._exchange, member.member_id)
                     self._ledger.add_event(

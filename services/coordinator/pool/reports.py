@@ -1,6 +1,6 @@
-"""What members' reports mean: weights that arrived, runs that are set up or cannot go on, checkpoints, publishes.
+"""Handlers of members' reports: weights that arrived, runs that are set up or cannot go on, checkpoints, publishes.
 
-`Pool` takes a report in, keeps the time of it and hands it on to here.
+`Pool` takes a report in, notes its time and passes it on to here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ seldom = RateLimitedLog(log)
 
 
 class Reports:
-    """Those of one coordinator's members; `runs` is told what they mean for the run."""
+    """Handlers for one coordinator's members; `runs` takes the events that concern the run."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Reports:
         self._authority = Authority(assignments, runs.ledger, runs.exchange)
 
     async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
-        """Acts on one report, if it is this member's to make. Raises InvalidInput for a second Hello."""
+        """Act on one report, if this member may make it. Raises InvalidInput for a second Hello."""
         kind = request.WhichOneof("report")
         if kind == "hello":
             raise InvalidInput("hello is the first message of a stream, and there is one")
@@ -121,7 +121,7 @@ class Reports:
             path = stored(self._ledger.path.parent, str(export))
             await self._update_run(run.run_id, export_path=path)
             await self._runs.learner_finished(report.session)
-        self._assignments.name_epoch()
+        self._assignments.update_roster()
 
     async def _update_run(self, run_id: str, **columns: Any) -> None:
         async with self._lock:
@@ -129,7 +129,7 @@ class Reports:
                 self._ledger.update_run(run_id, **columns)
 
     async def _on_step_fault(self, run: ActiveRun, member: Member, report: worker_pb2.RunReport) -> None:
-        """A rank could not train its step: the session is over, and its processes end by themselves."""
+        """End the session of a rank that could not train its step; its processes end by themselves."""
         if member.role != common_pb2.ROLE_LEARNER:
             return
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
@@ -153,7 +153,7 @@ class Reports:
             return
         async with self._lock:
             with self._ledger.transaction():
-                # One that is known is what a learner says again after a restart: no news.
+                # A learner reports known checkpoints again after a restart.
                 if self._ledger.checkpoints.add(report):
                     content = {"step": report.step, "path": report.path, "seconds": report.seconds}
                     self._ledger.add_event(report.run_id, "checkpoint", content)

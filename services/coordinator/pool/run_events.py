@@ -1,4 +1,4 @@
-"""What the pool tells of its members to whoever runs the runs, and what it needs to know of them."""
+"""Interface from the pool to the owner of the runs: events that it passes on, and state that it reads."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from services.coordinator.reporting.run_log import RunLog
 
 
 class Wakes(Protocol):
-    """The server of the exchange, as far as requests wait for the pool."""
+    """The server of the exchange, for requests that wait for the pool."""
 
     def wake(self, *kinds: str) -> None:
-        """Looks again at the parked requests of these kinds."""
+        """Check the parked requests of these kinds again."""
 
 
 class WorkerFaults(Protocol):
-    """What workers say when they cannot work on the run."""
+    """Handlers of the faults of workers."""
 
     async def on_error(self, member: Member, report: worker_pb2.RunReport) -> None:
-        """A member cannot work on the active run."""
+        """Handle a member that cannot work on the active run."""
 
     async def on_ready(self, member: Member) -> None:
-        """A member has set up the active run."""
+        """Handle a member that has set up the active run."""
 
 
 class RunEvents(Protocol):
-    """Implemented by the coordinator."""
+    """The owner of the runs; the coordinator implements it."""
 
     @property
     def ledger(self) -> Ledger:
@@ -42,35 +42,35 @@ class RunEvents(Protocol):
 
     @property
     def lock(self) -> asyncio.Lock:
-        """Keeps transactions apart."""
+        """The lock that serialises transactions."""
 
     @property
     def run_log(self) -> RunLog:
-        """Where events go."""
+        """The log of the active run's events."""
 
     @property
     def server(self) -> Wakes:
-        """Where requests wait."""
+        """The server with the parked requests."""
 
     @property
     def faults(self) -> WorkerFaults:
-        """Where members' faults go."""
+        """The handlers of members' faults."""
 
     @property
     def stopping(self) -> bool:
         """Whether the coordinator ends."""
 
     async def act_on(self, notices: list[Notice]) -> None:
-        """Does what follows from what happened in a transaction."""
+        """Act on the notices of a transaction."""
 
     async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
-        """The run cannot go on as it is."""
+        """Pause a run that cannot go on."""
 
     async def learner_finished(self, session: int) -> None:
-        """The learner has done all that was to be done in this session."""
+        """End the run if the learner was the last to finish."""
 
     async def warn(self, messages: list[str]) -> None:
-        """Events of the active run for people."""
+        """Add warnings to the events of the active run."""
 
     async def tell_watchers(self) -> None:
-        """There are events that nobody has read yet."""
+        """Wake watchers, because there are new events."""

@@ -1,4 +1,4 @@
-"""What a run leaves to read: metrics.jsonl, TensorBoard events, summary.json. Flushed per step, each step once."""
+"""Files of a run for readers: metrics.jsonl, TensorBoard events, summary.json. Flushed after each step, each step once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SUMMARY_NAME = "summary.json"
 
 
 class MetricsFiles:
-    """Writes the metrics of one run into its directory. Raises OSError."""
+    """The metrics files of one run, in its directory. Methods raise OSError."""
 
     def __init__(
         self, directory: Path, *, tensorboard: bool, next_step: int, is_ahead: metrics_lines.IsAhead
     ):
-        """`next_step` is the run's, by the ledger; `is_ahead` tells of lines that it does not know."""
+        """`next_step` is the run's by the ledger; `is_ahead` returns whether the ledger does not know a line."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         path = directory / METRICS_NAME
@@ -46,7 +46,7 @@ class MetricsFiles:
                 self._hide_from(next_step)
 
     def _hide_from(self, step: int) -> None:
-        """TensorBoard leaves out what it has of this step and later ones."""
+        """Make TensorBoard hide its values of this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         started = SessionLog(status=SessionLog.START)
@@ -54,7 +54,7 @@ class MetricsFiles:
             self._events.add_event(Event(wall_time=time.time(), step=step, session_log=started))
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl, and the same scalars for TensorBoard. Not-a-number becomes null."""
+        """Write one line of metrics.jsonl, and the same scalars for TensorBoard. Not-a-number becomes null."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
         self._lines.flush()
@@ -70,12 +70,12 @@ class MetricsFiles:
             self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close the files."""
         self._lines.close()
         if self._events is not None:
             self._events.close()
 
 
 def write_summary(directory: Path, summary: dict[str, Any]) -> None:
-    """Writes summary.json as one object: it is there whole or not at all."""
+    """Write summary.json as one object, whole or not at all."""
     write_whole(directory / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n")

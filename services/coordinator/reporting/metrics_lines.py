@@ -1,6 +1,5 @@
-"""The lines of metrics.jsonl that the ledger does not know: of steps after a backup that was put back, or of a transaction that a
-kill undid. They are set aside when a coordinator opens the file, so that each step is in it once.
-"""
+"""Lines of metrics.jsonl that the ledger does not know: of steps after a restored backup, or of a transaction that a
+kill undid. They are set aside when a coordinator opens the file, so that each step is in it once."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from typing import BinaryIO
 BLOCK_BYTES = 1 << 20
 
 IsAhead = Callable[[str, int], bool]
-"""Whether the ledger does not know of the line of this kind and step."""
+"""Function that returns whether the ledger does not know the line of this kind and step."""
 
 
 def set_aside(path: Path, is_ahead: IsAhead) -> int:
-    """Moves lines that are ahead, and what is no whole line, to the end of `<path>.set-aside`; returns how many.
+    """Move lines that are ahead, and incomplete lines, to the end of `<path>.set-aside`; return their number.
 
-    Read from the end, up to the newest line of a trained step that is known: what stands before it was written before it.
+    The file is read from its end, up to the newest known line of a trained step, because the lines before it are older.
     Raises OSError.
     """
     if not path.is_file():
@@ -39,7 +38,7 @@ def set_aside(path: Path, is_ahead: IsAhead) -> int:
 
 
 def _tail(file: BinaryIO, is_ahead: IsAhead) -> tuple[int, list[bytes]]:
-    """The lines after the newest one of a trained step that the ledger knows, and where they begin."""
+    """Return the lines after the newest line of a trained step that the ledger knows, and their offset."""
     size, window = file.seek(0, os.SEEK_END), BLOCK_BYTES
     while True:
         start = max(0, size - window)
@@ -48,7 +47,7 @@ def _tail(file: BinaryIO, is_ahead: IsAhead) -> tuple[int, list[bytes]]:
         if start and lines:
             start += len(lines.pop(0))  # it may have begun before
         for index in range(len(lines) - 1, -1, -1):
-            kind, step = _said(lines[index])
+            kind, step = _kind_and_step(lines[index])
             if kind == "train" and not is_ahead(kind, step):
                 return start + sum(map(len, lines[: index + 1])), lines[index + 1 :]
         if window >= size:
@@ -57,12 +56,12 @@ def _tail(file: BinaryIO, is_ahead: IsAhead) -> tuple[int, list[bytes]]:
 
 
 def _is_ahead(line: bytes, is_ahead: IsAhead) -> bool:
-    kind, step = _said(line)
+    kind, step = _kind_and_step(line)
     return not kind or is_ahead(kind, step)
 
 
-def _said(line: bytes) -> tuple[str, int]:
-    """Kind and step of a line; no kind for what is no whole line."""
+def _kind_and_step(line: bytes) -> tuple[str, int]:
+    """Return kind and step of a line; no kind if the line is incomplete."""
     if not line.endswith(b"\n"):
         return "", 0
     try:

@@ -1,8 +1,8 @@
-"""What a run tells: its events, its metrics by step, its summary. The ledger holds them; files show them.
+"""The log of a run: its events, its metrics by step, its summary. The ledger holds them; files show them.
 
-`write_down` is called inside the transaction that something happened in, so an event is there exactly when its cause
-is. Metrics of a step come from several places: the batch, the learner's rank 0, the workers' heartbeats and the last
-publish; they meet here.
+`write_down` is called inside the transaction of the cause, so an event exists exactly when its cause does. Metrics of a
+step come from several places and meet here: the batch, the learner's rank 0, the workers' heartbeats and the last
+publish.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class RunLog:
         self._meters = WeightMeters()
         self._run_id = ""
         self._counted_s = time.monotonic()
-        """Until when the run's time is in the ledger, by the monotonic clock."""
+        """Time, by the monotonic clock, up to which the ledger has the run's active time."""
 
     def open(self, run_id: str, directory: Path, *, tensorboard: bool) -> None:
-        """Begins, or goes on with, the files of a run. Raises OSError."""
+        """Begin, or go on with, the files of a run. Raises OSError."""
         next_step = int(self._ledger.run(run_id)["next_step"])
         evaluated = self._ledger.evaluations.finished_steps(run_id)
 
@@ -64,7 +64,7 @@ class RunLog:
         self._learner, self._weights, self._versions = {}, {}, WeightRecords()
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """Ends the files, with a summary if the run has ended."""
+        """Close the files, with a summary if the run has ended."""
         if self._recorder is not None:
             self._write_versions(self._versions.close())
             if summary is not None:
@@ -73,13 +73,14 @@ class RunLog:
             self._recorder = None
 
     def summarize_if_missing(self, run_id: str) -> None:
-        """Writes the summary of an ended run that a kill prevented, or a folder that could not be written."""
+        """Write the summary of an ended run if a kill or an unwritable folder prevented it."""
         directory = self._ledger.run_directory(run_id)
         if os.path.isdir(directory) and not os.path.exists(directory / SUMMARY_NAME):
             self._summarize(directory, self.summary(run_id))
 
     def _summarize(self, directory: Path, summary: dict[str, Any]) -> None:
-        """The ledger has all of it: a folder that cannot be written keeps no run from its end."""
+        """Write a summary. A folder that cannot be written does not keep the run from ending, because the ledger has
+        all of it."""
         try:
             write_summary(directory, summary)
         except OSError as error:
@@ -88,7 +89,7 @@ class RunLog:
             )
 
     def write_down(self, notices: list[Notice]) -> None:
-        """Events, metrics and due evaluations of what the exchange noticed."""
+        """Write events and metrics of the exchange's notices, and begin due evaluations."""
         run = self._exchange.active
         if run is None:
             return
@@ -106,7 +107,7 @@ class RunLog:
                     self._ledger.add_event(run.run_id, "warning", notice.content)
 
     def note_staged(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> None:
-        """A version begins its way to the members of an epoch."""
+        """Note that a version is staged for the members of a roster."""
         self._weights |= {
             "weights/gather_s": seconds(report.gather_s),
             "weights/wait_s": seconds(report.wait_s),
@@ -114,12 +115,12 @@ class RunLog:
         self._write_versions(self._versions.stage(report, epoch, members))
 
     def note_pause(self, ack: worker_pb2.WeightAck) -> None:
-        """How long a sampler stood still for a version."""
+        """Note how long a sampler paused for a version."""
         self._weights |= {"weights/pause_s": seconds(ack.pause_s), "weights/swap_s": seconds(ack.swap_s)}
         self._versions.acknowledge(ack)
 
     def note_publish(self, report: worker_pb2.PublishReport) -> None:
-        """How a version reached a member, or that it did not."""
+        """Note whether and how fast a version reached a member."""
         self._write_versions(self._versions.publish(report))
         if not report.ok:
             return
@@ -128,7 +129,7 @@ class RunLog:
         self._weights["weights/size_bytes"] = float(report.size_bytes)
 
     def summary(self, run_id: str) -> dict[str, Any]:
-        """What summary.json says: outcome, books, evaluations. Raises NotFound."""
+        """Return the content of summary.json: outcome, token accounting, evaluations. Raises NotFound."""
         row, books = self._ledger.run(run_id), self._ledger.token_books(run_id)
         evaluations = self._ledger.evaluations.results(run_id)
         rewards = [e["reward"] for e in evaluations if e.get("reward") is not None]
@@ -153,21 +154,22 @@ class RunLog:
         }
 
     def _seconds(self, run_id: str) -> float:
-        """For how long coordinators have had the run active, over all their lives. The wall clock may be set back."""
+        """Return how long coordinators have had the run active, over all their lives. Not by the wall clock, which may
+        be set back."""
         seconds = self._ledger.counters(run_id).get(TIME, 0) / 1000
         if run_id == self._run_id and self._recorder is not None:
             seconds += time.monotonic() - self._counted_s
         return round(seconds, 3)
 
     def _count_time(self) -> None:
-        """Inside a transaction."""
+        """Add the active time since the last call to the ledger. Inside a transaction."""
         now_s = time.monotonic()
         elapsed_ms = int((now_s - self._counted_s) * 1000)
         self._ledger.count(self._run_id, TIME, elapsed_ms)
         self._counted_s += elapsed_ms / 1000
 
     def _on_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
-        """A step was trained: writes its metrics down and begins the evaluation that is due."""
+        """Record the metrics of a trained step and begin the evaluation that is due."""
         self._count_time()
         metrics = metrics | self._learner | self._weights | self._pool_gauges()
         for state, number in self._ledger.groups_by_state(run.run_id).items():
@@ -191,7 +193,7 @@ class RunLog:
     def _note_validation(
         self, run: ActiveRun, metrics: dict[str, float], prefix: str, version: int
     ) -> dict[str, float]:
-        """Writes down what the learner measured on held-out examples at a version; the metrics without it."""
+        """Record the learner's metrics on held-out examples at a version; return the other metrics."""
         found = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
         if found:
             result = {"step": version, **_numbers(found)}
@@ -201,7 +203,7 @@ class RunLog:
         return {name: value for name, value in metrics.items() if not name.startswith(prefix)}
 
     def _pool_gauges(self) -> dict[str, float]:
-        """Sums of what the workers of each pool report."""
+        """Return the sums of the gauges of each pool's workers."""
         totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
         for member in self._members.all():
             for name, value in member.gauges.items():

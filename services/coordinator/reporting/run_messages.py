@@ -1,5 +1,5 @@
-"""A run as the control plane tells it, from the ledger's rows alone: no YAML is parsed, and a row that cannot be read is said
-to be one instead of hiding the others."""
+"""Messages about runs for the control plane, from the ledger's rows alone: no YAML is parsed. A row that cannot be read
+becomes a message that says so, and does not hide the other runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 def run_message(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
-    """What the row of a run says, with its books."""
+    """Return the message of a run's row, with its token accounting."""
     run_id = row["run_id"]
     return run_pb2.Run(
         run_id=run_id,
@@ -35,7 +35,7 @@ def run_message(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
 
 
 def page(ledger: Ledger, request: run_pb2.ListRequest) -> run_pb2.ListResponse:
-    """The page of runs that is asked for, oldest first. Raises InvalidInput for a token that is none."""
+    """Return a page of runs, oldest first. Raises InvalidInput for an invalid page token."""
     if not request.page_token.isascii() or not (request.page_token or "0").isdigit():
         raise InvalidInput(
             f"page_token {request.page_token[:40]!r} is none; send `next_page_token` of the answer before"
@@ -52,7 +52,7 @@ def page(ledger: Ledger, request: run_pb2.ListRequest) -> run_pb2.ListResponse:
 def _tolerant(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
     try:
         return run_message(ledger, row)
-    except Exception as error:  # whatever a damaged row raises, it is about this run alone
+    except Exception as error:  # a damaged row may raise anything, and concerns this run alone
         run_id = str(row["run_id"])
         seldom.warning(run_id, "the record of run %s cannot be read", run_id, error=error)
         return run_pb2.Run(

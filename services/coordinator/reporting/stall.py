@@ -1,6 +1,6 @@
-"""Why the learner waits, in a sentence, and what to do: a hang that explains itself. Pure; the coordinator feeds it.
+"""Explanation of a stall: why the learner waits, and what helps. Pure; the coordinator feeds it.
 
-The first reason along a group's way that holds is the one: no data can arrive behind it.
+Reasons are checked along a group's way; the first that holds explains the stall, because no data can arrive behind it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from services.coordinator.ledger.groups import State
 
 @dataclass(frozen=True)
 class Facts:
-    """What the coordinator knows while the learner waits."""
+    """State of run and pools while the learner waits."""
 
     waited_s: float
-    """For the batch of `step`; or, without a learner, since one was there."""
+    """Seconds of waiting for the batch of `step`; without a learner, seconds since a learner was connected."""
     step: int
     learners: int
     """Learners on the run."""
     rollouts: int
-    """Rollout workers that are connected."""
+    """Connected rollout workers."""
     ready_rollouts: int
-    """Those of them that have set the run up."""
+    """Connected rollout workers that have set the run up."""
     versions: tuple[int, ...]
     """Steps of the versions that they acknowledged."""
     rewards: int
-    """Reward workers that are connected."""
+    """Connected reward workers."""
     leases: int
     holders: int
     """Rollout workers that hold leases."""
@@ -40,15 +40,15 @@ class Facts:
     max_age: int
     """η."""
     asked: bool = True
-    """Whether the learner has asked for the batch of `step`; if not, `waited_s` is how long it has had none to train."""
+    """Whether the learner has asked for the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
-    """Why no group is admitted, when that is so."""
+    """Reason why no group is admitted; empty if groups are."""
     unreadable_data: str = ""
-    """Why the next prompt cannot be read, when that is so."""
+    """Reason why the next prompt cannot be read; empty if it can."""
 
 
 def explain(facts: Facts) -> str:
-    """One sentence of what is missing, with numbers, and one of what to do."""
+    """Return a sentence on what is missing, with numbers, and a sentence on what to do."""
     waited = f"{facts.waited_s:.0f} s"
     if not facts.learners:
         return (
@@ -70,11 +70,14 @@ def _why(facts: Facts) -> tuple[str, str]:
     to_score = groups.get(State.GENERATED, 0)
     scored = groups.get(State.SCORED, 0)
     if facts.admission_closed:
-        return f"admission is closed, {facts.admission_closed}", "Make room; it goes on by itself"
+        return (
+            f"admission is closed, {facts.admission_closed}",
+            "Make room; admission then opens automatically",
+        )
     if facts.unreadable_data:
         return (
             f"no prompt is admitted, {facts.unreadable_data}",
-            "It goes on by itself once the data can be read",
+            "It goes on automatically when the data can be read",
         )
     if scored >= facts.batch:
         return (

@@ -1,6 +1,6 @@
-"""Looks on while a run trains: says why nothing moves, and closes admission before the disk is full.
+"""The watchdog of a training run: it explains stalls, and closes admission before the disk is full.
 
-The coordinator asks it at every tick and writes down what it says. It changes nothing but `Exchange.admission_closed`.
+The coordinator calls it at every tick and records its warnings. It changes nothing but `Exchange.admission_closed`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.coordinator.reporting import stall
 
 
 class Watchdog:
-    """What it remembers is how long things have been as they are; a restart begins anew."""
+    """Watchdog of one coordinator. It remembers how long the run has been in its state; a restart begins anew."""
 
     def __init__(
         self, ledger: Ledger, exchange: Exchange, members: Members, directory: Path, min_free_bytes: int
@@ -28,18 +28,18 @@ class Watchdog:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
         self._moving_s: float | None = None
-        """When a learner was there and the run was not paused, last."""
+        """Last time that a learner was connected and the run was not paused."""
         self._idle: tuple[int, int, float] | None = None
-        """Session and step whose batch nobody has asked for, though there is none to train, and since when."""
+        """Session and step whose batch the learner has not asked for, though it has none to train, and since when."""
         self._unreadable_data = ""
-        """What was last said of the data set."""
+        """Last warning about the data set."""
         self._step = -1
         self._next_warning_s = 0.0
-        """Seconds of waiting for `_step` after which to speak again."""
+        """Seconds of waiting for `_step` after which to warn again."""
 
     def check(self, now_s: float) -> list[str]:
-        """Warnings that are due, in sentences; each stall is told after `logger.stall_warning_s`, then after twice that
-        time, four times and so on."""
+        """Return due warnings. Each stall is reported after `logger.stall_warning_s`, then after twice that time, four
+        times and so on."""
         run = self._exchange.active
         if run is None:
             self._moving_s = None
@@ -47,7 +47,7 @@ class Watchdog:
         return [*self._check_disk(run), *self._check_data(), *self._check_stall(run, now_s)]
 
     def _bytes_to_come(self, run: ActiveRun) -> int:
-        """What the groups that are admitted or leased will take, if they are like those that came last."""
+        """Return the bytes that admitted and leased groups will take, by the mean size of recent groups."""
         groups = self._ledger.groups_by_state(run.run_id)
         return int(
             (groups[State.ADMITTED] + groups[State.LEASED]) * self._ledger.mean_result_bytes(run.run_id)
@@ -63,15 +63,15 @@ class Watchdog:
         limit = f"--min-free-mb is {self._min_free_bytes >> 20}"
         self._exchange.admission_closed = f"{free} and {limit}" if closed else ""
         if closed and not was_closed:
-            return [f"admission is closed: {free}, {limit}. What is open is still trained; make room"]
+            return [f"admission is closed: {free}, {limit}. Open groups are still trained; make room"]
         return [f"admission is open again: {free}"] if was_closed and not closed else []
 
     def _check_data(self) -> list[str]:
-        """Says when the prompts of the run cannot be read any more, and when they can again."""
+        """Warn when the prompts of the run cannot be read any more, and when they can again."""
         before, self._unreadable_data = self._unreadable_data, self._exchange.unreadable_data
         if self._unreadable_data and not before:
             return [
-                f"no prompt is admitted: {self._unreadable_data}. What is open is still trained; it is tried again by itself"
+                f"no prompt is admitted: {self._unreadable_data}. Open groups are still trained; it is retried automatically"
             ]
         return ["prompts are read again"] if before and not self._unreadable_data else []
 
@@ -101,7 +101,7 @@ class Watchdog:
         return [stall.explain(self._facts(run, step, waited_s, len(learners), asked))]
 
     def _idle_since(self, session: int, step: int, now_s: float) -> float:
-        """When this session was first seen to ask for nothing, though it has no batch to train."""
+        """Return when this session was first seen without a batch to train and without a request for one."""
         if self._idle is None or self._idle[:2] != (session, step):
             self._idle = (session, step, now_s)
         return self._idle[2]

@@ -1,8 +1,8 @@
-"""What each published version cost, put together from what the learner and the members say of it. Pure bookkeeping.
+"""Costs of each published version, from the reports of the learner and the members. Pure bookkeeping.
 
 The learner reports a version when it is staged and again for every member; a member reports its swap with its
-acknowledgement. A record is done when the whole epoch has acknowledged the version, or a few versions later: by then
-whoever is missing was brought to a newer one.
+acknowledgement. A record is complete when the whole roster has acknowledged the version, or a few versions later: by
+then late members have a newer one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class VersionRecord:
     version: Version
     epoch: int
     members: int
-    """Named in the epoch when the version was staged."""
+    """Members of the roster when the version was staged."""
     acknowledged: set[str] = field(default_factory=set)
     numbers: dict[str, float] = field(default_factory=dict)
 
     def raise_to(self, **numbers: float) -> None:
-        """Keeps the largest of each."""
+        """Keep the largest value of each metric."""
         for name, value in numbers.items():
             self.numbers[name] = max(value, self.numbers.get(name, 0.0))
 
     def metrics(self) -> dict[str, float]:
-        """All of it as numbers by name."""
+        """Return all numbers by name."""
         return {
             "session": float(self.version.session),
             "epoch": float(self.epoch),
@@ -45,20 +45,20 @@ class VersionRecord:
 
 
 class WeightRecords:
-    """The versions of a run that are still on their way."""
+    """The versions of a run whose records are not complete."""
 
     def __init__(self) -> None:
         self._open: dict[Version, VersionRecord] = {}
 
     def stage(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> list[VersionRecord]:
-        """A version begins; returns the records that this ends."""
+        """Begin a version's record; return the records that are complete by that."""
         record = VersionRecord(_version(report.version), epoch, members)
         record.raise_to(gather_s=seconds(report.gather_s), wait_s=seconds(report.wait_s), failures=0.0)
         self._open[record.version] = record
         return [self._open.pop(version) for version in sorted(self._open)[:-KEPT_OPEN]]
 
     def publish(self, report: worker_pb2.PublishReport) -> list[VersionRecord]:
-        """How it went with one member."""
+        """Note the result of one member's transfer."""
         record = self._open.get(_version(report.version))
         if record is None:
             return []
@@ -76,13 +76,13 @@ class WeightRecords:
         return self._done(record)
 
     def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
-        """A member samples from it."""
+        """Note that a member samples from a version."""
         record = self._open.get(_version(ack.version))
         if record is not None:
             record.raise_to(swap_s=seconds(ack.swap_s), pause_s=seconds(ack.pause_s))
 
     def close(self) -> list[VersionRecord]:
-        """The run is over."""
+        """Return the remaining records, because the run is over."""
         left, self._open = list(self._open.values()), {}
         return left
 

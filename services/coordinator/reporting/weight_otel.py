@@ -1,7 +1,9 @@
-"""What each published version cost, as OpenTelemetry metrics: the numbers of metrics.jsonl's `weights` lines, for a collector.
+"""Costs of each published version as OpenTelemetry metrics: the numbers of metrics.jsonl's `weights` lines, for a
+collector.
 
-Instruments are named `paceline.weights.*`. Seconds and bytes are histograms with one value for each version (that of the
-slowest member); epoch, version and members are gauges with the newest. All carry the attribute `paceline.run`.
+Instruments are named `paceline.weights.*`. Seconds and bytes are histograms with one value for each version (that of
+the slowest member); epoch, version and members are gauges with the newest value. All carry the attribute
+`paceline.run`.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ SECONDS = {
     "swap_s": "The engine took over",
     "pause_s": "The sampler stood still",
 }
-"""Instruments by the record's name; the instrument's name is without the unit's suffix."""
+"""Instruments by the record's name; the instrument's name has no suffix for the unit."""
 SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
-"""From 1 KiB to 256 GiB."""
+"""Bounds from 1 KiB to 256 GiB."""
 
 
 class WeightMeters:
@@ -61,7 +63,7 @@ class WeightMeters:
         )
 
     def record(self, run_id: str, record: VersionRecord) -> None:
-        """One version is done."""
+        """Record a complete version."""
         about = {"paceline.run": run_id}
         numbers = record.metrics() | {"version": float(record.version.step)}
         for name, histogram in self._seconds.items():

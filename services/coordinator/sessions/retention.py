@@ -1,7 +1,7 @@
-"""Which checkpoints are kept: the newest ones, or the newest and the best by a metric.
+"""The choice of checkpoints to keep: the newest, or the newest and the best by a metric.
 
-The ledger forgets first, then the learner deletes what the ledger forgot: whatever dies in between, a restart is never
-given a checkpoint that is gone.
+The ledger deletes its rows first, then the learner deletes the files: if a process dies in between, a restart never
+gets a checkpoint that is gone.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from services.coordinator.ledger.ledger import Ledger
 
 
 class Candidate(NamedTuple):
-    """A complete checkpoint and what its step was worth."""
+    """A complete checkpoint with the metric of its step."""
 
     path: str
     value: float | None
-    """Of the metric; None: it has none."""
+    """Value of the metric; None if there is none."""
     pending: bool = False
-    """The evaluation that gives the value is not done yet."""
+    """Whether the evaluation that gives the value is not done yet."""
 
 
 def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
-    """The paths to keep, of `candidates` from oldest to newest.
+    """Return the paths to keep, of `candidates` from oldest to newest.
 
-    Without a metric the newest `keep_top_k`. With one: the newest, which a restart needs, the `keep_top_k` best (of equal
-    ones the newer), and those whose value is still to come.
+    Without a metric: the newest `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best
+    (the newer of equal ones), and those whose value is still to come.
     """
     if settings.metric_name is None:
         return [candidate.path for candidate in candidates[-settings.keep_top_k :]]
@@ -38,9 +38,10 @@ def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[
 
 
 def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
-    """Marks the checkpoints that are not to be kept as removed. Inside a transaction.
+    """Mark the checkpoints that are not to be kept as removed. Inside a transaction.
 
-    One that could not be loaded counts for nothing, and stays for as long as it is newer than the oldest that is kept.
+    A checkpoint that could not be loaded is not counted, and stays for as long as it is newer than the oldest that is
+    kept.
     """
     known = ledger.checkpoints.kept(run_id)
     sound = [each for each in known if not each.damaged]
@@ -48,7 +49,7 @@ def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) 
     keep = set(choose(candidates, settings))
     resumable = ledger.checkpoints.newest(
         run_id
-    )  # the newest may be ahead of the receipts, and so no help yet
+    )  # the newest may be ahead of the receipts, and is no help before they arrive
     if resumable is not None:
         keep.add(resumable.path)
     oldest = min((each.step for each in sound if each.path in keep), default=0)
@@ -57,14 +58,15 @@ def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) 
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
-    """The checkpoints that the ledger counts on, oldest first, and those that could not be loaded: a person may."""
+    """Return the checkpoints that the ledger counts on, oldest first, and those that could not be loaded, because a
+    person may repair them."""
     return [known.path for known in ledger.checkpoints.kept(run_id)]
 
 
 def _value(
     ledger: Ledger, run_id: str, step: int, settings: CheckpointingSection
 ) -> tuple[float | None, bool]:
-    """The metric of the weights after `step` steps, and whether it is still to come."""
+    """Return the metric of the weights after `step` steps, and whether it is still to come."""
     if settings.metric_name is None:
         return None, False
     kind, _, name = settings.metric_name.partition(":")

@@ -1,7 +1,7 @@
-"""Numbers of sessions that nothing has: not the ledger, no folder of a checkpoint, no worker that is alive.
+"""Unused session numbers: unknown to the ledger, to every folder of a checkpoint and to every live worker.
 
-A version of the weights and a checkpoint are named by session and step. After a backup was put back the ledger knows less than
-the disk and the workers do, and a number given twice would be one name for two sets of weights.
+A version of the weights and a checkpoint are named by session and step. After a backup was put back the ledger knows
+less than the disk and the workers do, and a number given twice would be one name for two sets of weights.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from services.coordinator.ledger.restored_backup import free_name
 
 NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
 MOST_LOST = 10_000
-"""Sessions that a ledger may be behind; what names a later one is no witness."""
+"""Most sessions that a ledger may be behind; a name with a later session is ignored."""
 
 log = logging.getLogger(__name__)
 
 
 class OnDisk(NamedTuple):
-    """What the folder of a run's checkpoints says."""
+    """Content of the folder of a run's checkpoints."""
 
     session: int = 0
-    """The largest that a folder in it names."""
+    """Largest session that a folder in it names."""
     moved: tuple[str, ...] = ()
     """Checkpoints ahead of the ledger that were set aside."""
     place: str = ""
-    """Where they are now."""
+    """Folder where they are now."""
 
 
 class SessionNumbers:
-    """What was heard of sessions, by run."""
+    """Sessions that were found outside of the ledger, by run."""
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}
 
-    def hear(self, run_id: str, newest: int, session: int) -> bool:
-        """Something names this session of the run, whose newest on record is `newest`; False for one that cannot be."""
+    def note_session(self, run_id: str, newest: int, session: int) -> bool:
+        """Note that something names this session of the run, whose newest on record is `newest`; return False for an
+        impossible number."""
         if not 0 <= session <= newest + MOST_LOST:
             log.warning("session %d of run %s cannot be, the newest is %d", session, run_id, newest)
             return False
@@ -48,23 +49,24 @@ class SessionNumbers:
         return True
 
     def next(self, run_id: str, newest: int) -> int:
-        """The number of the session that begins."""
+        """Return the number of the next session."""
         return max(newest, self._heard.get(run_id, 0)) + 1
 
 
 def session_of(name: str) -> int | None:
-    """The session that the name of a checkpoint's folder says; None for another name."""
+    """Return the session in the name of a checkpoint's folder; None for another name."""
     match = NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
-def look_at_disk(
+def scan_checkpoints(
     checkpoints: Path, position: tuple[int, int], known: Collection[str], *, move: bool
 ) -> OnDisk:
-    """What is in the folder of a run's checkpoints; `position` are the ledger's newest session and next step.
+    """Return the content of the folder of a run's checkpoints; `position` are the ledger's newest session and next
+    step.
 
-    With `move` complete checkpoints that are ahead of the ledger are set aside in the same folder, where nobody prunes them; not
-    those of the paths that it knows.
+    With `move`, complete checkpoints that are ahead of the ledger are set aside in the same folder, where retention
+    does not delete them; checkpoints of `known` paths stay.
     """
     if not checkpoints.is_dir():
         return OnDisk()

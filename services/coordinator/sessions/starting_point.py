@@ -1,7 +1,8 @@
-"""Which checkpoint a session begins from, and which reports of a new one are believed.
+"""The checkpoint that a session begins from, and the check of reports on new ones.
 
-The promise: a checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay, and
-the next session begins from the next older one, in the end from step 0. A person who resumes the run clears the marks.
+The promise: a checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay,
+and the next session begins from the next older one, in the end from step 0. A person who resumes the run clears the
+marks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Start(NamedTuple):
-    """Where a session begins. At step 0 there is no checkpoint: the weights are the model's."""
+    """Start of a session. At step 0 there is no checkpoint: the weights are the model's."""
 
     step: int = 0
     path: str = ""
@@ -30,7 +31,8 @@ class Start(NamedTuple):
 
 
 def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
-    """The newest checkpoint that can be loaded, or step 0. Raises NotFound when the samples from there on are gone."""
+    """Return the newest checkpoint that can be loaded, or step 0. Raises NotFound when the samples from there on are
+    gone."""
     newest = ledger.checkpoints.newest(run.run_id)
     start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
     gone = None if run.spec.logger.keep_samples else _first_step_without_samples(ledger, run, start.step)
@@ -45,20 +47,21 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
 
 
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
-    """No session begins from this checkpoint until the marks are cleared; False if it is none of the run's. Inside a
-    transaction."""
+    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if it is not the
+    run's. Inside a transaction."""
     marked = [known for known in ledger.checkpoints.kept(run_id) if known.path == path]
     ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
 
 
 def clear_marks(ledger: Ledger, run_id: str) -> None:
-    """Every checkpoint may be tried again. Inside a transaction."""
+    """Clear all marks, so that every checkpoint may be tried again. Inside a transaction."""
     ledger.checkpoints.clear_damage(run_id)
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
-    """Why a report of a checkpoint is not believed; empty when it is. The next session would open what it names."""
+    """Return why a report of a checkpoint is refused; empty when it is accepted. The next session would open what it
+    names."""
     expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
     if report.path != str(expected):
         return f"path {report.path[:200]!r} is not {str(expected)!r}"
@@ -70,12 +73,13 @@ def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
 
 
 def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
-    """Where the run's checkpoints are."""
+    """Return the folder of the run's checkpoints."""
     return checkpoint_folder(run.spec.checkpointing, str(ledger.run_directory(run.run_id)), run.run_id)
 
 
 def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:
-    """The session of the folder that a learner found where its own checkpoints were to go, if it was that."""
+    """Return the session of the folder that a learner found in the place of its own checkpoint; None for another
+    folder."""
     path, _, name = report.checkpoint_path.rpartition("/")
     session = session_of(name)
     if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):
@@ -84,6 +88,6 @@ def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport)
 
 
 def _first_step_without_samples(ledger: Ledger, run: ActiveRun, start: int) -> int | None:
-    """The first step from `start` that was trained and whose groups are not kept any more."""
+    """Return the first step from `start` that was trained and whose groups are not kept any more."""
     end = ledger.run(run.run_id)["next_step"]
     return ledger.group_queries.first_step_without_payloads(run.run_id, start, end)

@@ -1,7 +1,7 @@
 """Answers in the shapes of the OpenAI API, for chat and text, whole and as chunks of a stream.
 
-Beside its fields: each choice has `versions`, a list of [session, step, start, end), which tokens were made by which
-weights; `model` names the newest of them and `system_fingerprint` all of them, oldest first.
+Each choice has an additional field `versions`, a list of [session, step, start, end): the weights of each range of
+tokens. `model` names the newest of them and `system_fingerprint` all of them, oldest first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """One answer's frame. `decode` turns token ids into text, `at_first` is the version when the request came."""
+    """The frame of an answer. `decode` turns token ids into text, `at_first` is the version when the request came."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Answer:
         self._versions: set[tuple[int, int]] = set()
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """The answer to a request without `stream`."""
+        """Return the answer to a request without `stream`."""
         entries = []
         for choice in choices:
             self._note(choice.spans)
@@ -56,26 +56,26 @@ class Answer:
         }
 
     def opening(self, index: int) -> Json:
-        """A chat stream's first chunk of a choice, which says whose turn it is."""
+        """Return a chat stream's first chunk of a choice, which names the role."""
         delta = {"role": "assistant", "content": ""}
         entry = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._frame("chat.completion.chunk", [entry])
 
     def chunk(self, delta: Delta) -> Json:
-        """What came since the last chunk of the same choice."""
+        """Return a chunk with the text since the last chunk of the same choice."""
         self._note(delta.spans)
         entry = self._choice(delta, delta.text, delta.offset, {"delta": {"content": delta.text}}, None)
         return self._frame(self._chunk_kind, [entry])
 
     def closing(self, choice: Choice) -> Json:
-        """A choice's last chunk: why it ended and which versions made it."""
+        """Return a choice's last chunk: its finish reason and its versions."""
         self._note(choice.spans)
         content: Json = {"delta": {}} if self._chat else {"text": ""}
         entry = {"index": choice.index, **content, "logprobs": None, "finish_reason": choice.finish_reason}
         return self._frame(self._chunk_kind, [entry | {"versions": _ranges(choice.spans)}])
 
     def counts(self, choices: Sequence[Choice]) -> Json:
-        """The chunk of `stream_options.include_usage`."""
+        """Return the chunk of `stream_options.include_usage`."""
         return self._frame(self._chunk_kind, []) | {"usage": usage(choices)}
 
     @property
@@ -138,7 +138,7 @@ class Answer:
 
 
 def usage(choices: Sequence[Choice]) -> Json:
-    """Token counts; a prompt that several choices share counts once."""
+    """Return token counts; a prompt that several choices share counts once."""
     prompts = {id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}
     prompt_tokens = sum(prompts.values())
     completion_tokens = sum(len(choice.token_ids) for choice in choices)

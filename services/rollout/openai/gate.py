@@ -1,6 +1,6 @@
-"""How much of the engine visitors may take: a few sequences at a time, a bounded queue, and a clear no beyond it.
+"""Limit on external requests to the engine: a few sequences at a time, a bounded queue, and an error beyond it.
 
-Training comes first: leases enter the engine as they come, requests from outside through this gate.
+Training comes first: leases enter the engine as they come, external requests through this gate.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Iterator
 from paceline.errors import Busy
 
 SHARE = 8
-"""Visitors get one in so many of the engine's places (at least one)."""
+"""External requests get one in so many of the engine's places (at least one)."""
 
 QUEUE = 16
-"""Sequences that may be under way or wait, in multiples of that."""
+"""Sequences that may run or wait, in multiples of the places."""
 
 
 class Gate:
-    """Places for visitors' sequences in an engine that decodes `batch_size` at a time."""
+    """Places for external sequences in an engine that decodes `batch_size` at a time."""
 
     def __init__(self, batch_size: int) -> None:
         self.places = max(1, batch_size // SHARE)
@@ -29,7 +29,7 @@ class Gate:
 
     @contextlib.contextmanager
     def admitted(self, num_sequences: int) -> Iterator[None]:
-        """Room for a request's sequences in the queue. Raises Busy when there is none now."""
+        """Reserve room for a request's sequences in the queue. Raises Busy when there is none now."""
         if self._taken + num_sequences > self.capacity:
             raise Busy(
                 f"{self._taken} sequences are under way or wait, at most {self.capacity} may; this request has "
@@ -43,6 +43,6 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """One sequence's place in the engine, in the order of asking."""
+        """Hold one sequence's place in the engine, in the order of asking."""
         async with self._free:
             yield

@@ -1,7 +1,7 @@
-"""Messages of a chat as the run's template takes them: what a client says is rendered, or refused by name.
+"""Messages of a chat as the run's template takes them: a field is rendered, or refused by name.
 
-A template writes what its author thought of and is silent about the rest. A field that it does not name would vanish from the
-prompt, and the client would be answered as if it had been read.
+A template ignores fields that its author did not foresee. Such a field would vanish from the prompt, and the client
+would be answered as if it had been read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import InvalidInput
 Json = dict[str, Any]
 
 OF_TOOL_RESULTS = ("tool_call_id", "name")
-"""Which call a result belongs to. A template that knows results may leave that to their order."""
+"""Fields that name the call of a tool result. A template that knows results may rely on their order instead."""
 
 
 class Unsupported(InvalidInput):
@@ -35,7 +35,7 @@ class _Part(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a chat; further fields are the template's business."""
+    """One message of a chat; the template decides on further fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -44,7 +44,7 @@ class Message(BaseModel):
     tool_calls: list[Json] | None = None
 
     def check(self) -> None:
-        """Raises Unsupported for what no template could render."""
+        """Raises Unsupported for content that no template could render."""
         if self.content is None and not self.tool_calls:
             raise Unsupported(
                 f"messages has one of the {self.role} without content or tool_calls", "messages"
@@ -56,7 +56,7 @@ class Message(BaseModel):
             _rendered_call(call)
 
     def rendered(self) -> Json:
-        """As templates know it: text content, arguments of calls as objects, and no field that says nothing."""
+        """Return the message as templates take it: text content, arguments of calls as objects, and no empty field."""
         fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         calls = [_rendered_call(call) for call in self.tool_calls or ()]
         return {
@@ -91,7 +91,8 @@ def _names(source: str, word: str) -> bool:
 
 
 def _rendered_call(call: Json) -> Json:
-    """A tool call with its arguments as an object: the API has them as text, templates write them as JSON themselves."""
+    """Return a tool call with its arguments as an object: the API has them as text, templates write them as JSON
+    themselves."""
     function = call.get("function")
     if call.get("type", "function") != "function" or not isinstance(function, dict) or "name" not in function:
         raise Unsupported(

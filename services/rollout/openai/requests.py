@@ -1,7 +1,7 @@
-"""What a client may ask for, as the OpenAI API names it, checked before anything is generated.
+"""Requests in the shape of the OpenAI API, checked before anything is generated.
 
-What this endpoint cannot do is refused with the field's name, never ignored: a client that asked for a penalty and got
-none would not notice. Fields that change nothing about the completion (`user`, `metadata` …) are ignored.
+Unsupported fields are refused by name, never ignored: a client that asked for a penalty and got none would not notice.
+Fields that change nothing about the completion (`user`, `metadata` …) are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.rollout.openai.messages import Message, Unsupported
 MAX_STOPS = 16
 MAX_CHOICES = 128
 GREEDY = 1e-4
-"""The temperature that stands for 0."""
+"""Temperature that stands for 0."""
 
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -44,14 +44,14 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "ignore_eos": (False,),
     "skip_special_tokens": (True,),
 }
-"""Fields that are known and not supported, with the values that ask for nothing."""
+"""Fields that are known and not supported, with the values that have no effect."""
 
 MAX_IDS = 1 << 20
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 10_000
 
 Stops = tuple[str, ...]
-# One fault says enough: a list of millions would else have a fault for each of its values.
+# Stop at the first error: a list of millions would otherwise give an error for each of its values.
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_IDS, fail_fast=True)]
 Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 IdPrompts = Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
@@ -62,7 +62,7 @@ class _StreamOptions(BaseModel):
 
 
 class Ask(BaseModel):
-    """What both kinds of request have. None everywhere means: as the run samples."""
+    """Fields of both kinds of request. None always means: as the run samples."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -100,25 +100,26 @@ class Ask(BaseModel):
 
     @property
     def stops(self) -> Stops:
-        """Stop strings."""
+        """Return the stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer holds log-probabilities."""
+        """Return whether the answer holds log-probabilities."""
         raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
+        """Return whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def prompts(self) -> list[Any]:
-        """Each a text, messages or token ids."""
+        """Return the prompts, each as text, messages or token ids."""
         raise NotImplementedError
 
     def params(self, default: SamplingParams, limit: int) -> SamplingParams:
-        """How to sample: what is left out as in `default`. Raises InvalidInput beyond `limit` tokens in all."""
+        """Return the sampling parameters, with `default` for missing fields. Raises InvalidInput beyond `limit` tokens
+        in all."""
         most = self.max_tokens or default.max_new_tokens
         if most > limit:
             raise Unsupported(
@@ -201,7 +202,7 @@ class ChatAsk(Ask):
 
 
 def read_ask(kind: type[Ask], body: Any) -> Ask:
-    """The request in `body`, what a JSON document holds. Raises InvalidInput that names the field."""
+    """Return the request in `body`, a parsed JSON document. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
         raise InvalidInput("the body must be a JSON object")
     try:

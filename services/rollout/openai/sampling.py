@@ -1,6 +1,6 @@
-"""One choice of an answer: from a request to text, token by token where somebody listens.
+"""The generation of one choice of an answer: from a request to text, token by token for a stream.
 
-A choice asked of `<run>@<version>` is of that version alone. The engine takes new weights while it generates, so a
+A choice of `<run>@<version>` has tokens of that version alone. The engine takes new weights while it generates, so a
 request may outlive its version; then it ends with VersionGone and none of its tokens count.
 """
 
@@ -21,11 +21,11 @@ from services.rollout.openai.messages import check_template
 from services.rollout.openai.text import TextStream
 
 MAX_CHARS_PER_TOKEN = 64
-"""A prompt of more characters for each token of the longest sequence is not even tokenized."""
+"""Limit on a prompt's characters for each token of the longest sequence; a longer prompt is not even tokenized."""
 
 
 class Served(Protocol):
-    """A run that a worker samples for; `services.rollout.run.RolloutRun` is one."""
+    """A run that a worker samples for; `services.rollout.run.RolloutRun` implements it."""
 
     run_id: str
     spec: RunSpec
@@ -34,16 +34,16 @@ class Served(Protocol):
     params: SamplingParams
 
     async def ask(self, request: GenerationRequest) -> Completion:
-        """A completion outside of all leases. Raises what `Engine.generate` raises."""
+        """Generate a completion outside of all leases. Raises the errors of `Engine.generate`."""
 
 
 class VersionGone(NotFound):
-    """The version that was asked for is not the one that the worker holds."""
+    """The requested version is not the one that the worker holds."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One finished completion, cut at its stop string if it met one."""
+    """A finished completion, cut at its stop string if it met one."""
 
     index: int
     prompt_ids: IntArray
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Delta:
-    """What came since the last one of the same choice."""
+    """New text and tokens since the last delta of the same choice."""
 
     index: int
     text: str
@@ -65,12 +65,12 @@ class Delta:
     offset: int
     """Characters before `text`."""
     spans: tuple[VersionSpan, ...]
-    """Of the whole choice so far."""
+    """Spans of the whole choice so far."""
 
 
 @dataclass
 class Sampler:
-    """Makes choice number `index` of an answer. `on_delta` hears of it while it comes, None waits for the end."""
+    """Generator of choice number `index` of an answer. `on_delta` gets each delta; None waits for the end."""
 
     served: Served
     prompt_ids: IntArray
@@ -86,7 +86,7 @@ class Sampler:
     _stream: TextStream = field(init=False)
 
     async def run(self) -> Choice:
-        """Raises VersionGone, Unavailable (a run that ended, a worker that leaves), InvalidInput."""
+        """Generate the choice. Raises VersionGone, Unavailable (a run that ended, a worker that leaves), InvalidInput."""
         self._stream = TextStream(lambda ids: decode(self.served.tokenizer, ids), self.stop)
         watched = self.on_delta is not None or bool(self.stop) or self.pinned is not None
         request = GenerationRequest(
@@ -99,7 +99,7 @@ class Sampler:
         completion = await self.served.ask(request)
         self._refuse_other_versions(completion)
         ended = completion.finish_reason == "stop"
-        # The token that ends a completion is no text of it, special or not.
+        # The token that ends a completion is not part of its text, special or not.
         self._take(completion, len(completion.token_ids) - ended)
         tail = self._stream.finish()
         num_tokens = self._stream.num_tokens
@@ -124,7 +124,7 @@ class Sampler:
         if self._stream.stopped or self._gone(completion):
             self.served.engine.abort(self.request_id)
             return
-        if np.isfinite(completion.logprobs).all():  # else the engine ends the request with an error
+        if np.isfinite(completion.logprobs).all():  # otherwise the engine ends the request with an error
             self._take(completion, len(completion.token_ids))
         if self._stream.stopped:
             self.served.engine.abort(self.request_id)
@@ -164,7 +164,7 @@ class Sampler:
 
 
 def resolve(served: Served, model: str) -> Version | None:
-    """The version that `model` pins; None for the run's name alone. Raises VersionGone for what is not served."""
+    """Return the version that `model` pins; None for the run's name alone. Raises VersionGone for any other name."""
     version = served.engine.version
     if version is None:
         raise Unavailable(f"the worker holds no weights of {served.run_id} yet; try again in a moment")
@@ -176,16 +176,17 @@ def resolve(served: Served, model: str) -> Version | None:
 
 
 def served_names(served: Served) -> str:
-    """What can be asked for now, for messages."""
+    """Return the names that can be requested now, for messages."""
     version = served.engine.version
     return f"{served.run_id!r}" + (f" and {model_name(served.run_id, version)!r}" if version else "")
 
 
 def encode(served: Served, prompt: Any, *, chat: bool) -> IntArray:
-    """[P] tokens of one prompt. A chat goes through the chat template, a text of `/v1/completions` never does.
+    """Return the [P] tokens of one prompt. A chat goes through the chat template, a text of `/v1/completions` never
+    does.
 
-    Raises InvalidInput: ids or a text that no sequence could hold, a field of a message that the template does not render, or
-    what `encode_prompt` raises.
+    Raises InvalidInput for ids or a text that no sequence could hold, for a field of a message that the template does
+    not render, and as `encode_prompt` does.
     """
     limit = served.spec.policy.max_total_sequence_length
     if isinstance(prompt, list) and not chat:
@@ -205,22 +206,22 @@ def encode(served: Served, prompt: Any, *, chat: bool) -> IntArray:
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Text of tokens, without special ones."""
+    """Return the text of tokens, without special ones."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def version_name(version: tuple[int, ...]) -> str:
-    """`<session>.<step>`."""
+    """Return `<session>.<step>`."""
     return f"{version[0]}.{version[1]}"
 
 
 def model_name(run_id: str, version: tuple[int, ...]) -> str:
-    """`<run>@<session>.<step>`."""
+    """Return `<run>@<session>.<step>`."""
     return f"{run_id}@{version_name(version)}"
 
 
 def cut_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """`spans` of the first `num_tokens` tokens."""
+    """Return the `spans` of the first `num_tokens` tokens."""
     return tuple(
         VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens)) for s in spans if s.start < num_tokens
     )

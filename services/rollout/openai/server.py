@@ -1,7 +1,7 @@
-"""The HTTP side: routes, errors in the API's shape, streams, and what happens when a client goes away.
+"""The HTTP endpoint: routes, errors in the API's shape, streams, and cancellation when a client disconnects.
 
 Who waits for whom: a request waits in the gate for a place, then for the engine. A client that disconnects cancels its
-request, and with it the sequences in the engine. Nothing here reaches leases, books or batches.
+request, and with it the sequences in the engine. Nothing here reaches leases, token accounting or batches.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from services.rollout.openai.sampling import (
 
 MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
-"""That are read at one time: whoever can reach the port can send them."""
+"""Request bodies that are read at a time, because everyone who can reach the port can send them."""
 
 BODY_S = 30.0
-"""For one body to come."""
+"""Seconds for a body to arrive."""
 
 MAX_CONNECTIONS = 512
-"""A further one is closed at once: the worker needs files for other things."""
+"""Connections; a further connection is closed at once, because the worker needs files for other things."""
 
 SHUTDOWN_S = 2.0
 """Seconds that answers under way have when the endpoint closes; by then their sequences have ended."""
@@ -57,13 +57,13 @@ STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
     (Unavailable, 503, "service_unavailable_error", None),
     (PacelineError, 500, "server_error", None),
 )
-"""Error, status, type and code; first match wins."""
+"""Error, status, type and code; the first match wins."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """Serves whatever run `source` names at the time of each request; None means that there is none now."""
+    """Endpoint for the run that `source` returns at the time of each request; None means that there is no run now."""
 
     def __init__(self, source: Callable[[], Served | None]) -> None:
         self._source = source
@@ -71,7 +71,7 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._bodies = 0
-        """That are being read."""
+        """Limit on bodies that are being read."""
         self._app = web.Application(middlewares=[_with_errors], client_max_size=MAX_BODY_BYTES)
         self._app.router.add_get("/v1/models", self._models)
         self._app.router.add_get("/v1/models/{model:.+}", self._model)
@@ -79,7 +79,7 @@ class Endpoint:
         self._app.router.add_post("/v1/completions", self._complete)
 
     async def start(self, host: str, port: int) -> int:
-        """Listens and returns the port; 0 takes a free one. Raises Conflict when the port is taken."""
+        """Listen and return the port; 0 takes a free one. Raises Conflict when the port is taken."""
         self._runner = web.AppRunner(
             self._app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
@@ -94,14 +94,14 @@ class Endpoint:
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Takes no more requests; answers under way are finished first."""
+        """Take no more requests; answers under way are finished first."""
         if self._listener is not None:
             self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     def _protocol(self) -> asyncio.Protocol:
-        """For a new connection."""
+        """Return the protocol of a new connection."""
         assert self._runner is not None
         server = self._runner.server
         assert server is not None
@@ -157,7 +157,7 @@ class Endpoint:
             return await _stream(request, ask, gate, answer, samplers, chat)
 
     async def _body(self, request: web.Request) -> Any:
-        # A web page can make a browser post text to a local port, but not JSON: that needs this server's consent.
+        # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
         if request.content_type != "application/json":
             raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
         if self._bodies >= MAX_BODIES:
@@ -184,17 +184,17 @@ class Endpoint:
         return served
 
     def gate_of(self, served: Served) -> Gate:
-        """The one gate of a run's visitors, by whatever way they come."""
+        """Return the one gate of a run's external requests, whatever their route."""
         if self._gate is None or self._gate[0] is not served:
             self._gate = (served, Gate(served.engine.max_batch_size))
         return self._gate[1]
 
 
 class _Full(asyncio.Protocol):
-    """A connection too many."""
+    """Protocol of a connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ends it."""
+        """Close it."""
         transport.close()
 
 
@@ -232,8 +232,8 @@ async def _placed(gate: Gate, sampler: Sampler) -> Choice:
 async def _stream(
     request: web.Request, ask: Ask, gate: Gate, answer: Answer, samplers: list[Sampler], chat: bool
 ) -> web.StreamResponse:
-    """Server-sent events: chunks as they come, then `[DONE]`; an error after the first byte is an event too."""
-    chunks: asyncio.Queue[Json | None] = asyncio.Queue()  # bounded by the tokens that were asked for
+    """Stream server-sent events: chunks, then `[DONE]`; an error after the first byte is an event too."""
+    chunks: asyncio.Queue[Json | None] = asyncio.Queue()  # bounded by the tokens that were requested
 
     def tell(delta: Delta) -> None:
         chunks.put_nowait(answer.chunk(delta))
@@ -257,7 +257,7 @@ async def _stream(
     try:
         first = await chunks.get()
         if first is None:
-            await work  # it failed before anything was told: an ordinary error with its status
+            await work  # it failed before the first chunk: an ordinary error with its status
         await response.prepare(request)
         for sampler in samplers if chat else ():
             await _send(response, answer.opening(sampler.index))
@@ -294,7 +294,7 @@ def _error_body(error: PacelineError) -> tuple[int, Json]:
 
 @web.middleware
 async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as the API's JSON."""
+    """Answer every error as the API's JSON."""
     try:
         return await handler(request)
     except PacelineError as error:
@@ -305,7 +305,7 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
         message = f"{request.method} {request.path}: {error.reason}; see /v1/models for what is here"
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
         return web.json_response(body, status=error.status)
-    except Exception as error:  # whatever it is, its sender is answered and others are served on
+    except Exception as error:  # any error is answered to its sender, and others are served on
         told = unforeseen.note(f"an HTTP {request.method}", error)
         body = {"error": {"message": told, "type": "server_error", "param": None, "code": None}}
         return web.json_response(body, status=500)

@@ -1,8 +1,8 @@
-"""From token ids to text while they are still coming: whole characters only, and nothing of a stop string.
+"""Text from token ids that are still coming: whole characters only, and nothing of a stop string.
 
-The promise: what `push` and `finish` return, joined, is the text that one decoding of all tokens gives, cut before the
-first stop string; and what was returned is never taken back. So text is held back while it may be the beginning of a
-stop string or of a character whose other bytes are still to come.
+The promise: the joined results of `push` and `finish` are the text of all tokens decoded at once, cut before the first
+stop string, and no returned text changes later. So text is held back while it may be the beginning of a stop string or
+of a character whose other bytes are still to come.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 UNFINISHED = "\ufffd"
-"""What a decoder writes for bytes that are no character (yet)."""
+"""Character that a decoder writes for bytes that are no character (yet)."""
 
 
 class TextStream:
@@ -20,7 +20,7 @@ class TextStream:
         self.stopped = False
         """Whether a stop string was met; later tokens are ignored."""
         self.num_tokens = 0
-        """Tokens that were taken, those that completed the stop string included."""
+        """Number of tokens taken, including those that completed the stop string."""
         self._decode = decode
         self._stop = stop
         self._window: list[int] = []
@@ -28,7 +28,7 @@ class TextStream:
         self._held = ""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Takes tokens and returns the text that is certain by now."""
+        """Take tokens and return the text that is certain by now."""
         out = ""
         for token_id in token_ids:
             if self.stopped:
@@ -39,7 +39,7 @@ class TextStream:
         return out
 
     def finish(self) -> str:
-        """No more tokens will come: the rest of the text."""
+        """Return the rest of the text, because no more tokens will come."""
         if self.stopped:
             return ""
         out = self._release(self._decode(self._window)[len(self._decode(self._window[: self._read])) :])
@@ -48,7 +48,8 @@ class TextStream:
         return out
 
     def _new_text(self) -> str:
-        """What the last token added. Decoded with the tokens before it, since a decoder may join neighbours."""
+        """Return the text of the last token. It is decoded with the tokens before it, because a decoder may join
+        neighbours."""
         before, now = self._decode(self._window[: self._read]), self._decode(self._window)
         if len(now) <= len(before) or now.endswith(UNFINISHED):
             return ""
@@ -56,7 +57,7 @@ class TextStream:
         return now[len(before) :]
 
     def _release(self, new: str) -> str:
-        """`new` after what is held, up to a stop string or to what may become one."""
+        """Return the held text with `new`, up to a stop string or to a possible beginning of one."""
         text, self._held = self._held + new, ""
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
@@ -69,5 +70,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

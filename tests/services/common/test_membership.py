@@ -310,7 +310,7 @@ async def test_every_connection_is_heard_of(coordinator: Coordinator) -> None:
             welcome = worker_pb2.Welcome(term=term, exchange_endpoint=f"tcp://127.0.0.1:{coordinator.port}")
             await made._on_welcome(welcome)
             async with asyncio.timeout(DEADLINE_S):
-                await made._stands.wait()
+                await made._connected.wait()
     finally:
         made._close_socket()
         made._context.term()

@@ -22,11 +22,11 @@ from protos.paceline.v1 import rollout_pb2
 from rollout.engine import GenerationRequest, empty_completion
 from services.demo.model import make_tokenizer
 from services.rollout.run import (
-    HAND_BACK_BYTES_PER_S,
-    HAND_BACK_S,
     MAX_UNEXPECTED,
+    RETURN_BYTES_PER_S,
+    RETURN_S,
     RolloutRun,
-    hand_back_seconds,
+    return_seconds,
 )
 from services.rollout.worker import RolloutWorker
 
@@ -309,9 +309,9 @@ async def test_callers_share_the_gate_and_end_with_their_call(worker: RolloutWor
 @pytest.mark.parametrize(
     ("max_tokens", "grace_s", "seconds"),
     [
-        (0, 25.0, HAND_BACK_S),
-        (HAND_BACK_BYTES_PER_S // 8, 25.0, HAND_BACK_S + 1.0),
-        (8 * 16 * 65_536, 60.0, HAND_BACK_S + 8.0),
+        (0, 25.0, RETURN_S),
+        (RETURN_BYTES_PER_S // 8, 25.0, RETURN_S + 1.0),
+        (8 * 16 * 65_536, 60.0, RETURN_S + 8.0),
         (8 * 16 * 65_536, 25.0, 12.5),
         (0, 4.0, 2.0),
     ],
@@ -319,4 +319,4 @@ async def test_callers_share_the_gate_and_end_with_their_call(worker: RolloutWor
 def test_a_drain_keeps_more_of_its_grace_where_more_may_go_back(
     max_tokens: int, grace_s: float, seconds: float
 ) -> None:
-    assert hand_back_seconds(max_tokens, grace_s) == seconds
+    assert return_seconds(max_tokens, grace_s) == seconds

@@ -55,7 +55,7 @@ def test_repetitions_are_said_at_five_ten_twenty_and_so_on() -> None:
     policy, said = RestartPolicy(), []
     for number in range(1, 100):
         policy.count(FAULT)
-        if policy.is_said:
+        if policy.is_logged:
             said.append(number)
     assert said == [1, 2, 3, 4, 5, 10, 20, 40, 80]
 

@@ -298,7 +298,7 @@ def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> Non
 
 
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "LOOK_S", 0.0)
+    monkeypatch.setattr(pool, "OVERDUE_CHECK_S", 0.0)
     monkeypatch.setattr(overdue, "look", lambda *_: [Overdue("idle", "it has handed in nothing for 99 s")])
     plane = Plane(tmp_path)
     await plane.start()

@@ -271,12 +271,12 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) 
         coordinator = plane.coordinator
         async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
             await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
-        assert plane.coordinator.pool.assignments.named == (run.run_id, [])
+        assert plane.coordinator.pool.assignments.roster == (run.run_id, [])
         assert plane.coordinator.exchange.suspected == {"rollout-1"}
         worker.say(heartbeat=worker_pb2.Heartbeat())
         await plane.watch_until(run.run_id, "member", what="heard of again")
         assert plane.coordinator.exchange.suspected == set()
-        assert plane.coordinator.pool.assignments.named == (run.run_id, ["rollout-1"])
+        assert plane.coordinator.pool.assignments.roster == (run.run_id, ["rollout-1"])
     finally:
         await plane.stop()
 

@@ -10,12 +10,12 @@ from control_plane import Plane, learner, rollout
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.ledger.backup import back_up
 from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.pool.assignments import MAX_OUTNUMBERED
+from services.coordinator.pool.assignments import MAX_LATER_SESSIONS
 from services.coordinator.sessions.session_numbers import (
     MOST_LOST,
     OnDisk,
     SessionNumbers,
-    look_at_disk,
+    scan_checkpoints,
     session_of,
 )
 
@@ -23,8 +23,8 @@ from services.coordinator.sessions.session_numbers import (
 def test_the_next_number_is_above_all_that_was_heard_of() -> None:
     numbers = SessionNumbers()
     assert numbers.next("a-1", 2) == 3
-    assert numbers.hear("a-1", 2, 7)
-    assert numbers.hear("a-1", 2, 5)
+    assert numbers.note_session("a-1", 2, 7)
+    assert numbers.note_session("a-1", 2, 5)
     assert numbers.next("a-1", 2) == 8
     assert numbers.next("a-1", 9) == 10
     assert numbers.next("b-1", 2) == 3
@@ -33,7 +33,7 @@ def test_the_next_number_is_above_all_that_was_heard_of() -> None:
 @pytest.mark.parametrize("session", [-1, 3 + MOST_LOST, 2**63])
 def test_a_number_that_cannot_be_is_not_believed(session: int) -> None:
     numbers = SessionNumbers()
-    assert not numbers.hear("a-1", 2, session)
+    assert not numbers.note_session("a-1", 2, session)
     assert numbers.next("a-1", 2) == 3
 
 
@@ -51,13 +51,13 @@ def complete(folder: Path, *names: str) -> None:
 
 
 def test_complete_checkpoints_ahead_of_the_ledger_are_set_aside(tmp_path: Path) -> None:
-    assert look_at_disk(tmp_path / "nowhere", (1, 4), (), move=True) == OnDisk()
+    assert scan_checkpoints(tmp_path / "nowhere", (1, 4), (), move=True) == OnDisk()
     complete(tmp_path, "1-2", "1-4", "1-6", "2-3", "2-8")
     (tmp_path / "3-1").mkdir()  # torn: of no use to anybody, but its number is taken
     (tmp_path / "notes").mkdir()
     known = {str(tmp_path / "1-6")}
-    assert look_at_disk(tmp_path, (1, 4), known, move=False) == OnDisk(3)
-    found = look_at_disk(tmp_path, (1, 4), known, move=True)
+    assert scan_checkpoints(tmp_path, (1, 4), known, move=False) == OnDisk(3)
+    found = scan_checkpoints(tmp_path, (1, 4), known, move=True)
     assert found == OnDisk(3, ("2-3", "2-8"), str(tmp_path / "set-aside-1"))
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "1-2",
@@ -68,7 +68,7 @@ def test_complete_checkpoints_ahead_of_the_ledger_are_set_aside(tmp_path: Path) 
         "set-aside-1",
     ]
     complete(tmp_path, "2-3")
-    assert look_at_disk(tmp_path, (1, 4), known, move=True).place == str(tmp_path / "set-aside-2")
+    assert scan_checkpoints(tmp_path, (1, 4), known, move=True).place == str(tmp_path / "set-aside-2")
     assert (tmp_path / "set-aside-1" / "2-3" / "manifest.json").is_file()
 
 
@@ -139,16 +139,16 @@ async def test_a_worker_that_says_so_again_and_again_ends_no_further_session(pla
     run_id = await running(plane)
     trainer = learner(plane)
     assert (await trainer.hear("run")).session == 1
-    for number in range(1, MAX_OUTNUMBERED + 4):
+    for number in range(1, MAX_LATER_SESSIONS + 4):
         newest = plane.ledger.run(run_id)["session"]
         liar = rollout(plane, f"liar-{number}", run_id=run_id, version=hello_version(newest, 10**6))
         await liar.hear("run")
         liar.hang_up()
         await liar.hear_the_end()
-    assert plane.ledger.run(run_id)["session"] == 1 + MAX_OUTNUMBERED
+    assert plane.ledger.run(run_id)["session"] == 1 + MAX_LATER_SESSIONS
     member = plane.coordinator.members.get("learner-1")
     assert member is not None
-    assert member.session == 1 + MAX_OUTNUMBERED, "it trains on"
+    assert member.session == 1 + MAX_LATER_SESSIONS, "it trains on"
 
 
 async def test_a_learner_whose_receipts_the_ledger_has_not_begins_anew(plane: Plane) -> None:
