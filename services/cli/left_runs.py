@@ -36,18 +36,18 @@ class LeftRuns:
 
     def advice(self, resumed: Sequence[str] = ()) -> list[str]:
         """Return a sentence for each run that needs a person, without those that are `resumed` now."""
-        failed = [(run_id, one) for run_id, one in self.failed.items() if run_id not in resumed]
+        failed = [(run_id, failed_run) for run_id, failed_run in self.failed.items() if run_id not in resumed]
         newest = failed[: -MAX_SHOWN - 1 : -1]
-        said = [
+        sentences = [
             *self.unreadable.values(),
             *(
-                f"run {run_id} has failed ({one.why}); --resume {run_id} queues it again"
-                for run_id, one in newest
+                f"run {run_id} has failed ({failed_run.why}); --resume {run_id} queues it again"
+                for run_id, failed_run in newest
             ),
         ]
         if len(failed) > MAX_SHOWN:
-            said.append(f"{len(failed) - MAX_SHOWN} older runs have failed too")
-        return said
+            sentences.append(f"{len(failed) - MAX_SHOWN} older runs have failed too")
+        return sentences
 
     def chosen(self, run_id: str) -> RunSpec:
         """Return the spec of a run that is to be resumed. Raises NotFound, SpecError."""
@@ -59,8 +59,8 @@ class LeftRuns:
             raise SpecError(self.unreadable[run_id])
         if run_id in self.open:
             return self.open[run_id]
-        known = ", ".join([*self.open, *self.failed]) or "none"
-        raise NotFound(f"no run {run_id!r} has failed or is open; those that are: {known}")
+        run_ids = ", ".join([*self.open, *self.failed]) or "none"
+        raise NotFound(f"no run {run_id!r} has failed or is open; those that are: {run_ids}")
 
 
 def left_runs(ledger_path: Path) -> LeftRuns:

@@ -39,10 +39,12 @@ def runs(coordinator: str, as_json: bool) -> None:
     with Client(coordinator) as client:
         facts = [render.run_facts(run) for run in client.runs()]
     if as_json:
-        for one in facts:
-            print_json(one)
+        for run_facts in facts:
+            print_json(run_facts)
     else:
-        render.print_table(render.RUN_COLUMNS, [render.run_row(one) for one in facts], empty="no runs yet")
+        render.print_table(
+            render.RUN_COLUMNS, [render.run_row(run_facts) for run_facts in facts], empty="no runs yet"
+        )
 
 
 @click.command()

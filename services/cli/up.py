@@ -132,8 +132,8 @@ def run_here(
             f"one{', or a failed run with --resume' if left.failed else ''}"
         )
     specs = [*([spec] if spec else []), *going_on.values()]
-    sizes = next((one.cluster for one in specs if one.samples), specs[0].cluster)
-    if not any(one.samples for one in specs):
+    sizes = next((open_spec.cluster for open_spec in specs if open_spec.samples), specs[0].cluster)
+    if not any(open_spec.samples for open_spec in specs):
         sizes = sizes.model_copy(
             update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
         )

@@ -17,11 +17,13 @@ def members(coordinator: str, as_json: bool) -> None:
     with Client(coordinator) as client:
         facts = [render.member_facts(member) for member in client.members()]
     if as_json:
-        for one in facts:
-            print_json(one)
+        for member_facts in facts:
+            print_json(member_facts)
     else:
         render.print_table(
-            render.MEMBER_COLUMNS, [render.member_row(one) for one in facts], empty="no workers yet"
+            render.MEMBER_COLUMNS,
+            [render.member_row(member_facts) for member_facts in facts],
+            empty="no workers yet",
         )
 
 

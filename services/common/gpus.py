@@ -113,10 +113,12 @@ def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
 
 
 def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSection:
-    own = cluster.model_fields_set
+    set_keys = cluster.model_fields_set
     shares = rollout and number > 1
     room = number - 1 if shares else number
-    ranks = cluster.learner_ranks if "learner_ranks" in own else max(1, number // 2 if shares else number)
+    ranks = (
+        cluster.learner_ranks if "learner_ranks" in set_keys else max(1, number // 2 if shares else number)
+    )
     if ranks > room:
         raise SpecError(
             f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs one"
@@ -127,7 +129,7 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
     changed: dict[str, object] = {"learner_ranks": ranks, "learner_gpus": learner}
     if rollout:
         left = tuple(range(ranks, number)) if shares else (0,)
-        workers = cluster.rollout_workers if "rollout_workers" in own else len(left)
+        workers = cluster.rollout_workers if "rollout_workers" in set_keys else len(left)
         fitting = next(n for n in range(len(left), 0, -1) if n % workers == 0 or workers % n == 0)
         changed |= {"rollout_workers": workers, "rollout_gpus": left[:fitting]}
     return cluster.model_copy(update=changed)

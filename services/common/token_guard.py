@@ -31,14 +31,14 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         handler = await continuation(details)
         if handler is None or details.method.startswith(OPEN):
             return handler
-        said = dict(details.invocation_metadata or ()).get(KEY, "")
+        sent = dict(details.invocation_metadata or ()).get(KEY, "")
         token = self._read()
-        if is_said(str(said), token):
+        if is_said(str(sent), token):
             return handler
         if not token:
             why = f"this service has no token: its file {self._file} is not there, so it refuses every call"
         else:
-            why = f"the call has {'another' if said else 'no'} token; this service requires the token in its file {self._file}"
+            why = f"the call has {'another' if sent else 'no'} token; this service requires the token in its file {self._file}"
         return _refusing(handler, f"{why}. Give that file with --token-file or {VARIABLE}")
 
 

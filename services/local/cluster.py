@@ -134,8 +134,8 @@ class LocalCluster:
             if time.monotonic() > say_at_s:
                 say_at_s += NOT_READY_S
                 lines = last_lines(service.log_path)
-                said = f"; its log ends with: {lines[-1]}" if lines else f"; see {service.log_path}"
-                self._say(f"the coordinator does not listen yet{said}")
+                last_line = f"; its log ends with: {lines[-1]}" if lines else f"; see {service.log_path}"
+                self._say(f"the coordinator does not listen yet{last_line}")
         self.address = ready_file.read_text().strip()
         port = self.address.rpartition(":")[2]
         service.command = self._command("coordinator", [*command, "--port", port, *ready])
@@ -161,13 +161,16 @@ class LocalCluster:
         """Start one more service of `role` and return its name. A rollout worker beyond `cluster.rollout_workers`
         shares the GPUs of the others in turn."""
         name = f"{role}-{len(self._services[role])}"
-        own = {"learner": ["--ranks", str(self.cluster.learner_ranks)], "rollout": ["--http-port", "0"]}
-        if role in own and any(self._gpus[role]):
-            own[role] += [
+        role_options = {
+            "learner": ["--ranks", str(self.cluster.learner_ranks)],
+            "rollout": ["--http-port", "0"],
+        }
+        if role in role_options and any(self._gpus[role]):
+            role_options[role] += [
                 "--device",
                 "cuda",
             ]  # a worker that cannot use its GPU fails, and does not fall back to the CPU
-        options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *own.get(role, [])]
+        options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *role_options.get(role, [])]
         command = [f"services.{role}.main", "--coordinator", self.address, *options]
         self._add(role, [*command, *self._options.get(role, ())], self._max_deaths)
         return name

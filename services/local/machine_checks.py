@@ -137,14 +137,19 @@ def _torch() -> list[Finding]:
     findings = [Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")]
     with warnings.catch_warnings(
         record=True
-    ) as said:  # torch reports a driver that does not fit as a warning
+    ) as driver_warnings:  # torch reports a driver that does not fit as a warning
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         device = torch.cuda.get_device_properties(index)
         findings.append(Finding(f"GPU {index}", "ok", f"{device.name}, {device.total_memory / GIB:.0f} GiB"))
     if not count:
-        findings.append(_no_gpu(torch.version.cuda, str(said[-1].message).splitlines()[0] if said else ""))
+        findings.append(
+            _no_gpu(
+                torch.version.cuda,
+                str(driver_warnings[-1].message).splitlines()[0] if driver_warnings else "",
+            )
+        )
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         findings.append(
             Finding("gloo", "fault", "this torch has no gloo", "install a torch with torch.distributed")

@@ -59,9 +59,9 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
             f"steps {start} to {end} cannot be replayed: run {run_id} has trained {row['next_step']} steps, and "
             "the first step has to be before the last"
         )
-    known = _checkpoints(ledger, run_id)
-    if start and start not in known:
-        steps = ", ".join(str(step) for step in sorted({0, *known} - {row["next_step"]}))
+    checkpoints = _checkpoints(ledger, run_id)
+    if start and start not in checkpoints:
+        steps = ", ".join(str(step) for step in sorted({0, *checkpoints} - {row["next_step"]}))
         raise NotFound(f"run {run_id} has no checkpoint after {start} steps; replay from one of: {steps}")
     sizes = ledger.db.execute(
         "SELECT step, world_size FROM receipts WHERE run_id = ? AND step >= ? AND step < ? ORDER BY step, session",
@@ -76,9 +76,9 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
         end=end,
         ranks=max(size["world_size"] for size in sizes if size["step"] == start),
         steady=len({size["world_size"] for size in sizes}) == 1,
-        threads=_threads(spec, [known[start]] if start else list(known.values())),
-        checkpoint=known.get(start) if start else None,
-        expected=known.get(end),
+        threads=_threads(spec, [checkpoints[start]] if start else list(checkpoints.values())),
+        checkpoint=checkpoints.get(start) if start else None,
+        expected=checkpoints.get(end),
         warnings=tuple(warnings),
     )
 
@@ -93,8 +93,8 @@ def read_part(
         payload = ledger.payload(run_id, row["group_id"])
         assert payload is not None, "plan_replay has looked"
         rewards = np.frombuffer(row["rewards"], "<f4").tolist()
-        asked = ledger.payload(run_id, row["group_id"], "reference")
-        reference = None if asked is None else read_frame(asked.arrays)
+        reference_row = ledger.payload(run_id, row["group_id"], "reference")
+        reference = None if reference_row is None else read_frame(reference_row.arrays)
         group = decode_group(row["group_id"], read_frame(payload.arrays), rewards, reference)
         if check_digests and group.digest(row["digest"]) != row["digest"]:
             raise Conflict(

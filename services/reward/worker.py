@@ -140,12 +140,12 @@ class RewardWorker:
                         room=room, wait_s=TASK_WAIT_S, held=pb.Held(group_ids=running.values())
                     ),
                 )
-                asked = asyncio.create_task(self.membership.request(request))
-                await asyncio.wait((asked, changed), return_when=asyncio.FIRST_COMPLETED)
-                if not asked.done():
-                    asked.cancel()
+                requesting = asyncio.create_task(self.membership.request(request))
+                await asyncio.wait((requesting, changed), return_when=asyncio.FIRST_COMPLETED)
+                if not requesting.done():
+                    requesting.cancel()
                     break
-                reply, payloads = asked.result()
+                reply, payloads = requesting.result()
                 if reply.status == pb.REPLY_STATUS_STALE:
                     await self.assigned.changed.wait()  # the run is over; the next assignment is on its way
                 if reply.status == pb.REPLY_STATUS_INVALID:

@@ -31,14 +31,14 @@ async def until_hung(engine: Engine, stall_s: float) -> None:
 async def answers(engine: Engine, request_id: str, within_s: float) -> bool:
     """Return whether the engine answers the probe `request_id` within so many seconds."""
     request = GenerationRequest(request_id, PROMPT_IDS, SamplingParams(max_new_tokens=1), seed=0)
-    asked = asyncio.create_task(engine.generate(request))
+    probe = asyncio.create_task(engine.generate(request))
     try:
         await asyncio.sleep(0)  # it is submitted from here on
         engine.abort(request_id)
-        done, _ = await asyncio.wait((asked,), timeout=within_s)
+        done, _ = await asyncio.wait((probe,), timeout=within_s)
         return bool(done)
     finally:
-        asked.cancel()
+        probe.cancel()
         with contextlib.suppress(asyncio.CancelledError, PacelineError):  # a refusal is an answer too
-            if asked.done():
-                asked.result()
+            if probe.done():
+                probe.result()

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
+from watched_runs import finish
 
 from paceline.client import Client
 from paceline.spec import RunSpec
@@ -58,19 +59,6 @@ def spec_for(make_spec: MakeSpec, pairs: Path, algorithm: str, steps: int, **sec
     data = {"train": str(pairs / "train.jsonl"), "validation": str(pairs / "validation.jsonl")}
     sizes = {"max_num_steps": steps, "num_examples_per_step": 16, "val_at_start": True, "val_at_end": True}
     return make_spec(algorithm=algorithm, data=data, **{algorithm: {**sizes, **section}})
-
-
-def finish(client: Client, cluster: LocalCluster, run_id: str) -> dict[str, Any]:
-    """Waits for a run's good end; its summary, after all records were compared."""
-    run = client.wait(run_id, timeout_s=RUN_TIMEOUT_S)
-    cluster.check()
-    summary: dict[str, Any] = json.loads((Path(run.directory) / "summary.json").read_text())
-    assert summary["state"] == "succeeded", summary["message"]
-    ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
-    report = verify(ledger, run_id)
-    ledger.close()
-    assert report.problems == []
-    return summary
 
 
 def test_dpo_prefers_held_out_answers_and_a_killed_learner_reaches_the_same_weights(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from watched_runs import finish
 
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
 from paceline.weights.store_format import StoredVersion
 from protos.paceline.v1 import run_pb2
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0
@@ -29,18 +26,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     sizes = ClusterSection(rollout_workers=2, reward_workers=1, learner_ranks=2)
     with LocalCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
         yield running
-
-
-def finish(client: Client, cluster: LocalCluster, run_id: str) -> dict[str, Any]:
-    """Waits for a run's good end; its summary, after every record was compared with every other."""
-    run = client.wait(run_id, timeout_s=RUN_TIMEOUT_S)
-    summary: dict[str, Any] = json.loads((Path(run.directory) / "summary.json").read_text())
-    assert summary["state"] == "succeeded", summary["message"]
-    ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
-    report = verify(ledger, run_id)
-    ledger.close()
-    assert report.problems == []
-    return summary
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

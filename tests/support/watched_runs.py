@@ -1,4 +1,4 @@
-"""A run that is watched until a step or until its end, and what it wrote."""
+"""A run that is watched until a step or until its end, and its records."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
-RUN_TIMEOUT_S = 180.0
+RUN_TIMEOUT_S = 240.0
 
 
 def finish(client: Client, cluster: LocalCluster, run_id: str) -> dict[str, Any]:
-    """Waits for a run's good end; its summary, after every record was compared with every other."""
+    """Wait until a run succeeds; return its summary, after every record was compared with every other."""
     run = client.wait(run_id, timeout_s=RUN_TIMEOUT_S)
+    cluster.check()
     summary: dict[str, Any] = json.loads((Path(run.directory) / "summary.json").read_text())
     assert summary["state"] == "succeeded", summary["message"]
     ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)

@@ -165,8 +165,8 @@ class Service:
             self._gave_up(PacelineError(f"{what}. Its log {self.log_path} ends with:{tail}"))
             return False
         if policy.is_logged:
-            said = f"; its log ends with: {lines[-1]}" if lines else ""
-            self._say(f"{what}, starts again in {policy.pause_s:g} s{said}")
+            last_line = f"; its log ends with: {lines[-1]}" if lines else ""
+            self._say(f"{what}, starts again in {policy.pause_s:g} s{last_line}")
         return True
 
 

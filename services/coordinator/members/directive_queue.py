@@ -49,8 +49,8 @@ class DirectiveQueue:
         if kind in REPLACING:
             key = kind
         elif kind == "weight_progress":
-            said = directive.weight_progress
-            key = (kind, said.member_id, said.version.session, said.version.step)
+            progress = directive.weight_progress
+            key = (kind, progress.member_id, progress.version.session, progress.version.step)
         else:
             self._numbers += 1
             self._plain += 1

@@ -74,8 +74,8 @@ def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
         raise PlaceTaken(
             f"the id {hello.member_id} belongs to a {member.role_name} worker; start this one under another --name"
         )
-    known = [secret for secret in (member.secret, member.shown_secret) if secret]
-    if any(hmac.compare_digest(hello.secret, secret) for secret in known):
+    secrets_shown = [secret for secret in (member.secret, member.shown_secret) if secret]
+    if any(hmac.compare_digest(hello.secret, secret) for secret in secrets_shown):
         return
     if member.connected or member.is_heard:
         raise PlaceTaken(

@@ -75,16 +75,16 @@ class Assignments:
             return
         async with self._lock:
             with self._ledger.transaction():
-                known = starting_point.mark_damaged(
+                is_known = starting_point.mark_damaged(
                     self._ledger, report.run_id, report.checkpoint_path, report.error
                 )
-                if known:
+                if is_known:
                     message = (
                         f"session {report.session} could not begin: {report.error}; an older one is taken"
                     )
                     log.warning("run %s: %s", report.run_id, one_line(message))
                     self._ledger.add_event(report.run_id, "warning", {"message": message})
-        if not known:
+        if not is_known:
             await self._pause(report.run_id, f"learner: {report.error}")
             return
         await self.assign_learner()
@@ -194,7 +194,7 @@ class Assignments:
         if folder.local is None:
             return  # the learner checks the object store, because it has the credentials
         row = self._ledger.run(run.run_id)
-        known = self._ledger.checkpoints.paths(run.run_id)
+        known_paths = self._ledger.checkpoints.paths(run.run_id)
         # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; a restored ledger has its
         # own there.
         is_own = folder.local.is_relative_to(self._ledger.run_directory(run.run_id))
@@ -203,7 +203,7 @@ class Assignments:
                 scan_checkpoints,
                 folder.local,
                 (row["session"], row["next_step"]),
-                known,
+                known_paths,
                 move=is_own or self._ledger.was_restored,
             )
         except OSError as error:

@@ -37,8 +37,8 @@ def cut_texts(report: worker_pb2.ConnectRequest) -> None:
     """Cut the texts that end up in events, messages and logs."""
     kind = report.WhichOneof("report") or ""
     for name in TEXTS.get(kind, ()):
-        said = getattr(report, kind)
-        setattr(said, name, cut(getattr(said, name)))
+        reported = getattr(report, kind)
+        setattr(reported, name, cut(getattr(reported, name)))
 
 
 class Authority:
@@ -90,11 +90,11 @@ class Authority:
         return self._check_receiver(member, report.weight_ack.member_id, report.weight_ack.version)
 
     def _check_progress(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        said = report.weight_progress
-        return self._check_receiver(member, said.member_id, said.version)
+        reported = report.weight_progress
+        return self._check_receiver(member, reported.member_id, reported.version)
 
-    def _check_receiver(self, member: Member, member_id: str, said: common_pb2.PolicyVersion) -> str:
-        version = Version(said.session, said.step)
+    def _check_receiver(self, member: Member, member_id: str, reported: common_pb2.PolicyVersion) -> str:
+        version = Version(reported.session, reported.step)
         if member.role != common_pb2.ROLE_ROLLOUT:
             return f"a {member.role_name} worker receives no weights"
         if member_id != member.member_id:
@@ -106,34 +106,37 @@ class Authority:
         return ""
 
     def _check_checkpoint(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        said = report.checkpoint
-        if not self._assignments.had_session(member, run.run_id, said.session):
-            return f"session {said.session} was not this worker's"
-        if max(len(said.sha256), len(said.chain)) > MAX_HASH or len(said.path.encode()) > MAX_PATH_BYTES:
+        reported = report.checkpoint
+        if not self._assignments.had_session(member, run.run_id, reported.session):
+            return f"session {reported.session} was not this worker's"
+        if (
+            max(len(reported.sha256), len(reported.chain)) > MAX_HASH
+            or len(reported.path.encode()) > MAX_PATH_BYTES
+        ):
             return "its digest, chain or path is too long"
         return ""
 
     def _check_run_report(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        said, session = report.run_report, self._session()
+        reported, session = report.run_report, self._session()
         if member.role == common_pb2.ROLE_LEARNER:
-            if said.session != session:
-                return f"session {said.session} is not the newest, {session}"
+            if reported.session != session:
+                return f"session {reported.session} is not the newest, {session}"
             # The other ranks report their own errors.
             if self._exchange.ranks and member.rank >= self._exchange.ranks:
                 return f"rank {member.rank} is none of the learner's, which has {self._exchange.ranks}"
-            if not (said.error or said.warning) and self._assignments.learner() is not member:
+            if not (reported.error or reported.warning) and self._assignments.learner() is not member:
                 return f"it does not have the learner's session {session}"
-            if len(said.export_path.encode()) > MAX_PATH_BYTES:
+            if len(reported.export_path.encode()) > MAX_PATH_BYTES:
                 return "the path of its export is too long"
-        elif said.finished or said.export_path or said.vocab_size:
+        elif reported.finished or reported.export_path or reported.vocab_size:
             return f"a {member.role_name} worker exports nothing and has no vocabulary"
-        if said.warning:
+        if reported.warning:
             return self._check_number("warned", member.warned_s)
         if (
-            said.error and member.role != common_pb2.ROLE_LEARNER
+            reported.error and member.role != common_pb2.ROLE_LEARNER
         ):  # a learner's fault ends its session, and there are few sessions
-            known = member.fault is not None and member.fault.message == said.error
-            return "" if known else self._check_number("failed", member.failed_s)
+            is_repeated = member.fault is not None and member.fault.message == reported.error
+            return "" if is_repeated else self._check_number("failed", member.failed_s)
         return ""
 
     def _check_number(self, what: str, said_s: deque[float]) -> str:

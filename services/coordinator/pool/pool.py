@@ -135,10 +135,10 @@ class Pool:
             self.assignments.assign(member)
         return member
 
-    def _take_version(self, member: Member, said: common_pb2.PolicyVersion) -> None:
+    def _take_version(self, member: Member, reported: common_pb2.PolicyVersion) -> None:
         """Note the version that a worker held before it joined; a version that the run has not published does not
         count."""
-        version = Version(said.session, said.step)
+        version = Version(reported.session, reported.step)
         if self.assignments.is_published(version):
             member.version = self._exchange.versions[member.member_id] = version
         else:

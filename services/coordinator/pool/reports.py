@@ -77,8 +77,8 @@ class Reports:
             case "checkpoint":
                 await self._on_checkpoint(member, request.checkpoint)
             case "staged":
-                named = self._assignments.named[1]
-                self._run_log.note_staged(request.staged, self._assignments.epoch, len(named))
+                _, roster = self._assignments.roster
+                self._run_log.note_staged(request.staged, self._assignments.epoch, len(roster))
             case "publish":
                 await self._on_publish(request.publish)
 
@@ -179,5 +179,5 @@ class Reports:
             await self._expel(member, report)
 
 
-def _version(said: common_pb2.PolicyVersion) -> Version:
-    return Version(said.session, said.step)
+def _version(reported: common_pb2.PolicyVersion) -> Version:
+    return Version(reported.session, reported.step)

@@ -43,24 +43,28 @@ def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) 
     A checkpoint that could not be loaded is not counted, and stays for as long as it is newer than the oldest that is
     kept.
     """
-    known = ledger.checkpoints.kept(run_id)
-    sound = [each for each in known if not each.damaged]
-    candidates = [Candidate(each.path, *_value(ledger, run_id, each.step, settings)) for each in sound]
+    kept = ledger.checkpoints.kept(run_id)
+    sound = [checkpoint for checkpoint in kept if not checkpoint.damaged]
+    candidates = [
+        Candidate(checkpoint.path, *_value(ledger, run_id, checkpoint.step, settings)) for checkpoint in sound
+    ]
     keep = set(choose(candidates, settings))
     resumable = ledger.checkpoints.newest(
         run_id
     )  # the newest may be ahead of the receipts, and is no help before they arrive
     if resumable is not None:
         keep.add(resumable.path)
-    oldest = min((each.step for each in sound if each.path in keep), default=0)
-    keep |= {each.path for each in known if each.damaged and each.step > oldest}
-    ledger.checkpoints.mark_removed(run_id, [each for each in known if each.path not in keep])
+    oldest = min((checkpoint.step for checkpoint in sound if checkpoint.path in keep), default=0)
+    keep |= {checkpoint.path for checkpoint in kept if checkpoint.damaged and checkpoint.step > oldest}
+    ledger.checkpoints.mark_removed(
+        run_id, [checkpoint for checkpoint in kept if checkpoint.path not in keep]
+    )
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
     """Return the checkpoints that the ledger counts on, oldest first, and those that could not be loaded, because a
     person may repair them."""
-    return [known.path for known in ledger.checkpoints.kept(run_id)]
+    return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
 
 
 def _value(

@@ -60,7 +60,7 @@ def session_of(name: str) -> int | None:
 
 
 def scan_checkpoints(
-    checkpoints: Path, position: tuple[int, int], known: Collection[str], *, move: bool
+    checkpoints: Path, position: tuple[int, int], known_paths: Collection[str], *, move: bool
 ) -> OnDisk:
     """Return the content of the folder of a run's checkpoints; `position` are the ledger's newest session and next
     step.
@@ -80,7 +80,7 @@ def scan_checkpoints(
         each
         for session, step, each in sorted(found)
         if (session > position[0] or (session == position[0] and step > position[1]))
-        and str(each) not in known
+        and str(each) not in known_paths
         and (each / CHECKPOINT_MANIFEST).exists()
     ]
     if not ahead or not move:

@@ -38,8 +38,13 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
     gone = None if run.spec.logger.keep_samples else _first_step_without_samples(ledger, run, start.step)
     if gone is None:
         return start
-    damaged = [known for known in reversed(ledger.checkpoints.kept(run.run_id)) if known.damaged]
-    reasons = "; ".join(f"{known.path}: {known.damaged}" for known in damaged) or "none is registered"
+    damaged = [
+        checkpoint for checkpoint in reversed(ledger.checkpoints.kept(run.run_id)) if checkpoint.damaged
+    ]
+    reasons = (
+        "; ".join(f"{checkpoint.path}: {checkpoint.damaged}" for checkpoint in damaged)
+        or "none is registered"
+    )
     raise NotFound(
         f"no checkpoint can be loaded from which training could go on ({reasons}), and the samples of step {gone} were "
         f"not kept (logger.keep_samples is false). Put a checkpoint back, then `paceline resume {run.run_id}`"
@@ -49,7 +54,7 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
     """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if it is not the
     run's. Inside a transaction."""
-    marked = [known for known in ledger.checkpoints.kept(run_id) if known.path == path]
+    marked = [checkpoint for checkpoint in ledger.checkpoints.kept(run_id) if checkpoint.path == path]
     ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
 

@@ -90,8 +90,8 @@ class Ask(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
                 continue
-            known = "is not supported here" if name in NEUTRAL else "is unknown"
-            raise Unsupported(f"{name} {known}; remove it (it is {value!r:.60})", name)
+            why = "is not supported here" if name in NEUTRAL else "is unknown"
+            raise Unsupported(f"{name} {why}; remove it (it is {value!r:.60})", name)
         if len(self.stops) > MAX_STOPS or "" in self.stops:
             raise Unsupported(f"stop must be 1 to {MAX_STOPS} strings that are not empty", "stop")
         if self.stream_options is not None and not self.stream:

@@ -286,7 +286,7 @@ async def _send(response: web.StreamResponse, event: Json) -> None:
 
 def _error_body(error: PacelineError) -> tuple[int, Json]:
     status, kind, code = next(
-        (status, kind, code) for known, status, kind, code in STATUS if isinstance(error, known)
+        (status, kind, code) for error_type, status, kind, code in STATUS if isinstance(error, error_type)
     )
     field = error.field if isinstance(error, Unsupported) else "model" if status == 404 else None
     return status, {"error": {"message": str(error), "type": kind, "param": field, "code": code}}
@@ -306,6 +306,6 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
         return web.json_response(body, status=error.status)
     except Exception as error:  # any error is answered to its sender, and others are served on
-        told = unforeseen.note(f"an HTTP {request.method}", error)
-        body = {"error": {"message": told, "type": "server_error", "param": None, "code": None}}
+        message = unforeseen.note(f"an HTTP {request.method}", error)
+        body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
         return web.json_response(body, status=500)

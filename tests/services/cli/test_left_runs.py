@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import paceline
 
 from paceline.spec.reading import parse_spec, spec_to_yaml
 from services.cli.left_runs import MAX_SHOWN, left_runs
-from services.cli.main import main
 from services.coordinator.ledger.ledger import Ledger
 
 SPEC = parse_spec(
@@ -127,7 +127,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 
 def up(ledger: Ledger, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["up", "--directory", str(ledger.path.parent), *arguments])
+    return paceline("up", "--directory", ledger.path.parent, *arguments)
 
 
 def test_up_goes_on_with_the_others_where_one_cannot_be_read(ledger: Ledger, recorded: Recorded) -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import paceline
 
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.spec import ClusterSection
 from protos.paceline.v1.run_pb2 import RUN_STATE_PAUSED, Run
 from services.cli import render
-from services.cli.main import COMMANDS, main
+from services.cli.main import COMMANDS
 from services.cli.serve import SERVICES
 from services.local.cluster import LocalCluster
 from services.local.machine_checks import Finding, examine
@@ -53,11 +54,6 @@ def spec_path(tmp_path: Path) -> Path:
     return path
 
 
-def call(*arguments: str, coordinator: str = "127.0.0.1:1") -> Result:
-    """Runs the command in this process, against the given coordinator."""
-    return CliRunner().invoke(main, arguments, env={"PACELINE_COORDINATOR": coordinator})
-
-
 def lines_of_events(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -85,27 +81,27 @@ def test_commands_that_need_no_coordinator_import_no_grpc() -> None:
 
 
 def test_help_lists_every_command() -> None:
-    output = call("--help").output
+    output = paceline("--help").output
     for name in COMMANDS:
         assert f"\n  {name} " in output
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"demo", "serve"}))
 def test_every_command_can_be_imported_and_says_what_it_does(name: str) -> None:
-    result = call(name, "--help")
+    result = paceline(name, "--help")
     assert result.exit_code == 0, result.output
     assert f"Usage: main {name}" in result.output
 
 
 @pytest.mark.parametrize("role", sorted(SERVICES))
 def test_serve_hands_over_to_the_service(role: str) -> None:
-    result = call("serve", role, "--help")
+    result = paceline("serve", role, "--help")
     assert result.exit_code == 0, result.output
     assert "--port" in result.output
 
 
 def test_no_coordinator_is_one_line_with_the_remedy() -> None:
-    result = call("runs")
+    result = paceline("runs")
     assert result.exit_code == 1
     assert result.stderr == (
         "Error: no coordinator answers at 127.0.0.1:1; start one with `paceline serve coordinator` or name another "
@@ -115,20 +111,20 @@ def test_no_coordinator_is_one_line_with_the_remedy() -> None:
 
 
 def test_a_misspelt_spec_is_one_line(spec_path: Path) -> None:
-    result = call("submit", str(spec_path), "grpo.max_step=3")
+    result = paceline("submit", str(spec_path), "grpo.max_step=3")
     assert result.exit_code == 1
     assert result.stderr == "Error: grpo.max_step: unknown key; did you mean 'max_num_steps'?\n"
 
 
 def test_a_missing_spec_is_one_line(tmp_path: Path) -> None:
-    result = call("up", str(tmp_path / "no.yaml"), "--directory", str(tmp_path / "runs"))
+    result = paceline("up", str(tmp_path / "no.yaml"), "--directory", str(tmp_path / "runs"))
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: cannot read the spec")
     assert not (tmp_path / "runs").exists()
 
 
 def test_up_without_spec_needs_an_open_run(tmp_path: Path) -> None:
-    result = call("up", "--directory", str(tmp_path / "runs"))
+    result = paceline("up", "--directory", str(tmp_path / "runs"))
     assert result.exit_code == 2
     assert "no run is open in" in result.stderr
 
@@ -143,34 +139,34 @@ def test_up_tells_its_coordinator_how_much_of_the_disk_stays_free(
         raise PacelineError("nothing is started here")
 
     monkeypatch.setattr("services.cli.up.LocalCluster", start)
-    result = call("up", str(spec_path), "--directory", str(tmp_path / "runs"), "--min-free-mb", "7")
+    result = paceline("up", str(spec_path), "--directory", str(tmp_path / "runs"), "--min-free-mb", "7")
     assert result.stderr.splitlines()[-1] == "Error: nothing is started here"
     assert asked[:2] == ["--min-free-mb", "7"]
 
 
 def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_path: Path) -> None:
     at = cluster.address
-    assert call("runs", coordinator=at).stdout == "no runs yet\n"
-    submitted = lines_of(call("submit", str(spec_path), "--json", coordinator=at))
+    assert paceline("runs", coordinator=at).stdout == "no runs yet\n"
+    submitted = lines_of(paceline("submit", str(spec_path), "--json", coordinator=at))
     assert [(run["run_id"], run["step"], run["max_num_steps"]) for run in submitted] == [("sums-1", 0, 100)]
-    again = call("submit", str(spec_path), "name=again", coordinator=at)
+    again = paceline("submit", str(spec_path), "name=again", coordinator=at)
     assert again.stdout == f"run again-2 is queued: {cluster.directory / 'again-2'}\n"
-    listed = lines_of(call("runs", "--json", coordinator=at))
+    listed = lines_of(paceline("runs", "--json", coordinator=at))
     assert [run["run_id"] for run in listed] == ["sums-1", "again-2"]
-    table = call("runs", coordinator=at).stdout.splitlines()
+    table = paceline("runs", coordinator=at).stdout.splitlines()
     assert table[0].split()[:3] == ["run", "state", "steps"]
     assert table[2].split()[:3] == ["again-2", "queued", "0/100"]
-    refused = call("resume", "again-2", coordinator=at)
+    refused = paceline("resume", "again-2", coordinator=at)
     assert (refused.exit_code, refused.stderr) == (
         1,
         "Error: run again-2 is queued, neither paused nor failed\n",
     )
-    refused = call("drop", "again-2", "3", coordinator=at)
+    refused = paceline("drop", "again-2", "3", coordinator=at)
     assert refused.stderr.startswith(
         "Error: run again-2 is queued; groups are dropped only while it is paused"
     )
-    assert call("cancel", "again-2", coordinator=at).stdout == "run again-2 is cancelled\n"
-    assert lines_of(call("cancel", "sums-1", "--json", coordinator=at))[0]["state"] == "cancelled"
+    assert paceline("cancel", "again-2", coordinator=at).stdout == "run again-2 is cancelled\n"
+    assert lines_of(paceline("cancel", "sums-1", "--json", coordinator=at))[0]["state"] == "cancelled"
 
 
 class Dropping:
@@ -192,60 +188,60 @@ class Dropping:
 
 def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.cli.runs.Client", Dropping)
-    assert call("drop", "sums-1", "3", "15").stdout == (
+    assert paceline("drop", "sums-1", "3", "15").stdout == (
         "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` goes on\n"
     )
-    assert call("drop", "sums-1", "3").stdout.startswith("dropped group 3 of run sums-1, ")
-    (facts,) = lines_of(call("drop", "sums-1", "3", "--json"))
+    assert paceline("drop", "sums-1", "3").stdout.startswith("dropped group 3 of run sums-1, ")
+    (facts,) = lines_of(paceline("drop", "sums-1", "3", "--json"))
     assert (facts["run_id"], facts["state"], facts["step"]) == ("sums-1", "paused", 4)
-    assert call("drop", "sums-1", "-1").exit_code == 2
-    assert "Missing argument 'GROUP...'" in call("drop", "sums-1").stderr
+    assert paceline("drop", "sums-1", "-1").exit_code == 2
+    assert "Missing argument 'GROUP...'" in paceline("drop", "sums-1").stderr
 
 
 def test_what_is_doubtful_is_said_at_submit_and_stays_among_the_events(
     cluster: LocalCluster, spec_path: Path
 ) -> None:
     at, setting = cluster.address, "loss_fn.truncated_importance_sampling_ratio=null"
-    said = call("submit", str(spec_path), setting, coordinator=at)
+    said = paceline("submit", str(spec_path), setting, coordinator=at)
     assert said.exit_code == 0
     assert said.stderr.startswith("warning: async_grpo.max_trajectory_age_steps 1 with loss_fn.truncated")
-    call("cancel", "sums-1", coordinator=at)
-    events = lines_of_events(call("watch", "sums-1", "--json", coordinator=at))
+    paceline("cancel", "sums-1", coordinator=at)
+    events = lines_of_events(paceline("watch", "sums-1", "--json", coordinator=at))
     assert [f"warning: {e['content']['message']}\n" for e in events if e["kind"] == "warning"] == [
         said.stderr
     ]
-    as_json = lines_of(call("submit", str(spec_path), setting, "--json", coordinator=at))
+    as_json = lines_of(paceline("submit", str(spec_path), setting, "--json", coordinator=at))
     assert [f"warning: {text}\n" for text in as_json[0]["warnings"]] == [said.stderr]
-    assert call("submit", str(spec_path), coordinator=at).stderr == ""
+    assert paceline("submit", str(spec_path), coordinator=at).stderr == ""
 
 
 def test_watch_shows_how_a_run_ended(cluster: LocalCluster, spec_path: Path) -> None:
     at = cluster.address
-    call("submit", str(spec_path), coordinator=at)
-    call("cancel", "sums-1", coordinator=at)
-    text = call("watch", "sums-1", coordinator=at)
+    paceline("submit", str(spec_path), coordinator=at)
+    paceline("cancel", "sums-1", coordinator=at)
+    text = paceline("watch", "sums-1", coordinator=at)
     assert text.exit_code == 1, "the run did not succeed"
     lines = text.stdout.splitlines()
     assert lines[0] == "the run is queued"
     assert "the run was cancelled: cancelled by request" in lines
     assert lines[-2] == "sums-1 cancelled after 0 of 100 steps: cancelled by request"
-    as_json = call("watch", "sums-1", "--json", coordinator=at)
+    as_json = paceline("watch", "sums-1", "--json", coordinator=at)
     events = [json.loads(line) for line in as_json.stdout.splitlines()]
     first = events[0]
     assert (first["run_id"], first["sequence"], first["kind"]) == ("sums-1", 1, "state")
     assert first["content"]["state"] == "queued"
     assert [event["sequence"] for event in events] == list(range(1, len(events) + 1))
-    later = call("watch", "sums-1", "--json", "--after", "1", coordinator=at)
+    later = paceline("watch", "sums-1", "--json", "--after", "1", coordinator=at)
     assert [json.loads(line) for line in later.stdout.splitlines()] == events[1:]
 
 
 def test_workers_that_are_not_there(cluster: LocalCluster) -> None:
-    assert call("members", coordinator=cluster.address).stdout == "no workers yet\n"
-    assert lines_of(call("members", "--json", coordinator=cluster.address)) == []
-    result = call("generate", "1+1=", coordinator=cluster.address)
+    assert paceline("members", coordinator=cluster.address).stdout == "no workers yet\n"
+    assert lines_of(paceline("members", "--json", coordinator=cluster.address)) == []
+    result = paceline("generate", "1+1=", coordinator=cluster.address)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: no rollout worker with an address belongs to {cluster.address}")
-    result = call("generate", "1+1=", "--temperature", "0", coordinator=cluster.address)
+    result = paceline("generate", "1+1=", "--temperature", "0", coordinator=cluster.address)
     assert result.stderr == "Error: n is 1 and temperature 0.0; both have to be above 0\n"
 
 
@@ -255,7 +251,7 @@ def test_doctor_reports_what_it_really_found(tmp_path: Path) -> None:
     assert findings["torch"].status == "ok"
     assert findings["directory"].value.startswith(f"{tmp_path / 'runs'} is writable")
     assert not (tmp_path / "runs").exists()
-    printed = lines_of(call("doctor", "--json", "--directory", str(tmp_path)))
+    printed = lines_of(paceline("doctor", "--json", "--directory", str(tmp_path)))
     assert [line["name"] for line in printed] == list(findings)
 
 
@@ -352,7 +348,7 @@ def test_up_waits_for_its_own_coordinator_without_limit(
 
     monkeypatch.setattr("services.cli.up.LocalCluster", Clusterless)
     monkeypatch.setattr("services.cli.up.Client", Recording)
-    result = call("up", str(spec_path), "--directory", str(tmp_path / "runs"))
+    result = paceline("up", str(spec_path), "--directory", str(tmp_path / "runs"))
     assert "that is all" in result.output
     assert patience == [{"wait_s": math.inf, "reconnect_s": math.inf}]
 
@@ -360,7 +356,7 @@ def test_up_waits_for_its_own_coordinator_without_limit(
 def test_up_refuses_bad_data_before_any_worker_starts(spec_path: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("not json\n")
     runs = tmp_path / "runs"
-    result = call("up", str(spec_path), "--directory", str(runs), "--port", "0")
+    result = paceline("up", str(spec_path), "--directory", str(runs), "--port", "0")
     assert result.exit_code == 1
     started, error = result.stderr.splitlines()
     assert started.startswith("coordinator at 127.0.0.1:")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from command_line import paceline
 
 from paceline.data.rows import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
@@ -19,7 +19,6 @@ from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import common_pb2, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.cli.main import main
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.exchange.transport.dispatch import handle
 from services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
@@ -130,15 +129,11 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
         writer.ledger.close()
 
 
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
 def test_samples_show_texts_rewards_and_versions(writer: Writer, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    by_id = call("samples", RUN_ID, "--step", "0", "--directory", runs, "--json")
+    by_id = paceline("samples", RUN_ID, "--step", "0", "--directory", runs, "--json")
     assert by_id.exit_code == 0, by_id.output
-    assert call("samples", runs / RUN_ID, "--step", "0", "--json").output == by_id.output
+    assert paceline("samples", runs / RUN_ID, "--step", "0", "--json").output == by_id.output
     (group,) = [json.loads(line) for line in by_id.stdout.splitlines()]
     assert (group["prompt"], group["columns"], group["state"]) == ("1+1=", {"answer": "2"}, "trained")
     assert group["prompt_ids"] == [4, 5]
@@ -153,7 +148,7 @@ def test_samples_show_texts_rewards_and_versions(writer: Writer, tmp_path: Path)
 
 
 def test_samples_read_as_text(writer: Writer, tmp_path: Path) -> None:
-    assert call("samples", tmp_path / "runs" / RUN_ID, "--step", "0").stdout.splitlines() == [
+    assert paceline("samples", tmp_path / "runs" / RUN_ID, "--step", "0").stdout.splitlines() == [
         "── group 0 · step 0 · reward 0.625",
         "1+1=",
         "  ▸ exact_match 1, length 0.5 · 2 tokens (stop) · version 0",
@@ -165,18 +160,18 @@ def test_samples_read_as_text(writer: Writer, tmp_path: Path) -> None:
 
 def test_samples_that_are_not_there_say_why(writer: Writer, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    result = call("samples", RUN_ID, "--step", "7", "--directory", runs)
+    result = paceline("samples", RUN_ID, "--step", "7", "--directory", runs)
     assert result.exit_code == 1
     assert result.stderr == f"Error: step 7 of run {RUN_ID} has no batch; its batches are of steps 0 to 0\n"
-    result = call("samples", "sums-9", "--step", "0", "--directory", runs)
+    result = paceline("samples", "sums-9", "--step", "0", "--directory", runs)
     assert result.stderr == "Error: no run 'sums-9'; the newest are: sums-1\n"
-    result = call("samples", RUN_ID, "--step", "0", "--directory", tmp_path)
+    result = paceline("samples", RUN_ID, "--step", "0", "--directory", tmp_path)
     assert result.stderr.startswith(
         f"Error: no ledger at {tmp_path / 'ledger.sqlite'}; name the coordinator's"
     )
     with writer.ledger.transaction():
         writer.ledger.db.execute("DELETE FROM payloads")
-    result = call("samples", RUN_ID, "--step", "0", "--directory", runs)
+    result = paceline("samples", RUN_ID, "--step", "0", "--directory", runs)
     assert (
         result.stderr == "Error: the samples of step 0 were not kept: the run has logger.keep_samples false\n"
     )
@@ -186,7 +181,7 @@ def test_all_samples_as_a_table(writer: Writer, tmp_path: Path) -> None:
     import pyarrow.parquet
 
     out = tmp_path / "out.parquet"
-    result = call("samples", "export", tmp_path / "runs" / RUN_ID, out, "--json")
+    result = paceline("samples", "export", tmp_path / "runs" / RUN_ID, out, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"path": str(out), "rows": 2}
     first, second = pyarrow.parquet.read_table(out).to_pylist()
@@ -204,24 +199,26 @@ def test_all_samples_as_a_table(writer: Writer, tmp_path: Path) -> None:
 
 def test_samples_that_cannot_be_exported_leave_no_file(writer: Writer, tmp_path: Path) -> None:
     out, runs = tmp_path / "out.parquet", tmp_path / "runs"
-    result = call("samples", "export", RUN_ID, tmp_path / "no" / "out.parquet", "--directory", runs)
+    result = paceline("samples", "export", RUN_ID, tmp_path / "no" / "out.parquet", "--directory", runs)
     assert result.stderr == f"Error: no folder {tmp_path / 'no'}; make it first\n"
     with writer.ledger.transaction():
         writer.ledger.db.execute("DELETE FROM payloads")
-    result = call("samples", "export", RUN_ID, out, "--directory", runs)
+    result = paceline("samples", "export", RUN_ID, out, "--directory", runs)
     assert "were not kept" in result.stderr
     with writer.ledger.transaction():
         writer.ledger.db.execute("DELETE FROM batches")
-    result = call("samples", "export", RUN_ID, out, "--directory", runs)
+    result = paceline("samples", "export", RUN_ID, out, "--directory", runs)
     assert "has trained no batch yet" in result.stderr
     assert [path.name for path in tmp_path.iterdir() if "parquet" in path.name] == []
 
 
 def test_verify_agrees_with_what_was_written(writer: Writer, tmp_path: Path) -> None:
-    result = call("ledger", "verify", tmp_path / "runs" / RUN_ID)
+    result = paceline("ledger", "verify", tmp_path / "runs" / RUN_ID)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("sums-1: all records agree\n")
-    report = json.loads(call("ledger", "verify", RUN_ID, "--directory", tmp_path / "runs", "--json").stdout)
+    report = json.loads(
+        paceline("ledger", "verify", RUN_ID, "--directory", tmp_path / "runs", "--json").stdout
+    )
     assert report["problems"] == []
     assert report["facts"]["tokens"]["trained"] == sum(COMPLETION_LENGTHS)
 
@@ -229,28 +226,30 @@ def test_verify_agrees_with_what_was_written(writer: Writer, tmp_path: Path) -> 
 def test_verify_fails_when_a_record_was_tampered_with(writer: Writer, tmp_path: Path) -> None:
     with writer.ledger.transaction():
         writer.ledger.db.execute("UPDATE groups SET tokens = tokens + 1")
-    result = call("ledger", "verify", tmp_path / "runs" / RUN_ID, "--json")
+    result = paceline("ledger", "verify", tmp_path / "runs" / RUN_ID, "--json")
     assert result.exit_code == 1
     (problem,) = [text for text in json.loads(result.stdout)["problems"] if text.startswith("group 0: ")]
     assert "5 tokens" in problem
     assert "6" in problem
-    assert " problems in sums-1:\n  ✗ " in call("ledger", "verify", tmp_path / "runs" / RUN_ID).stdout
+    assert " problems in sums-1:\n  ✗ " in paceline("ledger", "verify", tmp_path / "runs" / RUN_ID).stdout
 
 
 def test_a_backup_is_a_whole_ledger_although_one_writes(writer: Writer, tmp_path: Path) -> None:
     copies = tmp_path / "copies"
     copies.mkdir()
-    result = call("ledger", "backup", copies / "ledger.sqlite", "--directory", tmp_path / "runs", "--json")
+    result = paceline(
+        "ledger", "backup", copies / "ledger.sqlite", "--directory", tmp_path / "runs", "--json"
+    )
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["size_bytes"] == (copies / "ledger.sqlite").stat().st_size
-    assert call("ledger", "verify", RUN_ID, "--directory", copies).exit_code == 0
+    assert paceline("ledger", "verify", RUN_ID, "--directory", copies).exit_code == 0
     assert [path.name for path in copies.iterdir() if "partial" in path.name] == []
-    result = call("ledger", "backup", tmp_path / "no" / "copy", "--directory", tmp_path / "runs")
+    result = paceline("ledger", "backup", tmp_path / "no" / "copy", "--directory", tmp_path / "runs")
     assert result.stderr == f"Error: no folder {tmp_path / 'no'}; make it first\n"
 
 
 def test_export_needs_a_complete_checkpoint(writer: Writer, tmp_path: Path) -> None:
-    result = call("export", RUN_ID, tmp_path / "out", "--directory", tmp_path / "runs")
+    result = paceline("export", RUN_ID, tmp_path / "out", "--directory", tmp_path / "runs")
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: run {RUN_ID} has no complete checkpoint yet")
 
@@ -286,7 +285,7 @@ def test_export_gives_the_weights_of_the_newest_checkpoint(writer: Writer, tmp_p
                 chain=chain,
             )
         )
-    result = call("export", RUN_ID, tmp_path / "out", "--directory", tmp_path / "runs", "--json")
+    result = paceline("export", RUN_ID, tmp_path / "out", "--directory", tmp_path / "runs", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {
         "run_id": RUN_ID,
@@ -296,14 +295,14 @@ def test_export_gives_the_weights_of_the_newest_checkpoint(writer: Writer, tmp_p
     }
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(exported.model.norm.weight, torch.full((8,), 2.0))
-    result = call("export", RUN_ID, tmp_path / "out", "--directory", tmp_path / "runs")
+    result = paceline("export", RUN_ID, tmp_path / "out", "--directory", tmp_path / "runs")
     assert result.stderr == f"Error: {tmp_path / 'out'} exists; an export never overwrites\n"
 
 
 def test_reading_commands_never_write(writer: Writer, tmp_path: Path) -> None:
     before = list(writer.ledger.db.iterdump())
-    call("samples", RUN_ID, "--step", "0", "--directory", tmp_path / "runs")
-    call("ledger", "verify", RUN_ID, "--directory", tmp_path / "runs")
+    paceline("samples", RUN_ID, "--step", "0", "--directory", tmp_path / "runs")
+    paceline("ledger", "verify", RUN_ID, "--directory", tmp_path / "runs")
     assert list(writer.ledger.db.iterdump()) == before
     reader = Ledger(tmp_path / "runs" / "ledger.sqlite", read_only=True)
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
@@ -319,6 +318,6 @@ def test_a_supervised_run_is_said_to_have_no_samples(tmp_path: Path) -> None:
     with ledger.transaction():
         ledger.add_run("tuned-1", spec_to_yaml(spec), str(tmp_path / "tuned-1"))
     ledger.close()
-    result = CliRunner().invoke(main, ["samples", "tuned-1", "--step", "0", "--directory", str(tmp_path)])
+    result = paceline("samples", "tuned-1", "--step", "0", "--directory", tmp_path)
     assert result.exit_code == 1
     assert "with algorithm sft it trains on its data set's rows" in result.stderr

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from command_line import paceline
 
 from paceline.errors import SpecError
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
-from services.cli.main import main
 from services.cli.up import _with_division
 from services.common.gpus import divide, for_cuda, installed_gpus, share_gpus, unused_gpus, visible_gpus
 from services.local.cluster import LocalCluster
@@ -234,8 +233,7 @@ def test_up_refuses_before_anything_starts(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("services.cli.up.visible_gpus", lambda: ("0",))
     spec = tmp_path / "spec.yaml"
     spec.write_text("{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}")
-    arguments = ["up", str(spec), "cluster.learner_ranks=2", "--directory", str(tmp_path / "runs")]
-    result = CliRunner().invoke(main, arguments)
+    result = paceline("up", spec, "cluster.learner_ranks=2", "--directory", tmp_path / "runs")
     assert result.exit_code == 1
     assert result.stderr.startswith(
         "Error: cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs one"

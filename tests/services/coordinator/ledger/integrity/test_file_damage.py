@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from command_line import paceline
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
 
 from paceline.errors import Conflict, LedgerFault
-from services.cli.main import main as paceline
 from services.coordinator.ledger.backup import back_up
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.main import main as coordinator
@@ -97,7 +97,7 @@ def test_a_command_says_that_the_file_is_damaged(
 ) -> None:
     damage(folder)
     arguments = [part.format(folder=folder) for part in command]
-    result = CliRunner().invoke(paceline, [*arguments, "--directory", str(folder)])
+    result = paceline(*arguments, "--directory", folder)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit), result.exception
     assert "damaged" in result.output or "malformed" in result.output or "checksum" in result.output
@@ -122,7 +122,7 @@ def damage_message(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [zero_header, damage_message, damage_schema])
 def test_up_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder)
-    result = CliRunner().invoke(paceline, ["up", "--directory", str(folder)])
+    result = paceline("up", "--directory", folder)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit), result.exception
     assert "damaged" in result.output
@@ -167,7 +167,7 @@ def test_a_coordinator_that_meets_a_broken_page_says_so(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [damage_spec, smash_groups, damage_schema])
 def test_verify_repairs_and_says_it(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder)
-    result = CliRunner().invoke(paceline, ["ledger", "verify", "--repair", "--directory", str(folder)])
+    result = paceline("ledger", "verify", "--repair", "--directory", folder)
     assert "is a copy of the SQLite file as it was" in result.output
     if damage is damage_spec:
         assert "column spec_yaml" in result.output
@@ -176,6 +176,6 @@ def test_verify_repairs_and_says_it(folder: Path, damage: Callable[[Path], None]
 
 
 def test_verify_of_all_runs(folder: Path) -> None:
-    result = CliRunner().invoke(paceline, ["ledger", "verify", "--json", "--directory", str(folder)])
+    result = paceline("ledger", "verify", "--json", "--directory", folder)
     assert result.exit_code == 0, result.output
     assert '"test-1": {' in result.output
