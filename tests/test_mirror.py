@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 PACKAGES = ("paceline", "rollout", "reward", "learner", "services")
 MAX_HOPS = 2
-"""Modules between a test and one that it covers. A module's name in a string counts as an import."""
+"""Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
 COVERED_BY = {
     "learner/batch/encoding.py": "test_examples.py",
@@ -160,6 +160,7 @@ COVERED_BY = {
     "services/replay/rank.py": "tests/e2e/test_replay.py",
     "services/reward/main.py": "tests/e2e/test_drain.py",
     "services/rollout/gather.py": "tests/services/rollout/openai/test_server.py",
+    "services/rollout/group_sampler.py": "test_run.py",
     "services/rollout/main.py": "tests/e2e/test_drain.py",
     "services/rollout/openai/answers.py": "test_server.py",
     "services/rollout/openai/gate.py": "test_server.py",
@@ -212,6 +213,7 @@ def reached(test: Path) -> set[Path]:
     """The files within `MAX_HOPS` of a test and of the fixtures of its folders."""
     fixtures = [parent / "conftest.py" for parent in test.parents if TESTS in parent.parents]
     files = {test, *(path for path in fixtures if path.is_file())}
+    files |= {other for path in files for other in references(path) if TESTS in other.parents}
     for _ in range(MAX_HOPS + 1):
         files |= {other for path in files for other in references(path)}
     return files

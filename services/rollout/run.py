@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.backoff import ExponentialBackoff
-from paceline.data.tokens import encode_prompt, load_tokenizer
-from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
+from paceline.data.tokens import load_tokenizer
+from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Completion, Group, IntArray
 from paceline.spec import RunSpec
 from paceline.tracing import span
 from paceline.weights.store_format import run_store
-from paceline.wire import decode_completions, encode_completions, encode_result
+from paceline.wire import encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
+from rollout.engine import Engine, GenerationRequest, SamplingParams
 from rollout.engines import create_engine
 from services.common.membership import Membership
-from services.rollout.gather import gather_or_cancel
+from services.rollout.group_sampler import GroupSampler
 from services.rollout.hang_probe import answers, until_hung
+from services.rollout.pace import Pace
 from services.rollout.weights import RolloutWeights
 
 LEASE_WAIT_S = 10.0
@@ -70,7 +70,6 @@ class RolloutRun:
         self.engine = engine
         self.tokenizer = tokenizer
         self.params = SamplingParams.from_spec(spec.policy.generation)
-        self.generated_tokens = 0
         self._membership = membership
         self._leases: dict[int, int] = {}
         """Samples that are still running, by group."""
@@ -80,13 +79,11 @@ class RolloutRun:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._running: dict[str, None] = {}
         self._external: dict[str, None] = {}
         self._no_external = asyncio.Event()
         self._no_external.set()
-        self._reported = (time.monotonic(), 0, 0.0)
-        self._empty_since_s: float | None = time.monotonic()
-        self._empty_s = 0.0
+        self._pace = Pace()
+        self._sampler = GroupSampler(engine, tokenizer, spec.data.apply_chat_template, self._end_sample)
         self._unexpected = 0
         """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
@@ -118,6 +115,11 @@ class RolloutRun:
         return cls(
             spec, assignment.run_id, member_id, membership, engine, tokenizer, host, assignment.directory
         )
+
+    @property
+    def generated_tokens(self) -> int:
+        """Return the tokens that this worker has generated for leases of the run."""
+        return self._sampler.generated_tokens
 
     @property
     def num_leases(self) -> int:
@@ -212,7 +214,8 @@ class RolloutRun:
             await asyncio.wait_for(asyncio.shield(ended), grace_s - return_s)
         except TimeoutError:
             left = self.num_leases
-            for request_id in [*self._running, *self._external]:
+            self._sampler.abort()
+            for request_id in list(self._external):
                 self.engine.abort(request_id)
             try:
                 await asyncio.wait_for(ended, return_s)
@@ -237,19 +240,12 @@ class RolloutRun:
 
     def decode(self, token_ids: IntArray) -> str:
         """Return the text of a completion, without special tokens."""
-        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+        return self._sampler.decode(token_ids)
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges since the last heartbeat."""
-        now_s, empty_s = time.monotonic(), self._empty_s
-        if self._empty_since_s is not None:
-            empty_s += now_s - self._empty_since_s
-        since_s, tokens, earlier_empty_s = self._reported
-        self._reported = (now_s, self.generated_tokens, empty_s)
-        elapsed_s = max(now_s - since_s, 1e-6)
         return {
-            "tokens_per_s": (self.generated_tokens - tokens) / elapsed_s,
-            "wait_fraction": min(1.0, (empty_s - earlier_empty_s) / elapsed_s),
+            **self._pace.gauges(self.generated_tokens),
             "running": float(self.engine.num_running),
             "leases": float(self.num_leases),
         }
@@ -261,7 +257,7 @@ class RolloutRun:
         started_s = time.monotonic()
         try:
             with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
-                prompt_ids, completions = await self._sample(lease, prefix)
+                prompt_ids, completions = await self._sampler.sample(lease, prefix)
         except InvalidInput as error:
             await self._return_lease(lease, error=str(error))
         except PacelineError:
@@ -288,54 +284,6 @@ class RolloutRun:
             raise error
         log.error("group %d was not generated", lease.group_id, exc_info=error)
         await self._return_lease(lease, error=f"{type(error).__name__}: {error}")
-
-    async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
-        prompt_ids, begun = self._begun(lease, prefix)
-        completions = await gather_or_cancel(
-            self._sample_one(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
-        )
-        return prompt_ids, [
-            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.decode(c.token_ids))
-            for c in completions
-        ]
-
-    def _begun(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, Sequence[Completion | None]]:
-        """Return the prompt's tokens, and the completions that an earlier worker began; unreadable ones begin anew."""
-        if prefix is not None:
-            reasons = lease.prefix_finish_reasons
-            try:
-                prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
-                if len(begun) == lease.num_generations:
-                    return prompt_ids, begun
-                log.error("group %d came with %d samples and begins anew", lease.group_id, len(begun))
-            except WireError as error:
-                log.error("group %d begins anew: %s", lease.group_id, error)
-        prompt = json.loads(lease.prompt_json)
-        prompt_ids = encode_prompt(self.tokenizer, prompt, self.spec.data.apply_chat_template)
-        return prompt_ids, [None] * lease.num_generations
-
-    async def _sample_one(
-        self, lease: pb.Lease, index: int, prompt_ids: IntArray, begun: Completion | None
-    ) -> Completion:
-        try:
-            if begun is not None and begun.finish_reason != "abort":
-                return begun
-            request_id = f"{lease.group_id}/{lease.attempt}/{index}"
-            self._running[request_id] = None
-            prefix = begun if begun is not None and len(begun.token_ids) else None
-            seed = sample_seed(lease.seed, lease.attempt, index)
-            request = GenerationRequest(
-                request_id, prompt_ids, SamplingParams.from_proto(lease.params), seed, prefix
-            )
-            try:
-                completion = await self.engine.generate(request)
-            finally:
-                del self._running[request_id]
-            self.generated_tokens += len(completion.token_ids) - (len(prefix.token_ids) if prefix else 0)
-            return completion
-        finally:
-            self._leases[lease.group_id] -= 1
-            self._room.set()
 
     async def _submit(
         self, lease: pb.Lease, prompt_ids: IntArray, completions: list[Completion], generate_s: float
@@ -378,16 +326,18 @@ class RolloutRun:
     def _take(self, lease: pb.Lease) -> None:
         self._leases[lease.group_id] = lease.num_generations
         self._idle.clear()
-        if self._empty_since_s is not None:
-            self._empty_s += time.monotonic() - self._empty_since_s
-            self._empty_since_s = None
+        self._pace.begin_work()
+
+    def _end_sample(self, group_id: int) -> None:
+        self._leases[group_id] -= 1
+        self._room.set()
 
     def _release(self, lease: pb.Lease) -> None:
         del self._leases[lease.group_id]
         self._room.set()
         if not self._leases:
             self._idle.set()
-            self._empty_since_s = time.monotonic()
+            self._pace.end_work()
 
 
 def return_seconds(max_tokens: int, grace_s: float) -> float:

@@ -88,7 +88,7 @@ async def test_housekeeping_without_a_free_file_is_a_warning_and_goes_on(
     await plane.start()
     looked, calls = asyncio.Event(), 0
 
-    def look(now_s: float) -> list[str]:
+    def check(now_s: float) -> list[str]:
         nonlocal calls
         calls += 1
         if calls > 1:
@@ -96,7 +96,7 @@ async def test_housekeeping_without_a_free_file_is_a_warning_and_goes_on(
             return []
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(plane.coordinator.watchdog, "look", look)
+    monkeypatch.setattr(plane.coordinator.watchdog, "check", check)
     plane.run_loops()
     async with asyncio.timeout(DEADLINE_S):
         await looked.wait()

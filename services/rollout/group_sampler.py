@@ -1,0 +1,92 @@
+"""Samples of a leased group: each completion is generated, or continued from the tokens of an earlier attempt."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.data.tokens import encode_prompt
+from paceline.errors import WireError
+from paceline.groups import Completion, IntArray
+from paceline.wire import decode_completions
+from protos.paceline.v1 import exchange_pb2 as pb
+from rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
+from services.rollout.gather import gather_or_cancel
+
+log = logging.getLogger(__name__)
+
+
+class GroupSampler:
+    """Sampler of one run's groups. `on_sample_end` gets the group of each sample that has ended."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        apply_chat_template: str,
+        on_sample_end: Callable[[int], object],
+    ):
+        self._engine, self._tokenizer = engine, tokenizer
+        self._apply_chat_template, self._on_sample_end = apply_chat_template, on_sample_end
+        self._request_ids: dict[str, None] = {}
+        """Requests that the engine works on."""
+        self.generated_tokens = 0
+
+    async def sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
+        """Return the prompt's tokens and the completions. Raises InvalidInput and the errors of `Engine.generate`."""
+        prompt_ids, begun = self._begun(lease, prefix)
+        completions = await gather_or_cancel(
+            self._sample_completion(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
+        )
+        return prompt_ids, [
+            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.decode(c.token_ids))
+            for c in completions
+        ]
+
+    def abort(self) -> None:
+        """End all running samples as they are."""
+        for request_id in list(self._request_ids):
+            self._engine.abort(request_id)
+
+    def decode(self, token_ids: IntArray) -> str:
+        """Return the text of a completion, without special tokens."""
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def _begun(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, Sequence[Completion | None]]:
+        """Return the prompt's tokens, and the completions that an earlier worker began; unreadable ones begin anew."""
+        if prefix is not None:
+            reasons = lease.prefix_finish_reasons
+            try:
+                prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
+                if len(begun) == lease.num_generations:
+                    return prompt_ids, begun
+                log.error("group %d came with %d samples and begins anew", lease.group_id, len(begun))
+            except WireError as error:
+                log.error("group %d begins anew: %s", lease.group_id, error)
+        prompt = json.loads(lease.prompt_json)
+        prompt_ids = encode_prompt(self._tokenizer, prompt, self._apply_chat_template)
+        return prompt_ids, [None] * lease.num_generations
+
+    async def _sample_completion(
+        self, lease: pb.Lease, index: int, prompt_ids: IntArray, begun: Completion | None
+    ) -> Completion:
+        try:
+            if begun is not None and begun.finish_reason != "abort":
+                return begun
+            request_id = f"{lease.group_id}/{lease.attempt}/{index}"
+            self._request_ids[request_id] = None
+            prefix = begun if begun is not None and len(begun.token_ids) else None
+            seed = sample_seed(lease.seed, lease.attempt, index)
+            request = GenerationRequest(
+                request_id, prompt_ids, SamplingParams.from_proto(lease.params), seed, prefix
+            )
+            try:
+                completion = await self._engine.generate(request)
+            finally:
+                del self._request_ids[request_id]
+            self.generated_tokens += len(completion.token_ids) - (len(prefix.token_ids) if prefix else 0)
+            return completion
+        finally:
+            self._on_sample_end(lease.group_id)
