@@ -48,7 +48,7 @@ class AssignedRun:
         await self.on_readiness(False)
 
     async def set_up(self) -> None:
-        """The set-up has succeeded."""
+        """Note that the set-up has succeeded."""
         self.failure = None
         await self.on_readiness(True)
 

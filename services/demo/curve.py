@@ -8,12 +8,12 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """One line of at most `width` characters for values in [0, 1], neighbours averaged where there are more."""
+    """Return one line of at most `width` characters for values in [0, 1]; neighbours are averaged if there are more."""
     return "".join(BLOCKS[round(_clamped(value) * (len(BLOCKS) - 1))] for value in _averaged(values, width))
 
 
 def chart(values: list[float], *, width: int = 60, height: int = 10, label: str = "step") -> str:
-    """A chart of values in [0, 1] over their index, with its axes, `height` lines and two for the axis."""
+    """Return a chart of values in [0, 1] over their index, with its axes: `height` lines and two for the axis."""
     columns = _averaged(values, width)
     lines = []
     for row in range(height, 0, -1):

@@ -12,7 +12,7 @@ END, PAD = "<end>", "<pad>"
 
 
 def make_tokenizer() -> Any:
-    """A character tokenizer whose end of sequence is `<end>`."""
+    """Return a character tokenizer whose end of sequence is `<end>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +25,7 @@ def make_tokenizer() -> Any:
 
 
 def make_model(directory: Path, *, seed: int, hidden: int = 128, layers: int = 2, heads: int = 4) -> None:
-    """Writes a randomly initialised model with its tokenizer to `directory`.
+    """Write a randomly initialised model with its tokenizer to `directory`.
 
     initializer_range 0.05: at the usual 0.02 a model this small stays on a plateau for thousands of steps.
     """

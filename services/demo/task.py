@@ -17,22 +17,22 @@ TEACHER_ERROR_RATE = 0.5
 
 
 def answer(a: int, b: int) -> str:
-    """The right completion of `problem(a, b)`: three digits, least significant first."""
+    """Return the right completion of `problem(a, b)`: three digits, least significant first."""
     return f"{a + b:03d}"[::-1]
 
 
 def problem(a: int, b: int) -> str:
-    """The prompt: two numbers below 100 with two digits each."""
+    """Return the prompt: two numbers below 100 with two digits each."""
     return f"{a:02d}+{b:02d}="
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a problem belongs to the validation set."""
+    """Return whether a problem belongs to the validation set."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 10 < HELD_OUT_OF_TEN
 
 
 def teach(right: str, dice: random.Random) -> str:
-    """What the teacher says: in half of the cases one digit is replaced by another one."""
+    """Return the teacher's answer: in half of the cases one digit is replaced by another."""
     if dice.random() >= TEACHER_ERROR_RATE:
         return right
     place = dice.randrange(len(right))
@@ -41,7 +41,7 @@ def teach(right: str, dice: random.Random) -> str:
 
 
 def write_data(directory: Path, seed: int) -> None:
-    """Writes train.jsonl (prompt, the teacher's completion, the right answer) and validation.jsonl."""
+    """Write train.jsonl (prompt, the teacher's completion, the right answer) and validation.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
     dice = random.Random(seed)
     pairs = [(a, b) for a in range(100) for b in range(100)]

@@ -158,7 +158,7 @@ class Coordinator:
                 break
             if notice.kind == "paused":
                 log.warning("run %s is paused: %s", run.run_id, one_line(notice.content["message"]))
-        self.pool.assignments.update_roster()
+        self.pool.assignments.roster.update()
         await self.watchers.notify()
         await self._finish_if_done()
 

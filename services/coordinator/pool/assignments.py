@@ -1,8 +1,8 @@
-"""Assignments of members: the run for workers, sessions for learners, rosters of the members that receive weights.
+"""Assignments of members: the run for workers, sessions for learners.
 
 A learner that joins gets a new session, from the newest checkpoint that can be loaded; the run is paused when there is
-none and the samples before are gone. A roster (an epoch, by its number) names the rollout workers that are ready and
-not pinned by an evaluation, suspected or expelled.
+none and the samples before are gone. The roster (`services/coordinator/pool/roster.py`) names the members that receive
+weights.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.errors import NotFound
 from paceline.groups import Version
 from paceline.tracing import step_traceparent
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Member, Members
+from services.coordinator.pool.roster import Roster
 from services.coordinator.sessions import starting_point
 from services.coordinator.sessions.session_numbers import SessionNumbers, scan_checkpoints
 from services.coordinator.text_limits import one_line
@@ -46,10 +46,7 @@ class Assignments:
         lock: asyncio.Lock,
         pause: Callable[[str, str], Awaitable[None]],
     ):
-        self.epoch = 0
-        """Number of the newest roster."""
-        self.roster: tuple[str, list[str]] = ("", [])
-        """Run and members of the newest roster; empty when the learner has to be told again."""
+        self.roster = Roster(members, exchange, self.learner)
         self._sessions: dict[tuple[str, int], str] = {}
         """Learner by run and session; the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
@@ -100,7 +97,7 @@ class Assignments:
             member.session, member.ready_run, member.version, member.fault = 0, "", None, None
             member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
         self._exchange.versions.clear()
-        self.clear_roster()
+        self.roster.clear()
 
     def assign(self, member: Member) -> None:
         """Assign the active run to a rollout or reward worker."""
@@ -283,39 +280,8 @@ class Assignments:
                 publish_from_step=max(0, row["published_step"]),
             )
         )
-        self.clear_roster()
-        self.update_roster()
-
-    def clear_roster(self) -> None:
-        """Clear the newest roster, because the learner has to be told again who receives weights."""
-        self.roster = ("", [])
-
-    def update_roster(self) -> None:
-        """Tell the learner who receives weights, if the roster has changed."""
-        run = self._exchange.active
-        if run is None:
-            return
-        pinned = evaluation.pinned_member(self._exchange, run)
-        named = [
-            member.member_id
-            for member in self._members.of_role(common_pb2.ROLE_ROLLOUT)
-            if member.ready_run == run.run_id
-            and member.connected
-            and not member.suspected
-            and not member.expelled
-            and member.member_id != pinned
-        ]
-        if (run.run_id, named) == self.roster:
-            return
-        before, self.roster = self.roster[1], (run.run_id, named)
-        self.epoch += 1
-        for member_id in set(named) - set(before):
-            if (newcomer := self._members.get(member_id)) is not None:
-                newcomer.named_in = self.epoch
-        log.info("epoch %d of run %s: %s", self.epoch, run.run_id, ", ".join(named) or "nobody")
-        directive = worker_pb2.Epoch(run_id=run.run_id, number=self.epoch, member_ids=named)
-        if (learner := self.learner()) is not None:
-            learner.direct(worker_pb2.ConnectResponse(epoch=directive))
+        self.roster.clear()
+        self.roster.update()
 
     def _assignment(self, row: sqlite3.Row, spec_yaml: str, **session: Any) -> worker_pb2.ConnectResponse:
         """Return the assignment of a run by its row in the ledger, with the fields of a learner's session."""

@@ -149,10 +149,10 @@ class Pool:
         """Send a new member what follows its Welcome."""
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
-            self.assignments.clear_roster()  # a learner that comes back has to be told who receives weights
+            self.assignments.roster.clear()  # a learner that comes back has to be told who receives weights
         if member.ahead_session:
             await self.assignments.begin_session_above_holder(member)
-        self.assignments.update_roster()
+        self.assignments.roster.update()
         await self._add_member_event(member, "joined")
 
     async def disconnected(self, member: Member) -> None:
@@ -186,7 +186,7 @@ class Pool:
             one_line(reason),
             released,
         )
-        self.assignments.update_roster()
+        self.assignments.roster.update()
         self._runs.server.wake("lease", "task")
         await self._add_member_event(member, f"left: {reason}")
         if member.role == common_pb2.ROLE_LEARNER:
@@ -211,7 +211,7 @@ class Pool:
         if member.suspected:
             member.suspected = False
             self._exchange.suspected.discard(member.member_id)
-            self.assignments.update_roster()
+            self.assignments.roster.update()
             await self._add_member_event(member, "heard of again")
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
@@ -237,7 +237,7 @@ class Pool:
         self._exchange.suspected.add(member.member_id)
         self._runs.server.wake("batch")
         log.warning("%s %s is suspected: %s", member.role_name, member.member_id, why)
-        self.assignments.update_roster()
+        self.assignments.roster.update()
         await self._add_member_event(member, f"suspected: {why}")
 
     async def _take_overdue(self) -> None:
@@ -284,7 +284,7 @@ class Pool:
         log.warning("%s %s is expelled from epoch %d", member.role_name, member.member_id, report.epoch)
         expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
         member.direct(worker_pb2.ConnectResponse(expelled=expelled))
-        self.assignments.update_roster()
+        self.assignments.roster.update()
         await self._add_member_event(member, f"expelled from epoch {report.epoch}: {report.error}")
 
     async def _add_member_event(self, member: Member, what: str) -> None:

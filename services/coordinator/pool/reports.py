@@ -77,8 +77,8 @@ class Reports:
             case "checkpoint":
                 await self._on_checkpoint(member, request.checkpoint)
             case "staged":
-                _, roster = self._assignments.roster
-                self._run_log.note_staged(request.staged, self._assignments.epoch, len(roster))
+                roster = self._assignments.roster
+                self._run_log.note_staged(request.staged, roster.number, len(roster.member_ids))
             case "publish":
                 await self._on_publish(request.publish)
 
@@ -121,7 +121,7 @@ class Reports:
             path = stored(self._ledger.path.parent, str(export))
             await self._update_run(run.run_id, export_path=path)
             await self._runs.learner_finished(report.session)
-        self._assignments.update_roster()
+        self._assignments.roster.update()
 
     async def _update_run(self, run_id: str, **columns: Any) -> None:
         async with self._lock:

@@ -212,7 +212,7 @@ async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_aga
         await one.hear("run")
         one.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
         await trainer.hear_epoch(*names)
-    named_in = plane.coordinator.pool.assignments.epoch
+    named_in = plane.coordinator.pool.assignments.roster.number
 
     def failed(epoch: int, failure: worker_pb2.PublishFailure.ValueType) -> worker_pb2.PublishReport:
         report = worker_pb2.PublishReport(
@@ -232,11 +232,11 @@ async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_aga
 
     worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
     await trainer.hear_epoch("rollout-1", "rollout-2")
-    assert plane.coordinator.pool.assignments.epoch == named_in + 2
+    assert plane.coordinator.pool.assignments.roster.number == named_in + 2
     trainer.say(publish=failed(named_in, worker_pb2.PUBLISH_FAILURE_LINK))  # of the earlier epoch, late
     worker.say(leave=worker_pb2.Leave())
     await trainer.hear_epoch("rollout-2")
-    assert plane.coordinator.pool.assignments.epoch == named_in + 3
+    assert plane.coordinator.pool.assignments.roster.number == named_in + 3
 
 
 async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(plane: Plane) -> None:
@@ -271,12 +271,12 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) 
         coordinator = plane.coordinator
         async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
             await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
-        assert plane.coordinator.pool.assignments.roster == (run.run_id, [])
+        assert plane.coordinator.pool.assignments.roster.member_ids == []
         assert plane.coordinator.exchange.suspected == {"rollout-1"}
         worker.say(heartbeat=worker_pb2.Heartbeat())
         await plane.watch_until(run.run_id, "member", what="heard of again")
         assert plane.coordinator.exchange.suspected == set()
-        assert plane.coordinator.pool.assignments.roster == (run.run_id, ["rollout-1"])
+        assert plane.coordinator.pool.assignments.roster.member_ids == ["rollout-1"]
     finally:
         await plane.stop()
 

@@ -1,0 +1,63 @@
+"""The roster: the rollout workers that receive weights. Each change gets a new number, which protos call `epoch`.
+
+It names the workers that are ready and not pinned by an evaluation, suspected or expelled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.exchange import evaluation
+from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.members.registry import Member, Members
+
+log = logging.getLogger(__name__)
+
+
+class Roster:
+    """The newest roster of the active run; `learner` returns the member that has to know it."""
+
+    def __init__(self, members: Members, exchange: Exchange, learner: Callable[[], Member | None]):
+        self._members, self._exchange, self._learner = members, exchange, learner
+        self.number = 0
+        """Number of the newest roster, also after `clear`."""
+        self.run_id = ""
+        """Run of the newest roster; empty when the learner has to be told again."""
+        self.member_ids: list[str] = []
+
+    def clear(self) -> None:
+        """Clear the roster, because the run is over or the learner has to be told again who receives weights."""
+        self.run_id, self.member_ids = "", []
+
+    def update(self) -> None:
+        """Tell the learner who receives weights, if that has changed."""
+        run = self._exchange.active
+        if run is None:
+            return
+        member_ids = self._receivers(run)
+        if (run.run_id, member_ids) == (self.run_id, self.member_ids):
+            return
+        earlier_ids = self.member_ids
+        self.run_id, self.member_ids = run.run_id, member_ids
+        self.number += 1
+        for member_id in set(member_ids) - set(earlier_ids):
+            if (newcomer := self._members.get(member_id)) is not None:
+                newcomer.named_in = self.number
+        log.info("epoch %d of run %s: %s", self.number, run.run_id, ", ".join(member_ids) or "nobody")
+        directive = worker_pb2.Epoch(run_id=run.run_id, number=self.number, member_ids=member_ids)
+        if (learner := self._learner()) is not None:
+            learner.direct(worker_pb2.ConnectResponse(epoch=directive))
+
+    def _receivers(self, run: ActiveRun) -> list[str]:
+        pinned = evaluation.pinned_member(self._exchange, run)
+        return [
+            member.member_id
+            for member in self._members.of_role(common_pb2.ROLE_ROLLOUT)
+            if member.ready_run == run.run_id
+            and member.connected
+            and not member.suspected
+            and not member.expelled
+            and member.member_id != pinned
+        ]

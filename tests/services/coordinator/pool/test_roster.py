@@ -1,0 +1,58 @@
+"""Rosters: a change of the workers that receive weights makes a new one, which the learner hears of."""
+
+from __future__ import annotations
+
+import time
+
+from exchange_drivers import World
+
+from protos.paceline.v1 import common_pb2
+from services.coordinator.members.registry import Member, Members
+from services.coordinator.pool.roster import Roster
+
+
+def member(role: common_pb2.Role.ValueType, member_id: str, ready_run: str = "") -> Member:
+    return Member(member_id, role, "", 0, time.monotonic(), ready_run=ready_run)
+
+
+async def test_the_learner_hears_of_each_change_and_of_nothing_else(world: World) -> None:
+    learner = member(common_pb2.ROLE_LEARNER, "learner-1")
+    first, second = (member(common_pb2.ROLE_ROLLOUT, f"rollout-{i}", world.run_id) for i in (1, 2))
+    members = Members(10.0)
+    roster = Roster(members, world.exchange, lambda: learner)
+    for newcomer in (first, second):
+        members.add(newcomer)
+        roster.update()
+        roster.update()
+    second.suspected = True
+    roster.update()
+    directive = await learner.outbox.get()  # of directives that replace one another the newest
+    assert directive is not None
+    assert (directive.epoch.number, list(directive.epoch.member_ids)) == (3, ["rollout-1"])
+    assert (roster.number, roster.member_ids) == (3, ["rollout-1"])
+    assert (first.named_in, second.named_in) == (1, 2)
+
+
+async def test_a_cleared_roster_is_sent_again_under_a_new_number(world: World) -> None:
+    learner = member(common_pb2.ROLE_LEARNER, "learner-1")
+    members = Members(10.0)
+    roster = Roster(members, world.exchange, lambda: learner)
+    members.add(member(common_pb2.ROLE_ROLLOUT, "rollout-1", world.run_id))
+    roster.update()
+    roster.clear()
+    roster.update()
+    assert (roster.number, roster.member_ids) == (2, ["rollout-1"])
+
+
+async def test_only_workers_that_are_ready_and_not_expelled_receive_weights(world: World) -> None:
+    learner = member(common_pb2.ROLE_LEARNER, "learner-1")
+    expelled = member(common_pb2.ROLE_ROLLOUT, "rollout-1", world.run_id)
+    expelled.expelled = True
+    away = member(common_pb2.ROLE_ROLLOUT, "rollout-2", world.run_id)
+    away.connected = False
+    members = Members(10.0)
+    for each in (expelled, away, member(common_pb2.ROLE_ROLLOUT, "rollout-3", "earlier-1")):
+        members.add(each)
+    roster = Roster(members, world.exchange, lambda: learner)
+    roster.update()
+    assert roster.member_ids == []
