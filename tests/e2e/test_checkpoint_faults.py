@@ -49,6 +49,7 @@ def wait_until_registered(directory: Path, step: int) -> None:
             pause.wait(0.05)
 
 
+@pytest.mark.slow
 def test_a_damaged_and_a_missing_checkpoint_are_passed_over(
     client: Client,
     cluster: LocalCluster,
@@ -129,15 +130,8 @@ def trained_groups(ledger: Ledger, run_id: str) -> list[int]:
     return [group_id for row in rows for group_id in json.loads(row["group_ids"])]
 
 
-@pytest.mark.parametrize(
-    ("keep_top_k", "living"),
-    [
-        (1, True),
-        (50, False),
-        pytest.param(50, True, marks=pytest.mark.slow),
-        pytest.param(1, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("keep_top_k", "living"), [(1, True), (50, False), (50, True), (1, False)])
 def test_a_backup_put_back_goes_on_among_newer_files_and_workers(
     services: Services,
     make_spec: MakeSpec,

@@ -16,10 +16,10 @@ from services.local.cluster import LocalCluster
 @pytest.mark.parametrize(
     "loss_fn",
     [
-        {"preset": "rloo"},
+        pytest.param({"preset": "rloo"}, marks=pytest.mark.slow),
         {"preset": "rloo", "reference_policy_pool": "reward"},
-        {"preset": "reinforce_pp"},
-        {"preset": "m2po"},
+        pytest.param({"preset": "reinforce_pp"}, marks=pytest.mark.slow),
+        pytest.param({"preset": "m2po"}, marks=pytest.mark.slow),
         {"preset": "ppo"},
     ],
     ids=lambda loss_fn: "-".join(loss_fn.values()),

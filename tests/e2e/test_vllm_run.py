@@ -151,6 +151,7 @@ def test_what_reaches_a_native_worker_reaches_this_one_too(
         assert stored == {"anchor.json", "delta.json"}
 
 
+@pytest.mark.slow
 def test_services_that_are_killed_leave_no_process_and_no_shared_memory(
     vllm_spec: MakeSpec, tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ def stored(cluster: LocalCluster, run_id: str) -> list[tuple[int, int]]:
     return sorted({v.version for kind in ("anchor", "delta") for v in manifests(cluster, run_id, kind)})
 
 
-@pytest.mark.parametrize("age", [0, 2])
+@pytest.mark.parametrize("age", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_over_the_delta_channel_ends_well(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, age: int
 ) -> None:
@@ -73,6 +73,7 @@ def test_a_run_over_the_delta_channel_ends_well(
     assert mean < anchors[-1].size_bytes / 2
 
 
+@pytest.mark.slow
 def test_a_joiner_catches_up_from_the_store_and_serves(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec
 ) -> None:
