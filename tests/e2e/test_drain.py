@@ -20,13 +20,14 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
 from services.coordinator.audit.verify import verify
 
+pytestmark = pytest.mark.slow
 DEADLINE_S = 180.0
 MakeSpec = Callable[..., RunSpec]
 ORDERS = [
     ("coordinator", "learner", "reward", "rollout"),
-    pytest.param(("rollout", "reward", "learner", "coordinator"), marks=pytest.mark.slow),
-    pytest.param(("learner", "coordinator", "rollout", "reward"), marks=pytest.mark.slow),
-    pytest.param(("reward", "rollout", "coordinator", "learner"), marks=pytest.mark.slow),
+    ("rollout", "reward", "learner", "coordinator"),
+    ("learner", "coordinator", "rollout", "reward"),
+    ("reward", "rollout", "coordinator", "learner"),
 ]
 
 
@@ -121,7 +122,6 @@ def test_sigterm_to_every_role_in_any_order(
     go_on(services.directory, run.run_id, steps)
 
 
-@pytest.mark.slow
 def test_up_drains_all_and_goes_on(make_spec: MakeSpec, tmp_path: Path) -> None:
     directory, file = tmp_path / "runs", tmp_path / "spec.yaml"
     file.write_text(spec_to_yaml(make_spec(grpo={"max_num_steps": 30}, checkpointing={"save_period": 30})))

@@ -125,6 +125,7 @@ def teacher(cluster: LocalCluster, make_spec: MakeSpec, pairs: Path) -> str:
         return str(finish(client, cluster, run.run_id)["export_path"])
 
 
+@pytest.mark.slow
 def test_a_student_comes_closer_to_its_teacher_on_its_own_samples(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, teacher: str
 ) -> None:

@@ -15,6 +15,7 @@ from paceline.spec import RunSpec
 from services.cli.main import main
 from services.local.cluster import LocalCluster
 
+pytestmark = pytest.mark.slow
 MakeSpec = Callable[..., RunSpec]
 KILL_AFTER_STEPS = (3, 6)
 """A kill comes when the step is reported, so the learner is somewhere in the steps after it: computing, publishing,
@@ -57,7 +58,7 @@ def replay(folder: Path, start: int, output: Path, *options: str) -> tuple[Resul
     return result, json.loads(result.stdout) if result.stdout.startswith("{") else {}
 
 
-@pytest.mark.parametrize("start", [pytest.param(0, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("start", [0, 8])
 def test_a_replay_reaches_the_weights_of_the_run_bit_for_bit(
     folder: Path, tmp_path: Path, start: int
 ) -> None:
@@ -74,7 +75,6 @@ def test_a_replay_reaches_the_weights_of_the_run_bit_for_bit(
     assert steps == list(range(start, 12))
 
 
-@pytest.mark.slow
 def test_another_objective_on_the_same_batches_reaches_other_weights(folder: Path, tmp_path: Path) -> None:
     result, facts = replay(
         folder, 8, tmp_path / "out", "loss_fn.ratio_clip_max=0.0", "loss_fn.ratio_clip_min=0.0"
@@ -86,7 +86,6 @@ def test_another_objective_on_the_same_batches_reaches_other_weights(folder: Pat
     assert "ratio_clip_max: 0.0" in (tmp_path / "out" / "spec.yaml").read_text()
 
 
-@pytest.mark.slow
 def test_one_rank_instead_of_two_trains_the_same_groups_to_nearly_the_same_weights(
     folder: Path, tmp_path: Path
 ) -> None:

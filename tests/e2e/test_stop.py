@@ -13,6 +13,7 @@ from paceline.spec import ClusterSection, RunSpec
 from services.local.cluster import LocalCluster
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_told_to_stop_does_not_wait_for_a_coordinator_that_is_gone(
     make_spec: Callable[..., RunSpec], tmp_path: Path
 ) -> None:
