@@ -23,8 +23,7 @@ from chaos_watch import coordinator_address, progress
 
 from paceline.client import Client
 from paceline.errors import Conflict, LedgerFault, PacelineError
-from paceline.files.names import EXPORT_MANIFEST
-from paceline.files.names import MANIFEST_NAME
+from paceline.files.names import EXPORT_MANIFEST, MANIFEST_NAME
 from services.coordinator.audit.repair import repair
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.connection import lock_ledger

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
 from services.local.cluster import LocalCluster
