@@ -17,7 +17,7 @@ from services.coordinator.ledger.ledger import Ledger
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
-    """Makes worlds; every one has to verify at the end."""
+    """Return a function that makes worlds; every world has to verify at the end."""
     worlds: list[World] = []
 
     def make(*, check: bool = True, **sections: Any) -> World:

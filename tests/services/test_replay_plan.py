@@ -1,4 +1,4 @@
-"""What a replay is planned from: the stored spec is read as the coordinator reads it."""
+"""The plan of a replay: the stored spec is read as the coordinator reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_keys_of_another_version_are_left_out_and_said(trained: World) -> None:
 
 
 def test_a_spec_that_cannot_be_read_names_its_run_and_what_helps(trained: World) -> None:
-    trained.check = False  # its record of the spec is spoilt for good
+    trained.check = False  # its record of the spec is damaged for good
     spell(trained, spec_to_yaml(trained.spec).replace("max_num_steps: 4", "max_num_steps: lots"))
     with pytest.raises(SpecError) as caught:
         plan_replay(trained.ledger, trained.run_id, 0)

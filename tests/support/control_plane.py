@@ -26,7 +26,7 @@ DEADLINE_S = 20.0
 
 
 class Plane:
-    """A coordinator with its control plane on a free port, as main.py wires it; its loops run when asked."""
+    """A coordinator with its control plane on a free port, as serving.py wires it; its loops run on request."""
 
     def __init__(self, directory: Path, timeout_s: float = 60.0, capacity: Capacity | None = None):
         self.directory = directory
@@ -44,7 +44,7 @@ class Plane:
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Recovers, then listens."""
+        """Recover, then listen."""
         await self.coordinator.recover()
         await self.server.start()
         self.coordinator.pool.expect_holders()
@@ -53,14 +53,14 @@ class Plane:
         self.workers = worker_pb2_grpc.WorkerServiceStub(self.channel)
 
     def run_loops(self) -> None:
-        """Starts queued runs from now on, and answers the exchange."""
+        """Start queued runs from now on, and answer the exchange."""
         self._loops = [
             asyncio.create_task(self.coordinator.run_forever()),
             asyncio.create_task(self.coordinator.server.serve()),
         ]
 
     async def stop(self) -> None:
-        """In the order of main.py."""
+        """Stop in the order of serving.py."""
         stopped = asyncio.create_task(self.server.stop(5.0))
         await asyncio.sleep(0)
         await self.coordinator.end_streams()
@@ -74,13 +74,13 @@ class Plane:
         self.ledger.close()
 
     async def submit(self, **sections: Any) -> run_pb2.Run:
-        """Submits a run of the tests' spec."""
+        """Submit a run of the tests' spec."""
         spec = make_spec(self.directory, **{"logger": {"tensorboard": False}} | sections)
         response = await self.runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(spec)))
         return response.run
 
     async def watch_until(self, run_id: str, kind: str, **content: Any) -> list[tuple[int, str]]:
-        """Events up to the first of that kind and content."""
+        """Return the events up to the first of that kind and content."""
         seen = []
         async with asyncio.timeout(DEADLINE_S):
             async for event in self.runs.Watch(run_pb2.WatchRequest(run_id=run_id)):
@@ -91,7 +91,7 @@ class Plane:
 
 
 class Worker:
-    """A worker's stream."""
+    """The stream of a worker."""
 
     def __init__(self, plane: Plane, role: Any, member_id: str, **hello: Any):
         self._reports: asyncio.Queue[worker_pb2.ConnectRequest | None] = asyncio.Queue()
@@ -100,18 +100,18 @@ class Worker:
         self.call = plane.workers.Connect(self._outgoing())
 
     secret = b""
-    """Of the Welcome, once it is heard."""
+    """Secret of the Welcome, once it was read."""
 
     def say(self, **report: Any) -> None:
-        """Sends a report."""
+        """Send a report."""
         self._reports.put_nowait(worker_pb2.ConnectRequest(**report))
 
     def hang_up(self) -> None:
-        """Ends the stream from this side."""
+        """End the stream from this side."""
         self._reports.put_nowait(None)
 
     async def hear(self, kind: str) -> Any:
-        """The next directive of a kind; the others are passed over."""
+        """Return the next directive of a kind; others are skipped."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 directive = await self.call.read()
@@ -122,12 +122,12 @@ class Worker:
                     return getattr(directive, kind)
 
     async def hear_epoch(self, *member_ids: str) -> None:
-        """Reads until an epoch names exactly these."""
+        """Read until a roster has exactly these members."""
         while list((await self.hear("epoch")).member_ids) != list(member_ids):
             pass
 
     async def hear_the_end(self) -> None:
-        """Reads until the stream ends."""
+        """Read until the stream ends."""
         async with asyncio.timeout(DEADLINE_S):
             while await self.call.read() is not grpc.aio.EOF:
                 pass
@@ -138,21 +138,21 @@ class Worker:
 
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Status and text of a call that has to fail."""
+    """Return status and text of a call that has to fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value.code(), caught.value.details() or ""
 
 
 def offer(run_id: str, session: int, step: int, member_id: str = "rollout-1") -> worker_pb2.WeightOffer:
-    """The learner's offer of a version."""
+    """Return the learner's offer of a version."""
     message = worker_pb2.WeightOffer(run_id=run_id, member_id=member_id)
     message.version.session, message.version.step = session, step
     return message
 
 
 def ack(run_id: str, session: int, step: int, member_id: str = "rollout-1") -> worker_pb2.WeightAck:
-    """A member's word that it samples from a version."""
+    """Return a member's acknowledgement that it samples from a version."""
     message = worker_pb2.WeightAck(run_id=run_id, member_id=member_id, ok=True)
     message.version.session, message.version.step = session, step
     return message

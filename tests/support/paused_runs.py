@@ -17,7 +17,7 @@ def quick() -> ExponentialBackoff:
 
 
 def impatient(plane: Plane) -> Plane:
-    """Tries again at the next tick."""
+    """Make the plane retry at the next tick."""
     plane.coordinator.starter._backoff = quick()
     plane.coordinator.faults._backoff = quick()
     return plane
@@ -29,7 +29,7 @@ async def state_of(plane: Plane, run_id: str) -> tuple[str, str]:
 
 
 async def next_state(plane: Plane, run_id: str, after: int, state: str) -> int:
-    """Sequence of the first event after `after` that puts the run into `state`."""
+    """Return the sequence of the first event after `after` that puts the run into `state`."""
     async with asyncio.timeout(DEADLINE_S):
         async for event in plane.runs.Watch(run_pb2.WatchRequest(run_id=run_id, after=after)):
             if event.kind == "state" and json.loads(event.json)["state"] == state:

@@ -1,4 +1,4 @@
-"""Services as processes of their own, started and stopped one by one."""
+"""Services as separate processes, started and stopped one by one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ COMMANDS = {
 
 
 class Services:
-    """One process of each role, and where its output goes."""
+    """One process of each role, and its log."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, role: str, *options: str) -> None:
-        """Starts a role, with 30 s from SIGTERM to its end less what leaving takes."""
+        """Start a role, with 30 s from SIGTERM to its end less the time for leaving."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", *COMMANDS[role], "--grace", "25", *options]
         with (self.directory / f"{role}.log").open("ab") as log:
@@ -39,24 +39,24 @@ class Services:
             )
 
     def log(self, role: str) -> str:
-        """All that a role said."""
+        """Return all output of a role."""
         return (self.directory / f"{role}.log").read_text()
 
 
 def environment() -> dict[str, str]:
-    """For processes that stay on CPUs."""
+    """Return the environment of processes that stay on CPUs."""
     return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextlib.contextmanager
 def opened(directory: Path) -> Iterator[Ledger]:
-    """The ledger as it is."""
+    """Open the ledger as it is."""
     with contextlib.closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
         yield ledger
 
 
 def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
-    """Until a service has written its address."""
+    """Wait until a service has written its address."""
     while not file.exists():
         with contextlib.suppress(subprocess.TimeoutExpired):
             assert process.wait(0.05) is None, "it ended"

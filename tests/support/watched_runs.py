@@ -32,14 +32,14 @@ def finish(client: Client, cluster: LocalCluster, run_id: str) -> dict[str, Any]
 
 
 def metrics(summary: dict[str, Any], cluster: LocalCluster, kind: str = "train") -> list[dict[str, Any]]:
-    """The run's lines of one kind of metrics.jsonl."""
+    """Return the run's lines of one kind of metrics.jsonl."""
     path = cluster.directory / summary["run_id"] / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
 
 
 def wait_for_step(client: Client, cluster: LocalCluster, run_id: str, step: int) -> None:
-    """Returns when `step` steps were trained. Fails when that takes too long or a service was given up."""
+    """Return when `step` steps were trained. Fail when that takes too long or a service was given up."""
     deadline_s = time.monotonic() + RUN_TIMEOUT_S
     pause = threading.Event()
     while client.get(run_id).step < step:

@@ -1,4 +1,4 @@
-"""What `paceline up` makes of the runs that a ledger has: which go on, which it names, and what it starts them with."""
+"""`paceline up` with the runs that a ledger has: which go on, which it lists, and with which services."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_newest_failed_runs_are_named(ledger: Ledger) -> None:
 
 
 class Recorded:
-    """Stands for the cluster and the client of `paceline up`: what they were told, in order."""
+    """Stand-in for the cluster and the client of `paceline up` that records its calls in order."""
 
     def __init__(self) -> None:
         self.options: dict[str, list[str]] = {}

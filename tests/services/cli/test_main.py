@@ -170,7 +170,7 @@ def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_pa
 
 
 class Dropping:
-    """Stands for the client: a coordinator that drops what it is asked to."""
+    """Stand-in for the client: it drops groups as a coordinator would."""
 
     def __init__(self, coordinator: str) -> None:
         pass
@@ -334,13 +334,13 @@ def test_up_waits_for_its_own_coordinator_without_limit(
     patience: list[dict[str, Any]] = []
 
     class Clusterless(LocalCluster):
-        """Starts nothing."""
+        """Cluster that starts nothing."""
 
         def start_coordinator(self) -> str:
             return "127.0.0.1:1"
 
     class Recording(Client):
-        """Writes down how long it would wait."""
+        """Client that records how long it would wait."""
 
         def __init__(self, address: str, **options: Any) -> None:
             patience.append(options)

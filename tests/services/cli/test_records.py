@@ -60,7 +60,7 @@ class Writer:
         self.exchange.versions["rollout"] = Version(1, 1)
 
     def send(self, member_id: str, frames: list[bytes] | None = None, **body: Any) -> Outcome:
-        """One request in a transaction of its own."""
+        """Send one request in its own transaction."""
         request = pb.ExchangeRequest(
             protocol=PROTOCOL, term=self.ledger.term, run_id=RUN_ID, member_id=member_id, session=1, **body
         )
@@ -77,7 +77,7 @@ class Writer:
         return outcome
 
     def train_a_step(self) -> None:
-        """Two completions of 2 and 3 tokens, the second begun under version 0 and ended under 1."""
+        """Train two completions of 2 and 3 tokens; the second begins under version 0 and ends under 1."""
         (lease,) = self.send("rollout", lease=pb.LeaseRequest(room=2)).reply.lease.leases
         completions = [
             completion(0, 2, "2", ((1, 0, 0, 2),)),

@@ -1,4 +1,4 @@
-"""Hosts with 0 to 8 GPUs that are only said to be there: what is found, who gets what, what is refused."""
+"""Simulated hosts with 0 to 8 GPUs: which GPUs are found, how they are divided, and which divisions are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.local.cluster import LocalCluster
 
 
 def division(number: int, **cluster: Any) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
-    """Ranks, their GPUs, rollout workers, their GPUs."""
+    """Return ranks, their GPUs, rollout workers, their GPUs."""
     divided, _ = divide(ClusterSection(**cluster), number)
     return divided.learner_ranks, divided.learner_gpus, divided.rollout_workers, divided.rollout_gpus
 
@@ -146,7 +146,7 @@ def test_cpu_with_named_gpus_is_a_contradiction() -> None:
         ClusterSection(device="cpu", learner_gpus=(0,))
 
 
-# What is found
+# Detection
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A worker's membership over a real stream and a real socket: what it makes of a coordinator that restarts."""
+"""A worker's membership over a real stream and a real socket, with a coordinator that restarts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        """Welcome, then only ears until the term ends or the stream breaks."""
+        """Send Welcome, then only read until the term ends or the stream breaks."""
         ended = self._ended
         listening = asyncio.create_task(self._listen(request_iterator))
         yield worker_pb2.ConnectResponse(
@@ -61,24 +61,24 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
             self.reports.put_nowait(report)
 
     async def hear_report(self, kind: str) -> None:
-        """Returns at the next report of a kind."""
+        """Return at the next report of a kind."""
         async with asyncio.timeout(DEADLINE_S):
             while (await self.reports.get()).WhichOneof("report") != kind:
                 pass
 
     def break_stream(self) -> None:
-        """The stream ends with an error, and new ones are taken at once."""
+        """End the stream with an error; new streams are accepted at once."""
         self._broken = True
         self.restart()
 
     def restart(self) -> None:
-        """The streams end, and the next welcome is to another term."""
+        """End the streams; the next Welcome has another term."""
         self.term += 1
         self._ended.set()
         self._ended = asyncio.Event()
 
     async def cut(self) -> None:
-        """The exchange's connections break, with what was on its way; new ones are taken at once."""
+        """Break the exchange's connections, with messages on their way; new connections are accepted at once."""
         self._router.close()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
@@ -87,11 +87,11 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
                 try:
                     self._router.bind(f"tcp://127.0.0.1:{self.port}")
                     return
-                except zmq.ZMQError:  # ZeroMQ frees the port in a thread of its own, some time after close
+                except zmq.ZMQError:  # ZeroMQ frees the port in another thread, some time after close
                     await asyncio.sleep(0.01)
 
     async def hear(self) -> tuple[bytes, pb.ExchangeRequest]:
-        """The next request, and whose it is; introductions of connections are passed by."""
+        """Return the next request and its sender; introductions of connections are skipped."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 identity, header, *_ = await self._router.recv_multipart()
@@ -103,13 +103,13 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
     async def answer(
         self, to: tuple[bytes, pb.ExchangeRequest], term: int, status: pb.ReplyStatus.ValueType
     ) -> None:
-        """Answers a request in a term."""
+        """Answer a request in a term."""
         identity, request = to
         reply = pb.ExchangeReply(protocol=PROTOCOL, request_id=request.request_id, term=term, status=status)
         await self._router.send_multipart([identity, reply.SerializeToString()])
 
     def close(self) -> None:
-        """Ends stream and socket."""
+        """End stream and socket."""
         self._ended.set()
         self._router.close()
         self._context.term()
@@ -168,7 +168,7 @@ async def test_stale_is_the_answer_when_it_is_of_the_same_term(
 async def test_stale_of_a_new_term_is_no_answer_before_its_welcome(
     coordinator: Coordinator, membership: Membership
 ) -> None:
-    """A restarted exchange on the same port hears from the mended socket before the stream is there again."""
+    """A restarted exchange on the same port reads from the repaired socket before the stream is back."""
     early = ask(membership)
     await coordinator.answer(await coordinator.hear(), 2, pb.REPLY_STATUS_STALE)
     later = ask(membership)  # answered on the same connection, so the answer to the first has arrived before
@@ -185,7 +185,7 @@ async def test_stale_of_a_new_term_is_no_answer_before_its_welcome(
 async def test_what_came_with_an_earlier_secret_is_sent_again_with_the_next(
     coordinator: Coordinator, membership: Membership
 ) -> None:
-    """The coordinator has taken the worker for gone and says so; the next Welcome, in the same term, is on its way."""
+    """The coordinator has expired the worker and answers so; the next Welcome, in the same term, is on its way."""
     asked, other = ask(membership), ask(membership)
     first = await coordinator.hear()
     assert first[1].secret == b"secret 1"
@@ -202,7 +202,7 @@ async def test_what_came_with_an_earlier_secret_is_sent_again_with_the_next(
 
 
 async def until_resent(coordinator: Coordinator, number: int) -> list[tuple[bytes, pb.ExchangeRequest]]:
-    """The next sendings."""
+    """Return the next sendings."""
     return [await coordinator.hear() for _ in range(number)]
 
 
@@ -217,7 +217,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_few_requests_with_payloads_are_under_way_at_one_time(
     coordinator: Coordinator, membership: Membership
 ) -> None:
-    """The exchange keeps all that has come, so the rest waits with the worker; what has no payload goes past it."""
+    """The exchange keeps all received payloads, so the rest waits at the worker; requests without payloads are not
+    delayed."""
     results = [
         asyncio.create_task(
             membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=number)), [b"arrays"])
@@ -255,7 +256,7 @@ async def test_a_reply_to_any_sending_of_a_result_counts(
 async def test_of_a_request_for_leases_only_the_reply_to_the_newest_sending_counts(
     coordinator: Coordinator, membership: Membership
 ) -> None:
-    """What the first was given is taken back when the second says that it is not held."""
+    """Leases of the first reply are taken back when the second request says that they are not held."""
     asked = ask(membership)
     first, second = await until_resent(coordinator, 2)
     await coordinator.answer(first, 1, pb.REPLY_STATUS_OK)
@@ -319,7 +320,7 @@ async def test_every_connection_is_heard_of(coordinator: Coordinator) -> None:
 async def test_what_waits_is_sent_again_when_the_connection_was_mended(
     coordinator: Coordinator, membership: Membership
 ) -> None:
-    """Also without a restart, and long before anybody's patience with a lost reply ends."""
+    """Also without a restart, and long before a lost reply would be noticed."""
     asked = ask(membership)
     first = await coordinator.hear()
     await coordinator.cut()
@@ -333,7 +334,7 @@ async def test_what_waits_is_sent_again_when_the_connection_was_mended(
 async def test_what_is_reported_on_a_new_stream_is_not_lost_with_the_old_one(
     coordinator: Coordinator, membership: Membership
 ) -> None:
-    """A worker says on each stream that it is ready; a coordinator that does not hear it gives it no work."""
+    """A worker reports on each stream that it is ready; a coordinator without that report gives it no work."""
     for _ in range(3):
         await coordinator.hear_report("run_report")
         coordinator.break_stream()
@@ -352,7 +353,7 @@ async def test_gauges_that_cannot_be_had_silence_no_worker(
 
 
 class Refusing(worker_pb2_grpc.WorkerServiceServicer):
-    """A coordinator of another protocol until `fits`, and then one that welcomes."""
+    """A coordinator of another protocol until `fits`; then it welcomes."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.fits = False

@@ -1,4 +1,4 @@
-"""Workers that cannot set a run up say why, try again by themselves, and say so when they can."""
+"""Workers that cannot set a run up report why, try again automatically, and report when they can."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATIENCE_S = 60.0
 
 
 class Membership:
-    """Takes reports down, and lets every request wait for ever."""
+    """Membership that records reports, and lets every request wait for ever."""
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[worker_pb2.RunReport] = asyncio.Queue()

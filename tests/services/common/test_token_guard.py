@@ -1,4 +1,4 @@
-"""Who gets an answer: a server behind the guard, its callers with and without the token, and a worker that lacks it."""
+"""Authentication: a server behind the guard, callers with and without the token, and a worker without it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_stream_without_the_token_is_refused_before_its_first_message_counts(
 
 
 async def test_what_a_stranger_sends_is_not_read() -> None:
-    """Each call may bring 64 MB, and strangers may make as many as they like."""
+    """Each call may bring 64 MB, and strangers may make any number of calls."""
     read: list[int] = []
 
     def deserialize(content: bytes) -> bytes:
@@ -149,7 +149,7 @@ def test_health_stays_open(cluster: LocalCluster) -> None:
 async def test_a_worker_that_gets_the_token_later_belongs_then(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Refused at first, it says why and tries again: the file may only be on its way."""
+    """Refused at first, it reports why and tries again, because the file may still be on its way."""
     late = tmp_path / "late"
     monkeypatch.setenv("PACELINE_TOKEN_FILE", str(late))
     welcomed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The coordinator as a process: one per ledger, clear words when it cannot start, a quick and clean stop."""
+"""The coordinator as a process: one per ledger, clear errors when it cannot start, a quick and clean stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Start = Callable[..., tuple["subprocess.Popen[str]", str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a coordinator on a directory and returns it with its address once it listens."""
+    """Return a function that starts a coordinator on a directory and returns it with its address once it listens."""
     processes: list[subprocess.Popen[str]] = []
 
     def start_one(directory: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
@@ -64,7 +64,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def refused(directory: Path, *options: str) -> str:
-    """What a coordinator says that cannot start."""
+    """Return the error of a coordinator that cannot start."""
     command = [*COMMAND, "--directory", str(directory), *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=ENVIRONMENT)
     assert ended.returncode == 1, ended.stderr
@@ -110,7 +110,7 @@ def test_sigterm_does_not_wait_for_a_watcher(start: Start, tmp_path: Path) -> No
 
 
 def test_a_disk_that_refuses_ends_it_with_the_reason(start: Start, tmp_path: Path) -> None:
-    """A worker's stream meets the fault. It must not merely break, or workers would come back to it for ever."""
+    """A worker's stream gets the fault. It must not merely break, because workers would reconnect for ever."""
     process, address = start(tmp_path / "runs")
     channel = open_channel(address)
     spec = spec_to_yaml(make_spec(tmp_path, logger={"tensorboard": False}))

@@ -1,4 +1,4 @@
-"""Runs over real gRPC: submit, look, steer; statuses that say what was wrong."""
+"""Runs over real gRPC: submission, status, commands, and errors that explain themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members say is bounded before it is stored: texts, names, numbers, events."""
+"""Texts, names, numbers and events from members are bounded before they are stored."""
 
 from __future__ import annotations
 

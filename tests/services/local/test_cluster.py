@@ -27,7 +27,7 @@ DEADLINE_S = 20.0
 
 
 class Reports:
-    """What a service said, and an event for each kind."""
+    """Lines that a service's supervisor reported, and an event for each kind."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -46,7 +46,7 @@ def reports() -> Reports:
 
 @pytest.fixture
 def start(tmp_path: Path, reports: Reports) -> Iterator[Callable[..., Service]]:
-    """Starts a Python one-liner as a supervised service; it is ended with the test."""
+    """Return a function that starts a Python one-liner as a supervised service, which ends with the test."""
     services: list[Service] = []
 
     def start(code: str, **options: Any) -> Service:
@@ -70,7 +70,7 @@ def start(tmp_path: Path, reports: Reports) -> Iterator[Callable[..., Service]]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition that another process makes true; fails at the deadline."""
+    """Wait for a condition that another process makes true; fail at the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline_s, "waited too long"
@@ -78,7 +78,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, reaped or not."""
+    """Return whether a process has ended, reaped or not."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -265,7 +265,7 @@ def test_a_second_cluster_in_a_directory_is_refused_before_it_touches_anything(t
     first = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
     try:
         address = first.start_coordinator()
-        for _ in range(2):  # nothing of the first refusal is in the way of the second
+        for _ in range(2):  # nothing of the first refusal blocks the second
             second = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
             with pytest.raises(Conflict, match=rf"another `paceline up` \(process {os.getpid()}\) works in"):
                 second.start_coordinator()

@@ -1,4 +1,4 @@
-"""Where a file that a spec may not use is refused: when it is submitted, and again in the worker that would run it."""
+"""A function's file outside of the allowed folders is refused at submission, and again in the worker that would run it."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ async def test_submit_refuses_a_function_from_elsewhere(tmp_path: Path) -> None:
 
 
 class Reports:
-    """Takes a worker's reports in place of its membership."""
+    """Reports of a worker, in place of its membership."""
 
     def __init__(self) -> None:
         self.first: asyncio.Future[worker_pb2.ConnectRequest] = asyncio.get_running_loop().create_future()
 
     async def report(self, report: worker_pb2.ConnectRequest) -> None:
-        """The first is kept."""
+        """Keep the first report."""
         if not self.first.done():
             self.first.set_result(report)
 
 
 async def first_report(assignment: worker_pb2.RunAssignment, **options: Any) -> worker_pb2.RunReport:
-    """What a reward worker with these options says of an assignment."""
+    """Return the first report of a reward worker with these options on an assignment."""
     worker = RewardWorker("nowhere:1", "reward-1", 1, ExponentialBackoff(1e6, 1e6), **options)
     worker.membership._context.term()
     reports = Reports()
@@ -67,7 +67,7 @@ async def first_report(assignment: worker_pb2.RunAssignment, **options: Any) -> 
 
 
 async def test_a_worker_runs_only_what_its_own_folders_allow(tmp_path: Path) -> None:
-    """Whatever the coordinator let pass. Another worker may allow it, so the run does not end."""
+    """Also if the coordinator accepted it. Another worker may allow it, so the run does not end."""
     assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=function_elsewhere(tmp_path))
     refused = await first_report(assignment, functions_from=[tmp_path / "mine"])
     assert "this worker does not run the functions: rewards.0.function" in refused.error

@@ -1,4 +1,4 @@
-"""RewardService: what a caller may ask for, and how much of it."""
+"""RewardService: requests that it accepts, and their limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Aborted(Exception):
 
 
 class Context:
-    """Of a call; `abort` ends it."""
+    """The context of a call; `abort` ends it."""
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         raise Aborted(code, details)

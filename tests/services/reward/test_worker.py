@@ -1,5 +1,5 @@
-"""A reward worker that is told to stop ends the task that runs and gives back those that only wait for a process. One whose requests
-are refused asks again."""
+"""A reward worker that stops finishes its running task and returns tasks that wait for a process. A worker whose
+requests are refused tries again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slow(completions, **_):
 
 
 class Exchange:
-    """Gives three tasks to the first who asks, then none; records the scores."""
+    """Exchange that gives three tasks to the first request, then none; it records the scores."""
 
     def __init__(self, payloads: list[bytes]):
         self.payloads = payloads
@@ -39,7 +39,7 @@ class Exchange:
         self.changed = asyncio.Condition()
         self._left = [1, 2, 3]
         self.refusals = 2
-        """Requests for tasks that are refused first."""
+        """Number of first requests for tasks that are refused."""
 
     async def request(
         self, request: pb.ExchangeRequest, payloads: Sequence[bytes] = ()

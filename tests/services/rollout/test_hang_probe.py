@@ -1,4 +1,4 @@
-"""An engine that hangs is told from one that is busy."""
+"""The probe tells an engine that hangs from an engine that is busy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 30.0
 
 
 class FakeEngine:
-    """Answers probes as `turns` says: with what an abort returns, by a refusal, or never."""
+    """Engine that answers probes as `turns` says: as after an abort, by a refusal, or never."""
 
     def __init__(self, turns: str):
         self.turns = turns

@@ -1,4 +1,4 @@
-"""A rollout worker's work on leases that hold something nobody foresaw: the group goes back, the worker goes on."""
+"""A rollout worker with leases that raise unforeseen errors: the group is returned, the worker goes on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ONE_TURN = '[{"role": "user", "content": "1+1"}]'
 
 
 class Engine:
-    """Answers with one token; `fault` raises for the requests that it is asked about."""
+    """Engine that answers with one token; `fault` may raise for a request."""
 
     num_running, num_waiting, capacity, max_batch_size, version = 0, 0, 64, 64, None
 
@@ -69,11 +69,11 @@ class Engine:
 
 
 class Exchange:
-    """Gives out what `leases` holds; records what comes back."""
+    """Exchange that gives the leases in `leases`, and records submissions and returns."""
 
     def __init__(self) -> None:
         self.leases: asyncio.Queue[tuple[list[pb.Lease], list[bytes]] | None] = asyncio.Queue()
-        """None: a refusal."""
+        """None stands for a refusal."""
         self.returned: asyncio.Queue[pb.LeaseReturn | pb.GroupResult] = asyncio.Queue()
 
     async def request(self, request: pb.ExchangeRequest, payloads: Any = ()) -> Any:
@@ -237,11 +237,11 @@ async def test_what_an_earlier_worker_left_and_nobody_can_read_is_made_anew(
     assert all(request.prefix is None for request in bench.engine.asked)
 
 
-# Visitors
+# External requests
 
 
 class Context:
-    """Of a call; `abort` ends it."""
+    """The context of a call; `abort` ends it."""
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         raise Aborted(code, details)

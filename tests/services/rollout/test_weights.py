@@ -1,4 +1,4 @@
-"""Weights on their way into a rollout worker's engine: what the worker says of them while it works, and afterwards."""
+"""Weights on their way into a rollout worker's engine: the worker's reports meanwhile and afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORE = "/runs/run/weights"
 
 
 class Membership:
-    """Notes reports; `waiting_reports` of them wait for a stream."""
+    """Membership that records reports; `waiting_reports` of them wait for a stream."""
 
     def __init__(self) -> None:
         self.waiting_reports = 0
@@ -44,7 +44,7 @@ class Membership:
 
 
 class SlowEngine:
-    """Loads a version when it is told to."""
+    """Engine that loads a version on command."""
 
     def __init__(self) -> None:
         self.version: Version | None = None
@@ -89,7 +89,7 @@ class Worker:
         self.engine.go_on.set()
         self.publisher.close()
         self.weights.close()
-        for thread in threading.enumerate():  # until none has anything to say any more
+        for thread in threading.enumerate():  # until none has anything to report
             if thread.name.startswith("weights-"):
                 await asyncio.to_thread(thread.join, DEADLINE_S)
 
@@ -140,7 +140,7 @@ async def test_the_last_yes_is_said_again_to_a_coordinator_that_was_away(worker:
 
 
 def link_offer(**fields: Any) -> worker_pb2.WeightOffer:
-    """An offer as a learner makes it, but for these fields."""
+    """Return an offer as a learner makes it, with the given fields changed."""
     manifest = plan({"weight": torch.ones(4)}, bucket_bytes=64).to_bytes()
     offer = LinkOffer("run", 1, "m", 1, "gloo", "127.0.0.1", 1, "prefix", *V1, manifest)
     message = offer.to_proto(MAX_WAIT_S)
@@ -201,5 +201,5 @@ async def test_a_bad_offer_is_answered_with_a_sentence(
     assert why in ack.message
     assert len(ack.message) < 500
     worker.engine.go_on.set()
-    worker.publish()  # and what is right is taken as before
+    worker.publish()  # a valid offer is taken as before
     assert (await worker.membership.next("weight_ack")).ok

@@ -76,7 +76,7 @@ async def test_a_worker_too_many_is_refused_with_the_remedy_and_the_others_stay(
     )
     first.hang_up()
     await first.hear_the_end()
-    again = rollout(plane, "rollout-1")  # a member that comes back is none too many
+    again = rollout(plane, "rollout-1")  # a member that comes back needs no further place
     await again.hear("welcome")
     await plane.stop()
 
@@ -105,7 +105,7 @@ async def test_housekeeping_without_a_free_file_is_a_warning_and_goes_on(
 
 
 async def test_connections_beyond_the_bound_are_closed_at_once(tmp_path: Path) -> None:
-    """Whoever only connects must not use up the files that the ledger needs."""
+    """Connections without requests must not use up the files that the ledger needs."""
     server = GrpcServer("127.0.0.1", 0, max_connections=2)
     async with server:
         streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""When a service that died is started again, by its deaths alone."""
+"""Restarts of a service that died, by its deaths alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FAULT = Death(1, 2.0, "Error: no model")
 
 
 def pauses(policy: RestartPolicy, deaths: list[Death]) -> list[float]:
-    """The pause after each death, in seconds."""
+    """Return the pause after each death, in seconds."""
     found = []
     for death in deaths:
         policy.count(death)

@@ -10,7 +10,7 @@ ERROR = "IndexError: index 9 is out of range (rank 0)"
 
 
 async def end_at_step(worker: Worker, run_id: str, session: int) -> None:
-    """The learner reports what ended it in step 0 and goes."""
+    """Report the learner's error in step 0 and leave."""
     assert (await worker.hear("run")).session == session
     report = worker_pb2.RunReport(
         run_id=run_id, session=session, error=ERROR, fault=worker_pb2.FAULT_STEP, step=0

@@ -22,7 +22,7 @@ async def test_specs_beyond_those_that_are_being_read_are_turned_away(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_queue, "MAX_TO_READ", 1)
-    async with plane.coordinator.queue._reading:  # somebody's spec takes its time
+    async with plane.coordinator.queue._reading:  # as while another spec is read
         first = asyncio.create_task(plane.submit())
         async with asyncio.timeout(DEADLINE_S):
             while not plane.coordinator.queue._to_read:  # noqa: ASYNC110 - a request on its way has no event

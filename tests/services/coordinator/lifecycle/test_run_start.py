@@ -185,7 +185,7 @@ async def test_a_row_that_no_waiting_repairs_fails_a_run_that_has_not_begun_and_
 
 
 def spell(directory: Path, run_id: str, spec_yaml: str) -> str:
-    """Another version has written the run's spec; returns the one before."""
+    """Replace the run's spec as another version would write it; return the earlier text."""
     ledger = Ledger(directory / "ledger.sqlite")
     before = str(ledger.run(run_id)["spec_yaml"])
     with ledger.transaction():
@@ -196,7 +196,7 @@ def spell(directory: Path, run_id: str, spec_yaml: str) -> str:
 
 @contextlib.asynccontextmanager
 async def life(directory: Path) -> AsyncIterator[Plane]:
-    """One life of the coordinator."""
+    """Run a coordinator for one term."""
     plane = impatient(Plane(directory))
     await plane.start()
     plane.run_loops()
@@ -222,7 +222,7 @@ async def test_other_runs_go_first_and_it_goes_on_where_it_can_be_read(tmp_path:
         await plane.runs.Cancel(run_pb2.CancelRequest(run_id=second))
         third = (
             await plane.submit()
-        ).run_id  # the first was alone for a moment, and is still in nobody's way
+        ).run_id  # the first run was alone for a moment, and does not delay the others
         await plane.watch_until(third, "state", state="running")
     spell(tmp_path, first, spec)
 

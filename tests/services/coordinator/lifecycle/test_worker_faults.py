@@ -185,7 +185,7 @@ async def test_a_learner_that_fails_while_a_dead_one_is_still_a_member_is_tried_
     await dead.hear_the_end()
     member = plane.coordinator.members.get("learner-1")
     assert member is not None
-    member.session = 0  # as if the session had ended before it died; else it keeps it for the time-out
+    member.session = 0  # as if the session had ended before it died; otherwise it keeps it for the time-out
     worker = learner(plane, "learner-2")
     assert (await put_on(worker)).session == 2
     worker.say(run_report=RunReport(run_id=run_id, session=2, error="no mount", fault=FAULT_PASSING))

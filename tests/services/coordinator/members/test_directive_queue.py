@@ -1,4 +1,4 @@
-"""What waits for a member is bounded by what it says: a burst costs nobody its stream."""
+"""The queue of directives is bounded by their kinds: a burst ends no stream."""
 
 from __future__ import annotations
 

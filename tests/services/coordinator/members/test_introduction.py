@@ -1,4 +1,4 @@
-"""Who may become a member, and who may take a member's place."""
+"""Conditions to become a member, and to take a member's place."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_welcome_that_was_lost_costs_no_place(plane: Plane) -> None:
     first = rollout(plane)
     await first.hear("welcome")
     second = rollout(plane, secret=first.secret)
-    await second.hear("welcome")  # its worker never hears it
+    await second.hear("welcome")  # its worker never reads it
     again = rollout(plane, secret=first.secret)
     await again.hear("welcome")
     assert len({first.secret, second.secret, again.secret}) == 3

@@ -1,4 +1,4 @@
-"""The coordinator's own pauses are nobody's silence, and a learner's session outlives a broken stream."""
+"""The coordinator's own pauses do not count as silence of members, and a learner's session outlives a broken stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_lag_is_how_late_beats_are_and_counts_once() -> None:
     lag.beat()
     assert lag.take() == 0.0
     clock.now_s += BEAT_S / 2
-    lag.beat()  # an early one says nothing
+    lag.beat()  # an early beat changes nothing
     clock.now_s += BEAT_S / 2 + 3.0
     lag.beat()
     assert lag.take() == pytest.approx(3.0)

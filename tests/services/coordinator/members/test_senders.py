@@ -1,4 +1,4 @@
-"""Who may speak for which member: strangers and earlier secrets change nothing, and honest workers get over either."""
+"""Senders: strangers and earlier secrets change nothing, and honest workers recover from both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def world(make_world: MakeWorld) -> World:
 
 
 def every_request(world: World) -> dict[str, tuple[pb.ExchangeRequest, list[bytes]]]:
-    """One good request of each kind, each of its own member, in a world where each would change something."""
+    """Yield one good request of each kind, each of another member, in a world where each would change something."""
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     fill(rollout, reward, 3)
     part = learner.part(0)
@@ -149,6 +149,6 @@ async def test_a_strangers_group_does_not_reach_the_disk(world: World) -> None:
 
 
 def stored_bytes(service: Service) -> int:
-    """Of the segments beside the ledger."""
+    """Return the bytes of the segments beside the ledger."""
     folder: Path = service.world.ledger.payloads.folder
     return sum(path.stat().st_size for path in folder.glob("*.seg"))

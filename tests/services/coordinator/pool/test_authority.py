@@ -1,4 +1,4 @@
-"""A report counts only from the role and the session that it belongs to; what does not fit ends nobody but its sender."""
+"""A report counts only from its role and its session; any other report ends at most its sender's stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ async def started(plane: Plane) -> run_pb2.Run:
 
 
 async def heard(plane: Plane, worker: Worker, member_id: str) -> None:
-    """Until the coordinator has taken what the worker said before: reports are taken in order, and it leaves at the end."""
+    """Wait until the coordinator has taken the worker's earlier reports: they are taken in order, and it leaves at the
+    end."""
     worker.say(leave=worker_pb2.Leave())
     await worker.hear_the_end()
     assert plane.coordinator.members.get(member_id) is None
@@ -41,7 +42,7 @@ async def test_an_acknowledgement_counts_from_whom_it_was_offered_to(plane: Plan
     for one in (trainer, worker, other, scorer):
         await one.hear("run")
     trainer.say(weight_offer=offer(run.run_id, 1, 0))
-    trainer.say(weight_offer=offer(run.run_id, 1, 7))  # the run has not come to it
+    trainer.say(weight_offer=offer(run.run_id, 1, 7))  # the run has not published it
     for _ in range(2):
         await worker.hear("weight_offer")
     worker.say(weight_ack=ack(run.run_id, 1, 1_000_000))

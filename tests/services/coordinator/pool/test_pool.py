@@ -1,4 +1,4 @@
-"""Membership over real gRPC: who is welcomed, who gets a session, who is named for weights, who is gone."""
+"""Membership over real gRPC: Welcome, sessions, rosters, and members that leave."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(p
     worker.hang_up()
     await trainer.hear_epoch()
     await plane.watch_until(run.run_id, "member", what="suspected: its stream broke")
-    assert plane.coordinator.exchange.suspected == {"rollout-1"}  # no batch waits for what it holds
+    assert plane.coordinator.exchange.suspected == {"rollout-1"}  # no batch waits for its groups
     again = rollout(plane, secret=worker.secret)
     await again.hear("run")
     assert plane.coordinator.exchange.suspected == set()
@@ -282,7 +282,7 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) 
 
 
 async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path) -> None:
-    """Its stream stands, and what it holds would wait for ever."""
+    """Its stream is open, and its groups would wait for ever."""
 
     async def on_directive(_: worker_pb2.ConnectResponse) -> None:
         return
@@ -290,7 +290,7 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     def hello() -> worker_pb2.Hello:
         return worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
 
-    plane = Plane(tmp_path, timeout_s=4.0)  # and an exchange that nobody listens at
+    plane = Plane(tmp_path, timeout_s=4.0)  # an exchange without a listener
     await plane.start()
     run = await plane.submit()
     plane.run_loops()
@@ -401,7 +401,7 @@ async def test_holders_have_the_whole_timeout_to_come_back_after_a_restart(tmp_p
         assert members.silent(now_s + 55.0) == []
         (expected,) = members.silent(now_s + 61.0)
         assert expected.member_id == "rollout-1"
-        assert not plane.coordinator.exchange.senders.ids  # and is given nothing before it has come
+        assert not plane.coordinator.exchange.senders.ids  # it is given nothing before it has come
         await plane.coordinator.pool.leave(expected, "never came back")
         assert plane.ledger.db.execute("SELECT state FROM groups").fetchone()["state"] == "admitted"
     finally:

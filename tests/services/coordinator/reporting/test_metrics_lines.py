@@ -1,4 +1,4 @@
-"""metrics.jsonl has each step once, whatever the ledger was put back to."""
+"""metrics.jsonl has each step once, also after the ledger was restored from a backup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def line(kind: str, step: int, **values: float) -> str:
 
 
 def is_ahead(kind: str, step: int) -> bool:
-    """Of a run at step 2, whose version 2 was evaluated."""
+    """Return whether a line is ahead of a run at step 2, whose version 2 was evaluated."""
     return step >= 2 if kind == "train" else step > 2
 
 

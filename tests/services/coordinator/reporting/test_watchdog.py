@@ -1,4 +1,4 @@
-"""A run in which nothing moves says why; a disk that fills up closes admission before it is full."""
+"""Stalls are explained, and admission closes before the disk is full."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_stall_is_told_after_a_minute_then_after_two_and_four(world: World) ->
     rollout_worker, reward = Rollout(world), Reward(world)
     fill(rollout_worker, reward, 2)
     assert ranks.train(0) is not None
-    assert watchdog.check(world.now_s + 10_000) == []  # it has what it asked for
+    assert watchdog.check(world.now_s + 10_000) == []  # it has the batch that it requested
 
 
 def test_a_session_that_never_asks_is_told_of(world: World) -> None:
@@ -180,7 +180,7 @@ async def test_watchers_hear_of_a_stall(plane: Plane) -> None:
 
 
 async def test_only_a_broken_stream_is_a_crash(tmp_path: Path) -> None:
-    """Silence on a standing connection is a stopped worker, a broken one that nobody mends is a dead one."""
+    """Silence on an open connection is a stopped worker; a broken connection that stays broken is a dead worker."""
     plane = Plane(tmp_path, timeout_s=2.0)  # enough for both to have come before one of them is silent
     await plane.start()
     run = await plane.submit()

@@ -1,4 +1,4 @@
-"""What a version cost, from reports that come in any order and sometimes not at all."""
+"""Costs of a version, from reports that come in any order and sometimes not at all."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_a_version_that_somebody_never_took_is_written_a_few_versions_later() ->
     assert records.publish(published(0, "a")) == []
     (done,) = records.stage(staged(KEPT_OPEN), epoch=1, members=2)
     assert (done.version, done.acknowledged) == ((1, 0), {"a"})
-    assert records.publish(published(0, "b")) == []  # too late to be told
+    assert records.publish(published(0, "b")) == []  # too late to count
     assert [record.version.step for record in records.close()] == list(range(1, KEPT_OPEN + 1))

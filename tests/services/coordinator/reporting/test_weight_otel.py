@@ -28,7 +28,7 @@ def record(step: int, **numbers: float) -> VersionRecord:
 
 
 def points(reader: InMemoryMetricReader) -> dict[str, Any]:
-    """The one data point of every metric, by name."""
+    """Return the one data point of every metric, by name."""
     data = reader.get_metrics_data()
     assert data is not None
     found = {}

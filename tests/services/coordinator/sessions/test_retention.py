@@ -1,4 +1,4 @@
-"""Which checkpoints stay, by age and by metric."""
+"""The choice of checkpoints to keep, by age and by metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session that cannot load its checkpoint: the next one begins from an older one, and no run ends of it."""
+"""A session that cannot load its checkpoint: the next begins from an older one, and the run goes on."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_a_dead_learner_that_is_still_a_member_does_not_leave_the_new_one_
     await dead.hear_the_end()
     member = plane.coordinator.members.get("learner-dead")
     assert member is not None
-    member.session = 0  # as if the session had ended before it died; else it keeps it for the time-out
+    member.session = 0  # as if the session had ended before it died; otherwise it keeps it for the time-out
     worker = learner(plane, "learner-new")
     assignment = await worker.hear("run")
     assert start(assignment) == (3, 3, "1-3")
@@ -145,7 +145,9 @@ async def test_a_run_whose_samples_are_gone_is_paused_and_goes_on_when_the_check
     assert "the samples of step 1 were not kept" in row["message"]
     assert f"`paceline resume {run_id}`" in row["message"]
 
-    newcomer = learner(plane, "learner-2")  # a new process is given nothing, and the pause is told once
+    newcomer = learner(
+        plane, "learner-2"
+    )  # a new process is assigned nothing, and the pause is reported once
     await newcomer.hear("welcome")
     await plane.watch_until(run_id, "member", member_id="learner-2", what="joined")
     await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))

@@ -1,4 +1,4 @@
-"""The public OpenAI client against the endpoint. Each test runs once for every engine there is."""
+"""The public OpenAI client against the endpoint. Each test runs once for every engine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def make_spec(folder: Path, backend: str) -> RunSpec:
 
 @pytest.fixture(scope="module")
 def vllm_engine(folder: Path) -> Iterator[Engine]:
-    """One for the whole module, since it takes long to start."""
+    """Return one engine for the whole module, because it takes long to start."""
     engine = create_engine(make_spec(folder, "vllm"))
     yield engine
     asyncio.run(engine.close())
@@ -93,7 +93,7 @@ def vllm_engine(folder: Path) -> Iterator[Engine]:
 
 @dataclass
 class Run:
-    """What the endpoint serves: an engine with its run's name, outside of any coordinator."""
+    """A run for the endpoint: an engine with its run's name, without a coordinator."""
 
     run_id: str
     spec: RunSpec
@@ -511,7 +511,7 @@ async def test_connections_that_say_nothing_leave_files_for_the_worker(
     silent[0][1].close()
     await silent[0][1].wait_closed()
     async with asyncio.timeout(60), aiohttp.ClientSession() as session:
-        while True:  # until the server has heard of that
+        while True:  # until the server has noticed
             try:
                 async with session.get(f"{url}/models") as answer:
                     assert answer.status == 200
@@ -537,7 +537,7 @@ async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
                 status = answer.status
         assert status == 429
         slow.close()
-        while status == 429:  # until the server has heard of its end
+        while status == 429:  # until the server has noticed its end
             async with session.post(f"{url}/completions", json={}) as answer:
                 status = answer.status
         assert status == 400

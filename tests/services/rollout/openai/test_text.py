@@ -1,4 +1,4 @@
-"""Text that comes in pieces is the text that comes at once, and nothing of a stop string is let out."""
+"""Streamed text equals the text that is decoded at once, and no part of a stop string is returned."""
 
 from __future__ import annotations
 
