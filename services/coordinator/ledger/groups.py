@@ -3,9 +3,11 @@
     admitted ──► leased ──► generated ──► scored ──► batched(step) ──► trained(step)
        └───────────┴────────────┴───────────┴────────────┴──► dropped(reason)
 
-Back: leased → admitted when its worker is gone or returns it, generated, scored and batched → admitted when its payload is lost,
+Back: leased → admitted when its worker is gone or returns it, generated and scored → admitted when its payload is lost,
 batched → scored when its batch is fixed anew. Methods run inside a transaction of the ledger and decide nothing: which group
-makes which transition is the exchange's policy. The row of a group that ends is sealed by the statement that ends it.
+makes which transition is the exchange's policy. Every statement names the states that its transition starts from. A method
+raises LedgerFault when a group that it is given is in none of them, because the exchange has read the state in the same
+transaction. The row of a group that ends is sealed by the statement that ends it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from paceline.errors import LedgerFault
 from services.coordinator.ledger.integrity import row_checksums
 
 INSERTED_AT_ONCE = 64
@@ -128,15 +131,16 @@ class Groups:
 
     def lease(self, leases: Sequence[NewLease]) -> None:
         """Lease admitted groups, each for a new attempt."""
-        self._db.execute(
+        changed = self._db.execute(
             # The run is among the values, so that SQLite looks each group up instead of reading all that the run had.
             "UPDATE groups SET state = 'leased', member_id = json_extract(lent.value, '$[2]'),"
             " attempt = json_extract(lent.value, '$[3]'), lease_step = json_extract(lent.value, '$[4]'),"
             " holders = json_extract(lent.value, '$[5]')"
             " FROM json_each(?) AS lent WHERE run_id = json_extract(lent.value, '$[0]')"
-            " AND group_id = json_extract(lent.value, '$[1]')",
+            " AND group_id = json_extract(lent.value, '$[1]') AND state = 'admitted'",
             (json.dumps(leases),),
         )
+        _check(changed, [lease.group_id for lease in leases], State.ADMITTED)
 
     def lease_again(self, run_id: str, member_id: str, group_ids: Sequence[int]) -> None:
         """Give those groups back to their last holder, in the same attempt, that are admitted and still have its name."""
@@ -185,50 +189,59 @@ class Groups:
 
     def forget_holder(self, run_id: str, group_id: int) -> None:
         """Remove the last holder's name from an admitted group, so that it cannot have it again by `lease_again`."""
-        self._db.execute(
-            "UPDATE groups SET member_id = NULL WHERE run_id = ? AND group_id = ?", (run_id, group_id)
+        changed = self._db.execute(
+            "UPDATE groups SET member_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'admitted'",
+            (run_id, group_id),
         )
+        _check(changed, [group_id], State.ADMITTED)
 
     def set_prefix_step(self, run_id: str, group_id: int, oldest_step: int | None) -> None:
-        """Set the oldest version among the tokens of the prefix that a worker returned; None: there is no prefix."""
+        """Set the oldest version among the tokens of the prefix that a worker returned; None: there is no prefix. A group that
+        has its result keeps the version of that.
+        """
         self._db.execute(
-            "UPDATE groups SET oldest_step = ? WHERE run_id = ? AND group_id = ?",
+            "UPDATE groups SET oldest_step = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",
             (oldest_step, run_id, group_id),
         )
 
     def readmit(self, run_id: str, group_id: int) -> None:
         """Admit a group again that is admitted or leased, whoever holds it."""
-        self._db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?",
+        changed = self._db.execute(
+            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
+            " AND state IN ('admitted', 'leased')",
             (run_id, group_id),
         )
+        _check(changed, [group_id], State.ADMITTED, State.LEASED)
 
     def fail_generation(self, run_id: str, group_id: int, failures: int) -> None:
         """Admit a leased group again after an attempt that failed because of the group's data."""
-        self._db.execute(
+        changed = self._db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL, generation_failures = ?"
-            " WHERE run_id = ? AND group_id = ?",
+            " WHERE run_id = ? AND group_id = ? AND state = 'leased'",
             (failures, run_id, group_id),
         )
+        _check(changed, [group_id], State.LEASED)
 
     # Generation: admitted or leased → generated, and back
 
     def commit(self, run_id: str, group_id: int, generated: Generated) -> None:
         """Record the result of an attempt at a group that waits for one."""
-        self._db.execute(
+        changed = self._db.execute(
             "UPDATE groups SET state = 'generated', member_id = NULL, tokens = ?, sequence_tokens = ?, oldest_step = ?,"
-            " digest = ? WHERE run_id = ? AND group_id = ?",
+            " digest = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",
             (*generated, run_id, group_id),
         )
+        _check(changed, [group_id], State.ADMITTED, State.LEASED)
 
     def generate_again(self, run_id: str, group_id: int) -> None:
-        """Admit a generated, scored or batched group again, as before its generation."""
-        self._db.execute(
+        """Admit a generated or scored group again, as before its generation. A batched one is scored again first (`unbatch`)."""
+        changed = self._db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL, scorer_id = NULL, tokens = 0, sequence_tokens = 0,"
             " oldest_step = NULL, digest = NULL, rewards = NULL, functions = NULL, reward = NULL, scores_digest = ''"
-            " WHERE run_id = ? AND group_id = ?",
+            " WHERE run_id = ? AND group_id = ? AND state IN ('generated', 'scored')",
             (run_id, group_id),
         )
+        _check(changed, [group_id], State.GENERATED, State.SCORED)
 
     def restart_evaluation(self, run_id: str, kind: str, member_id: str) -> list[int]:
         """Admit all groups of an evaluation again but the dropped ones and those leased to the member. Return their ids."""
@@ -244,10 +257,12 @@ class Groups:
 
     def assign_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int, scorers: str) -> None:
         """Give a generated group to a reward worker; `scorers` names everyone who ever had it."""
-        self._db.execute(
-            "UPDATE groups SET scorer_id = ?, score_attempt = ?, scorers = ? WHERE run_id = ? AND group_id = ?",
+        changed = self._db.execute(
+            "UPDATE groups SET scorer_id = ?, score_attempt = ?, scorers = ? WHERE run_id = ? AND group_id = ?"
+            " AND state = 'generated'",
             (member_id, attempt, scorers, run_id, group_id),
         )
+        _check(changed, [group_id], State.GENERATED)
 
     def release_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
         """Take a task back that this attempt of the member holds."""
@@ -274,35 +289,41 @@ class Groups:
 
     def fail_scoring(self, run_id: str, group_id: int, failures: int) -> None:
         """Take a task back whose reward function failed."""
-        self._db.execute(
-            "UPDATE groups SET scorer_id = NULL, score_failures = ? WHERE run_id = ? AND group_id = ?",
+        changed = self._db.execute(
+            "UPDATE groups SET scorer_id = NULL, score_failures = ? WHERE run_id = ? AND group_id = ?"
+            " AND state = 'generated'",
             (failures, run_id, group_id),
         )
+        _check(changed, [group_id], State.GENERATED)
 
     # Scores and batches: generated → scored → batched → trained
 
     def score(self, run_id: str, group_id: int, scored: Scored) -> None:
         """Record the scores of a generated group."""
-        self._db.execute(
+        changed = self._db.execute(
             "UPDATE groups SET state = 'scored', scorer_id = NULL, rewards = ?, scores_digest = ?, functions = ?, reward = ?"
-            " WHERE run_id = ? AND group_id = ?",
+            " WHERE run_id = ? AND group_id = ? AND state = 'generated'",
             (*scored, run_id, group_id),
         )
+        _check(changed, [group_id], State.GENERATED)
 
     def batch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
         """Make scored groups the batch of a step, in this order."""
-        self._db.executemany(
-            "UPDATE groups SET state = 'batched', step = ?, rank_order = ? WHERE run_id = ? AND group_id = ?",
-            [(step, place, run_id, group_id) for place, group_id in enumerate(group_ids)],
+        changed = self._db.executemany(
+            "UPDATE groups SET state = 'batched', step = ?, rank_order = ? WHERE run_id = ? AND group_id = ?"
+            " AND state = 'scored'",
+            [(step, index, run_id, group_id) for index, group_id in enumerate(group_ids)],
         )
+        _check(changed, group_ids, State.SCORED)
 
-    def unbatch(self, run_id: str, step: int) -> None:
-        """Take the batch of a step apart: its groups are scored again."""
-        self._db.execute(
+    def unbatch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
+        """Take the batch of a step apart, which has these groups: they are scored again."""
+        changed = self._db.execute(
             "UPDATE groups INDEXED BY step_groups SET state = 'scored', step = NULL, rank_order = NULL"
-            " WHERE run_id = ? AND step = ?",
+            " WHERE run_id = ? AND step = ? AND state = 'batched'",
             (run_id, step),
         )
+        _check(changed, group_ids, State.BATCHED)
 
     def train(self, run_id: str, step: int) -> tuple[int, int]:
         """End the groups of a step as trained. Return their number and their tokens."""
@@ -311,10 +332,13 @@ class Groups:
             (run_id, step),
         ).fetchone()
         sealed = row_checksums.assignment("groups", state="'trained'")
-        self._db.execute(
-            f"UPDATE groups INDEXED BY step_groups SET state = 'trained', {sealed} WHERE run_id = ? AND step = ?",
+        changed = self._db.execute(
+            f"UPDATE groups INDEXED BY step_groups SET state = 'trained', {sealed} WHERE run_id = ? AND step = ?"
+            " AND state = 'batched'",
             (run_id, step),
         )
+        if changed.rowcount != totals["n"]:
+            raise LedgerFault(f"of the {totals['n']} groups of step {step} {changed.rowcount} are batched")
         return totals["n"], totals["tokens"]
 
     # The other end
@@ -322,11 +346,13 @@ class Groups:
     def drop(self, run_id: str, group_id: int, reason: str) -> None:
         """End an open group as dropped(reason)."""
         becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
-        self._db.execute(
+        changed = self._db.execute(
             f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"
-            f" {row_checksums.assignment('groups', **becomes)} WHERE run_id = ?2 AND group_id = ?3",
+            f" {row_checksums.assignment('groups', **becomes)} WHERE run_id = ?2 AND group_id = ?3"
+            " AND state IN ('admitted', 'leased', 'generated', 'scored', 'batched')",
             (reason, run_id, group_id),
         )
+        _check(changed, [group_id], *OPEN_STATES)
 
     def remove(self, run_id: str, kind: str) -> list[sqlite3.Row]:
         """Delete the groups of an evaluation with their prompts and payloads, in as many statements for thousands of groups as
@@ -347,3 +373,12 @@ class Groups:
             "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?", (run_id, kind)
         )
         return removed
+
+
+def _check(changed: sqlite3.Cursor, group_ids: Sequence[int], *states: State) -> None:
+    """Raises LedgerFault unless the statement has changed a row for each of the groups."""
+    if changed.rowcount != len(group_ids):
+        raise LedgerFault(
+            f"{changed.rowcount} of {len(group_ids)} groups are {' or '.join(states)}, as the exchange has read them: "
+            f"groups {list(group_ids[:8])}"
+        )

@@ -71,7 +71,7 @@ def take_apart(
     group_ids = [group["group_id"] for group in exchange.group_queries.of_step(run.run_id, step)]
     ledger.batches.replace(batch, group_ids, taken_out, reason)
     ledger.receipts.remove(run.run_id, exchange.sessions(run), step)  # of ranks whose session then ended
-    exchange.groups.unbatch(run.run_id, step)
+    exchange.groups.unbatch(run.run_id, step, group_ids)
     ledger.update_run(run.run_id, next_batch=step)
     ledger.forget(BATCH_DUE)
     exchange.places_changed()

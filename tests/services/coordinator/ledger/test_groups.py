@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from services.coordinator.ledger.groups import Generated, NewLease, Scored, State
+from paceline.errors import LedgerFault
+from services.coordinator.ledger.groups import Generated, Groups, NewLease, Scored, State
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.ledger import Ledger
 
@@ -36,7 +37,8 @@ def lease(ledger: Ledger, group_id: int, member_id: str = "rollout", attempt: in
 
 
 def commit(ledger: Ledger, group_id: int) -> None:
-    lease(ledger, group_id)
+    if row_of(ledger, group_id)["state"] == State.ADMITTED:
+        lease(ledger, group_id)
     ledger.groups.commit(RUN, group_id, GENERATED)
 
 
@@ -113,7 +115,7 @@ def test_a_batch_is_taken_apart_and_a_group_of_it_generated_again(ledger: Ledger
         score(ledger, group_id)
     groups.batch(RUN, 0, [1, 0])
     assert [row["group_id"] for row in ledger.group_queries.of_step(RUN, 0)] == [1, 0]
-    groups.unbatch(RUN, 0)
+    groups.unbatch(RUN, 0, [1, 0])
     groups.generate_again(RUN, 0)
     assert [row_of(ledger, group_id)["state"] for group_id in (0, 1)] == [State.ADMITTED, State.SCORED]
     again = row_of(ledger, 0)
@@ -153,3 +155,45 @@ def test_an_evaluation_starts_anew_and_is_removed(ledger: Ledger) -> None:
     assert queries.is_evaluated(RUN, "eval:4")
     assert groups.remove(RUN, "eval:4") == []
     assert queries.of_class(RUN, "eval:4") == []
+
+
+@pytest.mark.parametrize(
+    "transition",
+    [
+        lambda groups: groups.lease([NewLease(RUN, 2, "rollout", 2, lease_step=2, holders="rollout")]),
+        lambda groups: groups.forget_holder(RUN, 2),
+        lambda groups: groups.readmit(RUN, 2),
+        lambda groups: groups.fail_generation(RUN, 2, 1),
+        lambda groups: groups.commit(RUN, 2, GENERATED),
+        lambda groups: groups.generate_again(RUN, 1),
+        lambda groups: groups.assign_scorer(RUN, 1, "reward", 1, "reward"),
+        lambda groups: groups.fail_scoring(RUN, 1, 1),
+        lambda groups: groups.score(RUN, 1, SCORED),
+        lambda groups: groups.batch(RUN, 0, [3, 2]),
+        lambda groups: groups.unbatch(RUN, 0, [3]),
+        lambda groups: groups.drop(RUN, 0, "stale"),
+    ],
+)
+def test_a_transition_from_another_state_is_refused(
+    ledger: Ledger, transition: Callable[[Groups], None]
+) -> None:
+    ledger.groups.drop(RUN, 0, "stale")
+    lease(ledger, 1)
+    commit(ledger, 2)
+    score(ledger, 3)
+    with pytest.raises(LedgerFault):
+        transition(ledger.groups)
+
+
+def test_a_step_whose_groups_are_not_batched_is_not_trained(ledger: Ledger) -> None:
+    score(ledger, 0)
+    ledger.groups.batch(RUN, 0, [0])
+    ledger.groups.train(RUN, 0)
+    with pytest.raises(LedgerFault):
+        ledger.groups.train(RUN, 0)
+
+
+def test_the_prefix_of_a_generated_group_changes_nothing(ledger: Ledger) -> None:
+    commit(ledger, 0)
+    ledger.groups.set_prefix_step(RUN, 0, None)
+    assert row_of(ledger, 0)["oldest_step"] == GENERATED.oldest_step
