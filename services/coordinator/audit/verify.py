@@ -30,17 +30,17 @@ def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
 
     `ledger` should be opened read-only. Raises NotFound for a run that a sound file does not have.
     """
-    report = _look(ledger, run_id, deep)
+    report = _compare_all(ledger, run_id, deep)
     if not report.found:
         return report
     # A coordinator that goes on may have pruned what the snapshot still refers to: what is wrong is so in the next one too.
-    again = _look(ledger, run_id, deep)
+    again = _compare_all(ledger, run_id, deep)
     subjects = {problem.subject for problem in report.found}
     again.found = [problem for problem in again.found if problem.subject in subjects]
     return again
 
 
-def _look(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
+def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
     """Once, in one snapshot."""
     report = VerifyReport()
     with tolerant(ledger.db):
@@ -105,7 +105,7 @@ def _groups(record: Record, report: VerifyReport) -> None:
     report.facts |= {"groups": dict(states), "dropped": dict(reasons), "open": live}
 
 
-def _places(record: Record, report: VerifyReport) -> None:
+def _slots(record: Record, report: VerifyReport) -> None:
     """A step only where the state has one, and a place for one group at a time.
 
     The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
@@ -219,7 +219,7 @@ def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
 
 COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "groups": _groups,
-    "places": _places,
+    "places": _slots,
     "tokens": _tokens,
     "batches": _batches,
     "receipts": evidence.receipts,

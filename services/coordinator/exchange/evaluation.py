@@ -98,7 +98,7 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
         "completion_length": sum(row["tokens"] for row in scored) / max(1, len(scored)),
     }
     exchange.ledger.evaluations.finish(run.run_id, step, result)
-    exchange.forget_groups(run.run_id, kind)
+    exchange.remove_groups(run.run_id, kind)
     exchange.notice("evaluated", requested_step=step, **result)
 
 

@@ -46,41 +46,41 @@ class LeaseAges:
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._looked_s: float | None = None
+        self._checked_s: float | None = None
         self._since_s: dict[tuple[str, int, int], float] = {}
         """When each lease that is out was first seen, by worker, group and attempt."""
         self._results: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         """Worker of each of the newest results, and seconds from its lease."""
-        self._handed_in_s: dict[str, float] = {}
+        self._submitted_s: dict[str, float] = {}
         """When each worker last handed in a group that was accepted."""
         self._refused: dict[str, int] = {}
         """Results in a row of each worker that were refused."""
 
-    def handed_in(self, member_id: str, group_id: int, attempt: int) -> None:
+    def note_submission(self, member_id: str, group_id: int, attempt: int) -> None:
         """A worker's result was accepted, or came after another's."""
         since_s = self._since_s.get((member_id, group_id, attempt), self._now_s)
         self._results.append((member_id, self._now_s - since_s))
-        self._handed_in_s[member_id] = self._now_s
+        self._submitted_s[member_id] = self._now_s
         self._refused.pop(member_id, None)
 
-    def refused(self, member_id: str) -> None:
+    def note_refusal(self, member_id: str) -> None:
         """A worker's result cannot be accepted."""
         self._refused[member_id] = self._refused.get(member_id, 0) + 1
 
-    def look(
+    def check(
         self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
     ) -> list[Overdue]:
         """Who is overdue, where `held` are all leases that are out: worker, group, attempt; `able` are the workers that could take
         them."""
-        if self._looked_s is not None:
-            self._now_s += min(max(0.0, now_s - self._looked_s), LONGEST_STEP_S)
-        self._looked_s = now_s
+        if self._checked_s is not None:
+            self._now_s += min(max(0.0, now_s - self._checked_s), LONGEST_STEP_S)
+        self._checked_s = now_s
         self._since_s = {lease: self._since_s.get(lease, self._now_s) for lease in held}
         oldest_s: dict[str, float] = {}
         for (member_id, _, _), since_s in self._since_s.items():
             oldest_s[member_id] = min(since_s, oldest_s.get(member_id, since_s))
         known = oldest_s.keys() | {member_id for member_id, _ in self._results}
-        self._handed_in_s = {m: s for m, s in self._handed_in_s.items() if m in known}
+        self._submitted_s = {m: s for m, s in self._submitted_s.items() if m in known}
         self._refused = {m: n for m, n in self._refused.items() if m in known}
         return [
             Overdue(member_id, why)
@@ -91,9 +91,9 @@ class LeaseAges:
     def _why(self, member_id: str, oldest_s: float, *, has_free: bool) -> str:
         """Why a worker is overdue; empty where it is not. `has_free`: another one has nothing in hand."""
         others = [seconds for other, seconds in self._results if other != member_id]
-        since_s = max(oldest_s, self._handed_in_s.get(member_id, oldest_s))
+        since_s = max(oldest_s, self._submitted_s.get(member_id, oldest_s))
         is_known = len(others) >= MIN_RESULTS
-        handing_in = any(s >= since_s for other, s in self._handed_in_s.items() if other != member_id)
+        handing_in = any(s >= since_s for other, s in self._submitted_s.items() if other != member_id)
         if not (has_free or (handing_in and is_known)):
             return ""  # the others do no better
         if self._refused.get(member_id, 0) >= MAX_REFUSED:

@@ -27,18 +27,18 @@ ADMITTED_AT_ONCE = 64
 """Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
 
 
-def give(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
+def grant(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
     """Leases for the room that each of these workers has, all of them different ones: evaluation first, then training, oldest
     place first. What they have in common is read once and written once.
     """
     _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
-    lending = _Lending(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
-    outcomes = [lending.give(request) for request in requests]
-    lending.write_down()
+    batch = _LeaseBatch(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
+    outcomes = [batch.grant(request) for request in requests]
+    batch.write()
     return outcomes
 
 
-class _Lending:
+class _LeaseBatch:
     """Admitted groups that go to one worker after the other."""
 
     def __init__(self, exchange: Exchange, run: ActiveRun, rooms: Sequence[int]):
@@ -47,8 +47,8 @@ class _Lending:
         self._params = params_message(run.spec.policy.generation)
         self._free: list[tuple[sqlite3.Row, int]] = []
         """Groups to train that nobody has, in the order of their places, each with the step that it is for."""
-        self._lent: list[NewLease] = []
-        """Leases that `write_down` has to write."""
+        self._granted: list[NewLease] = []
+        """Leases that `write` has to write."""
         if run.prompts is not None and not exchange.paused(run):
             places = sum(max(1, room // self._group_size) for room in rooms)
             wanted = places + quarantine.num_reserved(exchange)
@@ -57,7 +57,7 @@ class _Lending:
                 admit(exchange, run, max(wanted, ADMITTED_AT_ONCE))
                 self._free = _admitted(exchange, run, wanted)
 
-    def give(self, request: pb.ExchangeRequest) -> Outcome:
+    def grant(self, request: pb.ExchangeRequest) -> Outcome:
         """One worker's leases; they are written down later."""
         exchange, run = self._exchange, self._run
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
@@ -66,14 +66,14 @@ class _Lending:
         if version is None or run.prompts is None or request.member_id in exchange.overdue:
             return Outcome(reply, empty=True)
         if quarantine.suspects(exchange, run):
-            self.write_down()  # who holds what decides now
+            self.write()  # who holds what decides now
         payloads: list[Frame] = []
         room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
         measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
         for row in quarantine.choose(exchange, run, request.member_id, measured, room):
             room -= self._lease(request.member_id, row, version, reply, payloads, pinned=version)
         if quarantine.suspects(exchange, run):
-            self.write_down()
+            self.write()
         places = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
         leasable = self._leasable(version, places + reserved) if places else []
         steps = {row["group_id"]: step for row, step in leasable}
@@ -83,11 +83,11 @@ class _Lending:
                 self._free.remove((row, step))
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
-    def write_down(self) -> None:
+    def write(self) -> None:
         """Makes leases of what was given since the last time."""
-        if self._lent:
-            self._exchange.groups.lease(self._lent)
-            self._lent.clear()
+        if self._granted:
+            self._exchange.groups.lease(self._granted)
+            self._granted.clear()
 
     def _leasable(self, version: Version, number: int) -> list[tuple[sqlite3.Row, int]]:
         """The first of the free groups, up to `number`, as far as the worker's version allows."""
@@ -136,7 +136,7 @@ class _Lending:
             lease.prefix_finish_reasons.extend(returned.finish_reasons)
             oldest = min(oldest, row["oldest_step"])
         holders = with_holder(row["holders"], lease.attempt, member_id)
-        self._lent.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
+        self._granted.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
         return True
 
     def _prefix(self, group_id: int) -> Payload | None:
@@ -179,7 +179,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
         cursor += 1
         if free_slots:
             slot = free_slots.pop()
-            exchange.places_changed()
+            exchange.slots_changed()
             ledger.free_slots.remove(run_id, slot)
         else:
             slot, next_slot = next_slot, next_slot + 1

@@ -13,20 +13,20 @@ from services.coordinator.exchange.lease_ages import LeaseAges, Overdue
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
 
-def look(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
+def find(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
     """Who holds leases or tasks for far longer than others need; asked every few seconds."""
     unable = exchange.overdue | exchange.suspected
     measured = evaluation.pending(exchange, run)
     oldest_step = 0 if measured is None else measured["step"]
     samplers = {m for m, version in exchange.versions.items() if version.step >= oldest_step}
     queries = exchange.group_queries
-    found = exchange.ages.look(now_s, queries.leases(run.run_id), samplers - unable)
+    found = exchange.ages.check(now_s, queries.leases(run.run_id), samplers - unable)
     rewards = exchange.senders.of_role(common_pb2.ROLE_REWARD)
     scorers = {member.member_id for member in rewards if member.fault is None}
-    return found + exchange.task_ages.look(now_s, queries.tasks(run.run_id), scorers - unable)
+    return found + exchange.task_ages.check(now_s, queries.tasks(run.run_id), scorers - unable)
 
 
-def take(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
+def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
     """Gives others what such workers hold, in a transaction. What they still hand in counts, if it is the first."""
     for member_id, why in found:
         taken = leases.lease_again(exchange, [member_id], with_leases=True)
@@ -39,9 +39,9 @@ def take(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
         )
 
 
-def handed_in(exchange: Exchange, ages: LeaseAges, member_id: str, group_id: int, attempt: int) -> None:
+def note_submission(exchange: Exchange, ages: LeaseAges, member_id: str, group_id: int, attempt: int) -> None:
     """A worker does what it holds leases or tasks for."""
-    ages.handed_in(member_id, group_id, attempt)
+    ages.note_submission(member_id, group_id, attempt)
     if member_id in exchange.overdue:
         exchange.overdue.remove(member_id)
         what = "scores and gets tasks" if _scores(exchange, member_id) else "a group and gets leases"

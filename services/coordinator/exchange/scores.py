@@ -27,7 +27,7 @@ MAX_TASK_BYTES = 32 << 20
 """Of the groups in one answer, but for one group: a longer answer arrives later than each part of it could."""
 
 
-def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Groups without scores, oldest place first."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.task.SetInParent()
@@ -68,7 +68,7 @@ def give(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Out
     return Outcome(reply, payloads, empty=not reply.task.tasks)
 
 
-def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Scores of one group, for exactly the text that was sent out; the first valid ones win."""
     request = arrived.request
     score = request.score
@@ -81,7 +81,7 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
             f"attempt {score.attempt} at scoring group {score.group_id} was never {request.member_id}'s",
         )
     if row["state"] != State.GENERATED:
-        _handed_in(exchange, request)
+        _note_submission(exchange, request)
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
         return exchange.stale(
@@ -116,13 +116,13 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         fault = _fault_of_reference(arrived, row)
         if fault:
             return exchange.refuse(request, fault)
-        assert arrived.place is not None
+        assert arrived.location is not None
         assert arrived.reference is not None
         reference.append(arrived.reference)
-        exchange.ledger.add_payload(run.run_id, score.group_id, "reference", arrived.place)
-    _handed_in(exchange, request)
+        exchange.ledger.add_payload(run.run_id, score.group_id, "reference", arrived.location)
+    _note_submission(exchange, request)
     quarantine.clear(exchange, run, score.group_id)
-    exchange.ledger.forget(BATCH_DUE)
+    exchange.ledger.invalidate(BATCH_DUE)
     scored = Scored(
         rewards=rewards_CF.astype("<f4").tobytes(),
         scores_digest=scores_digest(rewards_CF, reference),
@@ -139,9 +139,9 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     return exchange.committed(request)
 
 
-def _handed_in(exchange: Exchange, request: pb.ExchangeRequest) -> None:
+def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
     said = request.score
-    overdue.handed_in(exchange, exchange.task_ages, request.member_id, said.group_id, said.attempt)
+    overdue.note_submission(exchange, exchange.task_ages, request.member_id, said.group_id, said.attempt)
 
 
 def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:

@@ -243,7 +243,7 @@ class Exchange:
         self._counted = (slot, ahead)
         return ahead
 
-    def places_changed(self) -> None:
+    def slots_changed(self) -> None:
         """A group entered, or left, the open ones at a place that was counted before."""
         self._counted = (0, 0)
 
@@ -273,7 +273,7 @@ class Exchange:
         self.groups.drop(run_id, group_id, reason)
         self.ledger.remove_payloads(run_id, group_id)
         self.reserved.pop(group_id, None)
-        self.places_changed()
+        self.slots_changed()
         self._freed = True
         self.ledger.deaths.remove_group(run_id, group_id)
         if row["class"] == "train":
@@ -285,16 +285,16 @@ class Exchange:
         """Drops what is still open as run_ended, and forgets evaluations that were not finished."""
         for kind in self._open_classes(run_id):
             if kind != "train":
-                self.forget_groups(run_id, kind)
+                self.remove_groups(run_id, kind)
                 continue
             for row in self.group_queries.open_of_class(run_id, kind):
                 self._drop(run_id, row, "run_ended", row["tokens"])
         self.ledger.deaths.remove_run(run_id)
         self._deactivate(run_id)
 
-    def forget_groups(self, run_id: str, kind: str) -> None:
+    def remove_groups(self, run_id: str, kind: str) -> None:
         """Remove the groups of an evaluation and all that they hold, because nobody needs them after its end."""
-        self.ledger.forget_records(self.groups.remove(run_id, kind))
+        self.ledger.note_removed_records(self.groups.remove(run_id, kind))
 
     def _open_classes(self, run_id: str) -> list[str]:
         """Classes of groups that may be open: training, and evaluations that are not done."""

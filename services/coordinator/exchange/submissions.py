@@ -19,7 +19,7 @@ MAX_ERROR_CHARS = 4096
 """Of a worker's message; what is beyond is cut off."""
 
 
-def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """A generated group that has been checked and stored. The first valid result of any attempt wins while the group waits
     for one.
     """
@@ -36,12 +36,12 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_known or group is not None):
         if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
-            _handed_in(exchange, request)
+            _note_submission(exchange, request)
         return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
     if arrived.is_known:  # until a moment ago: it was put back, and is generated again
         return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
-    if group is None or arrived.place is None:
-        exchange.ages.refused(request.member_id)
+    if group is None or arrived.location is None:
+        exchange.ages.note_refusal(request.member_id)
         return exchange.refuse(request, arrived.fault)
     expected = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
     if len(group.completions) != expected:
@@ -52,19 +52,19 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         group, pinned := evaluation.pinned_version(exchange, run, row)
     ):
         if row["lease_step"] == pinned.step:  # else another version was pinned since
-            exchange.ages.refused(request.member_id)
+            exchange.ages.note_refusal(request.member_id)
         exchange.groups.readmit(run.run_id, result.group_id)
         return exchange.stale(request, "tokens of another version than the evaluation's")
     fault = _fault(exchange, run, arrived, row, result.attempt)
     if fault:
-        exchange.ages.refused(request.member_id)
+        exchange.ages.note_refusal(request.member_id)
         return exchange.refuse(request, f"group {result.group_id}: {fault}")
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
     if row["attempt"] > 1:  # what an earlier one handed back
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
-    exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.place)
-    _handed_in(exchange, request)
+    exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
+    _note_submission(exchange, request)
     quarantine.clear(exchange, run, result.group_id)
     sequence_tokens = group.num_tokens + len(group.completions) * len(group.prompt_ids)
     generated = Generated(group.num_tokens, sequence_tokens, group.oldest_step, result.digest)
@@ -72,14 +72,14 @@ def take_result(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     return exchange.committed(request)
 
 
-def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """A lease handed back: by a worker that drains, perhaps with unfinished samples, or because of a bad prompt."""
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
     if row is not None and row["state"] == State.ADMITTED and row["member_id"] == request.member_id:
         # It was taken back already, and this worker must not take it up again.
-        exchange.groups.forget_holder(run.run_id, returned.group_id)
+        exchange.groups.clear_holder(run.run_id, returned.group_id)
     held = (returned.attempt, request.member_id)
     if row is None or row["state"] != State.LEASED or (row["attempt"], row["member_id"]) != held:
         return exchange.stale(
@@ -95,7 +95,7 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         return _failed(exchange, run, request, row)
     if arrived.frames and row["class"] == "train":
         begun = arrived.group
-        if begun is None or arrived.place is None:
+        if begun is None or arrived.location is None:
             return exchange.refuse(request, arrived.fault)
         expected = run.spec.grpo.num_generations_per_prompt
         if len(begun.completions) != expected:
@@ -106,7 +106,7 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         fault = _fault(exchange, run, arrived, row, returned.attempt)
         if fault:
             return exchange.refuse(request, f"what was begun of group {returned.group_id}: {fault}")
-        exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.place)
+        exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.location)
         oldest = begun.oldest_step
         oldest = oldest if oldest >= 0 else row["lease_step"]
         exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)
@@ -114,9 +114,9 @@ def take_back(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     return exchange.committed(request)
 
 
-def _handed_in(exchange: Exchange, request: pb.ExchangeRequest) -> None:
+def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
     said = request.group
-    overdue.handed_in(exchange, exchange.ages, request.member_id, said.group_id, said.attempt)
+    overdue.note_submission(exchange, exchange.ages, request.member_id, said.group_id, said.attempt)
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:

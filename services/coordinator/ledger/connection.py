@@ -30,8 +30,8 @@ from services.coordinator.ledger.integrity.report import REMEDY as RESTORE
 from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 from services.coordinator.ledger.segments import PayloadStore
 
-KnownT = TypeVar("KnownT")
-MAX_KNOWN = 256
+ValueT = TypeVar("ValueT")
+MAX_CACHED = 256
 """Answers that are kept of what was read."""
 
 REMEDY = "make room, or repair the disk, then start the coordinator again"
@@ -55,9 +55,9 @@ class LedgerFile:
         self._locks: list[IO[bytes]] = []
         self.term = 0
         """Number of this opening; 0 until it has one."""
-        self._known: dict[str, Any] | None = None if read_only else {}
+        self._cache: dict[str, Any] | None = None if read_only else {}
         """What was read and nobody has changed since; a reader knows nothing, as another process writes."""
-        self._decided: dict[str, Any] = {}
+        self._decisions: dict[str, Any] = {}
         """Likewise, of the transaction under way alone."""
         self._uncounted: dict[tuple[str, str], int] = {}
         """What the transaction under way adds to counters, by run and name; written before its commit."""
@@ -154,28 +154,28 @@ class LedgerFile:
                 self.db.execute("ROLLBACK TO part")
                 self.db.execute("RELEASE part")
             self._uncounted = uncounted
-            self._forget_all()
+            self._invalidate_all()
             raise
         self.db.execute("RELEASE part")
 
-    def known(self, key: str, read: Callable[[], KnownT]) -> KnownT:
+    def cached(self, key: str, read: Callable[[], ValueT]) -> ValueT:
         """What `read` gives, read once; whoever changes it says so with `forget`."""
-        return read() if self._known is None else _once(self._known, key, read)
+        return read() if self._cache is None else _once(self._cache, key, read)
 
-    def decided(self, key: str, decide: Callable[[], KnownT]) -> KnownT:
+    def decided(self, key: str, decide: Callable[[], ValueT]) -> ValueT:
         """What `decide` gives, asked once in a transaction."""
-        return _once(self._decided, key, decide) if self.db.in_transaction else decide()
+        return _once(self._decisions, key, decide) if self.db.in_transaction else decide()
 
-    def forget(self, key: str) -> None:
+    def invalidate(self, key: str) -> None:
         """What was known or decided under this key has changed."""
-        if self._known is not None:
-            self._known.pop(key, None)
-        self._decided.pop(key, None)
+        if self._cache is not None:
+            self._cache.pop(key, None)
+        self._decisions.pop(key, None)
 
-    def _forget_all(self) -> None:
-        if self._known is not None:
-            self._known.clear()
-        self._decided.clear()
+    def _invalidate_all(self) -> None:
+        if self._cache is not None:
+            self._cache.clear()
+        self._decisions.clear()
 
     def _begin(self) -> None:
         self.db.execute("BEGIN IMMEDIATE")
@@ -184,7 +184,7 @@ class LedgerFile:
                 f"belongs to another coordinator now, in term {newer}; the term of this one was {self.term}"
             )
         self._uncounted = {}
-        self._decided.clear()
+        self._decisions.clear()
 
     def written_counters(self, run_id: str) -> dict[str, int]:
         """A run's counters without what this transaction has counted."""
@@ -193,7 +193,7 @@ class LedgerFile:
             rows = self.db.execute("SELECT name, value FROM counters WHERE run_id = ?", (run_id,))
             return {row["name"]: row["value"] for row in rows}
 
-        return self.known(f"counters {run_id}", read)
+        return self.cached(f"counters {run_id}", read)
 
     def _write_counters(self) -> None:
         """Adds what was counted. With the seals, because a trigger for each counter would take the interpreter from the other
@@ -217,7 +217,7 @@ class LedgerFile:
         except BaseException:
             if self.db.in_transaction:  # SQLite itself ends it after some errors
                 self.db.execute("ROLLBACK")
-            self._forget_all()
+            self._invalidate_all()
             self._uncounted = {}
             raise
 
@@ -292,12 +292,12 @@ class LedgerFile:
         return int(row["value"]) if row else 0
 
 
-def _once(found: dict[str, Any], key: str, find: Callable[[], KnownT]) -> KnownT:
+def _once(found: dict[str, Any], key: str, find: Callable[[], ValueT]) -> ValueT:
     if key not in found:
-        if len(found) >= MAX_KNOWN:  # rows of runs that somebody looked through
+        if len(found) >= MAX_CACHED:  # rows of runs that somebody looked through
             found.clear()
         found[key] = find()
-    value: KnownT = found[key]
+    value: ValueT = found[key]
     return value
 
 

@@ -187,7 +187,7 @@ class Groups:
             (run_id, kind),
         )
 
-    def forget_holder(self, run_id: str, group_id: int) -> None:
+    def clear_holder(self, run_id: str, group_id: int) -> None:
         """Remove the last holder's name from an admitted group, so that it cannot have it again by `lease_again`."""
         changed = self._db.execute(
             "UPDATE groups SET member_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'admitted'",

@@ -20,7 +20,7 @@ from services.coordinator.ledger.connection import LedgerFile
 from services.coordinator.ledger.folders import resolved, stored
 from services.coordinator.ledger.group_queries import GroupQueries
 from services.coordinator.ledger.groups import Groups
-from services.coordinator.ledger.segments import DamagedRecord, Payload, Place
+from services.coordinator.ledger.segments import DamagedRecord, Location, Payload
 from services.coordinator.ledger.tables.batches import Batches
 from services.coordinator.ledger.tables.checkpoints import Checkpoints
 from services.coordinator.ledger.tables.deaths import Deaths
@@ -58,7 +58,7 @@ class Ledger(LedgerFile):
 
     def run(self, run_id: str) -> sqlite3.Row:
         """The row of a run. Raises NotFound."""
-        return self.known(f"run {run_id}", lambda: self._run(run_id))
+        return self.cached(f"run {run_id}", lambda: self._run(run_id))
 
     def _run(self, run_id: str) -> sqlite3.Row:
         row: sqlite3.Row | None = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
@@ -148,7 +148,7 @@ class Ledger(LedgerFile):
         """Sets columns of a run."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", (*columns.values(), run_id))
-        self.forget(f"run {run_id}")
+        self.invalidate(f"run {run_id}")
 
     def session_holder(self, run_id: str) -> str:
         """The learner that the newest session was given to; empty when the record does not say."""
@@ -225,7 +225,7 @@ class Ledger(LedgerFile):
         ).fetchone()
         return self.payloads.payload(row, last=last) if row else None
 
-    def add_payload(self, run_id: str, group_id: int, kind: str, place: Place) -> None:
+    def add_payload(self, run_id: str, group_id: int, kind: str, place: Location) -> None:
         """Records where a group's result is; another kind of payload replaces what there was of its kind."""
         insert = "INSERT" if kind == "result" else "INSERT OR REPLACE"
         self.db.execute(
@@ -258,19 +258,19 @@ class Ledger(LedgerFile):
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
         """Forgets all of a group's."""
-        self.forget_records(
+        self.note_removed_records(
             self.db.execute(
                 "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
                 (run_id, group_id),
             )
         )
 
-    def forget_records(self, removed: Iterable[sqlite3.Row]) -> None:
+    def note_removed_records(self, removed: Iterable[sqlite3.Row]) -> None:
         """Takes note of (segment, start) of rows that are gone from the table `payloads`."""
         for segment, start in list(removed):
             if segment is not None:
-                self.payloads.forget(segment, start)
-                self.payloads.look_at(segment)
+                self.payloads.evict(segment, start)
+                self.payloads.mark_candidate(segment)
 
     def remove_unused_segments(self) -> Future[None] | None:
         """Gives back the space of segments that nothing refers to any more, after the commit that made it so: a thread waits for
@@ -278,7 +278,7 @@ class Ledger(LedgerFile):
         """
         unused = [
             number
-            for number in self.payloads.segments_to_look_at()
+            for number in self.payloads.removal_candidates()
             if self.db.execute(
                 "SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ? LIMIT 1", (number,)
             ).fetchone()

@@ -26,5 +26,5 @@ def prune(ledger: Ledger, run_id: str, batch: int) -> None:
         " WHERE run_id = ? AND step = ? AND rank_order >= ? AND rank_order < ?) RETURNING segment, start",
         (run_id, run_id, step, place, place + number),
     )
-    ledger.forget_records(removed)
+    ledger.note_removed_records(removed)
     ledger.count(run_id, COUNTER, number)

@@ -40,7 +40,7 @@ MAX_SEGMENT_BYTES = 256 << 20
 
 MAX_OPEN_SEGMENTS = 64
 
-MAX_LOOKED_AT = 64
+MAX_CANDIDATES = 64
 """Segments that may be unused and are looked at together."""
 
 IN_TURN = 8
@@ -50,7 +50,7 @@ MAX_RECENT_BYTES = 256 << 20
 """Of the records that stay in memory: the newest of those that no batch has been served with."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a record lies: columns of the table `payloads`, in its order."""
 
     segment: int
@@ -177,13 +177,13 @@ class PayloadStore:
         self._numbers = set(self._on_disk())
         """Of all segments."""
         self._number = max(self._numbers, default=0)
-        self._to_look_at = set(self._numbers)
+        self._candidates = set(self._numbers)
         """Segments of which records were forgotten, or may never have been wanted."""
         self._rounds: Iterator[int] = iter(())
         """All segments, one after the other: what `look_at` was not told of is found after a while."""
         self._remover: ThreadPoolExecutor | None = None
 
-    def append(self, records: Sequence[Record]) -> list[Place]:
+    def append(self, records: Sequence[Record]) -> list[Location]:
         """Writes records one after another and waits for the disk once. Raises LedgerFault; UnopenedSegment when nothing was
         written and the same call may succeed later."""
         try:
@@ -202,7 +202,7 @@ class PayloadStore:
         recent = self._recent.get((row["segment"], row["start"]))
         if recent is not None:
             if last:
-                self.forget(row["segment"], row["start"])
+                self.evict(row["segment"], row["start"])
             return Payload(recent.header, recent.arrays)
         start, header_size = row["start"], row["header_size"]
         file = self._open(row["segment"], start)
@@ -211,27 +211,27 @@ class PayloadStore:
             StoredFrame(file, start + header_size, row["arrays_size"], row["arrays_crc"]),
         )
 
-    def forget(self, segment: int, start: int) -> None:
+    def evict(self, segment: int, start: int) -> None:
         """The record there need not stay in memory."""
         with self._recent_lock:
-            self._forget((segment, start))
+            self._evict((segment, start))
 
-    def _forget(self, place: tuple[int, int]) -> None:
+    def _evict(self, place: tuple[int, int]) -> None:
         record = self._recent.pop(place, None)
         if record is not None:
             self._recent_bytes -= record.size
 
-    def look_at(self, segment: int) -> None:
+    def mark_candidate(self, segment: int) -> None:
         """Fewer records of the segment are referred to than before."""
-        self._to_look_at.add(segment)
+        self._candidates.add(segment)
 
-    def segments_to_look_at(self) -> list[int]:
-        """Segments that may be unused by now, up to MAX_LOOKED_AT. Not the two newest: between `append` and the transaction that
+    def removal_candidates(self) -> list[int]:
+        """Segments that may be unused by now, up to MAX_CANDIDATES. Not the two newest: between `append` and the transaction that
         refers to the record there are at most MAX_SEGMENT_BYTES.
         """
-        known = list(self._to_look_at)  # in one piece: the thread that appends adds to it
-        chosen = sorted(number for number in known if number < self._number - 1)[:MAX_LOOKED_AT]
-        self._to_look_at.difference_update(chosen)
+        known = list(self._candidates)  # in one piece: the thread that appends adds to it
+        chosen = sorted(number for number in known if number < self._number - 1)[:MAX_CANDIDATES]
+        self._candidates.difference_update(chosen)
         round_of_all = list(islice(self._rounds, IN_TURN))
         if len(round_of_all) < IN_TURN:
             self._rounds = iter(sorted(self._numbers))
@@ -242,7 +242,7 @@ class PayloadStore:
         numbers = set(numbers)
         with self._recent_lock:
             for place in [place for place in self._recent if place[0] in numbers]:
-                self._forget(place)  # of a group that no transaction wanted
+                self._evict(place)  # of a group that no transaction wanted
         for number in numbers:
             self._files.pop(number, None)
         self._numbers -= numbers
@@ -266,7 +266,7 @@ class PayloadStore:
         self._recent.clear()
         self._close_end()
 
-    def _append(self, records: Sequence[Record]) -> list[Place]:
+    def _append(self, records: Sequence[Record]) -> list[Location]:
         if self._end is None or self._end.size >= MAX_SEGMENT_BYTES:
             try:
                 self._end = self._begin_segment()
@@ -278,19 +278,19 @@ class PayloadStore:
                 ) from None
         places, start = [], self._end.size
         for header, arrays, header_crc, arrays_crc in records:
-            places.append(Place(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
+            places.append(Location(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
             start += len(header) + len(arrays)
         self._end.append([part for record in records for part in (record.header, record.arrays)])
         for place, record in zip(places, records, strict=True):
             self._remember(place, record)
         return places
 
-    def _remember(self, place: Place, record: Record) -> None:
+    def _remember(self, place: Location, record: Record) -> None:
         with self._recent_lock:
             self._recent[place.segment, place.start] = record
             self._recent_bytes += record.size
             while self._recent_bytes > MAX_RECENT_BYTES:
-                self._forget(next(iter(self._recent)))
+                self._evict(next(iter(self._recent)))
 
     def _begin_segment(self) -> SegmentWriter:
         self._close_end()
@@ -307,7 +307,7 @@ class PayloadStore:
             raise
         self._number = number
         self._numbers.add(number)
-        self._to_look_at.add(number)
+        self._candidates.add(number)
         return segment
 
     def _close_end(self) -> None:

@@ -50,7 +50,7 @@ class Commands:
             with self._ledger.transaction():
                 set_state(self._ledger, run_id, "running" if goes_on else "queued")
                 self._ledger.update_run(run_id, dropped_in_a_row=0)
-                session_faults.forget(self._exchange, run_id)
+                session_faults.reset(self._exchange, run_id)
                 starting_point.clear_marks(self._ledger, run_id)  # a person may have put them back
             self._delays.passed_over.discard(run_id)
             self._delays.start_again_s = 0.0

@@ -83,7 +83,7 @@ class RunStarter:
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})
                 self._exchange.active = run
-                self._exchange.places_changed()
+                self._exchange.slots_changed()
                 if run.validation is not None and run.spec.grpo.val_at_start:
                     evaluation.begin(self._exchange, run, 0)
         return True

@@ -246,12 +246,12 @@ class Pool:
         if run is None or now_s - self._overdue_checked_s < OVERDUE_CHECK_S:
             return
         self._overdue_checked_s = now_s
-        found = overdue.look(self._exchange, run, now_s)
+        found = overdue.find(self._exchange, run, now_s)
         if not found:
             return
         async with self._lock:
             with self._ledger.transaction():
-                overdue.take(self._exchange, run, found)
+                overdue.revoke(self._exchange, run, found)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
         self._runs.server.wake("lease", "task")

@@ -44,7 +44,7 @@ def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None
         _count(exchange, run, f"group {row['group_id']} is generated again: {damaged}")
 
 
-def take_back(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
+def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
     """Takes back the leases or tasks of a reply that could not be sent, so that its request is answered with others."""
     for task in reply.task.tasks:
         exchange.groups.release_scorer(run.run_id, task.group_id, member_id, task.attempt)
@@ -59,7 +59,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Non
         exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])
     exchange.ledger.remove_payloads(run.run_id, row["group_id"])
     exchange.groups.generate_again(run.run_id, row["group_id"])
-    exchange.places_changed()
+    exchange.slots_changed()
 
 
 def _count(exchange: Exchange, run: ActiveRun, message: str) -> None:

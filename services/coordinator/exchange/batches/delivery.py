@@ -146,7 +146,7 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
     if run.spec.pool_serves_reference:
         for given in reply.batch.groups:
             reference = exchange.ledger.payload(run.run_id, given.group_id, "reference", last=True)
-            assert reference is not None, "scores.take_result commits it with the rewards"
+            assert reference is not None, "scores.submit_scores commits it with the rewards"
             payloads.append(reference.arrays)
             given.reference_frame = len(payloads)
     return Outcome(reply, payloads)

@@ -38,7 +38,7 @@ def drop(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: fl
     take_apart(exchange, run, step, wanted, REASON)
     for group_id in wanted:
         exchange.drop(run, in_batch[group_id], REASON)
-    session_faults.forget(exchange, run.run_id)
+    session_faults.reset(exchange, run.run_id)
     fixed = fix(exchange, run, now_s)
     when = "the batch is fixed anew" if fixed else "the batch is fixed anew when enough groups are scored"
     exchange.notice("warning", message=f"groups {wanted} of step {step} were dropped by request; {when}")

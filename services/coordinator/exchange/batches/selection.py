@@ -30,7 +30,7 @@ def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
         return False
     due = exchange.ledger.decided(BATCH_DUE, lambda: fix(exchange, run, now_s))
     if due:
-        exchange.ledger.forget(BATCH_DUE)
+        exchange.ledger.invalidate(BATCH_DUE)
     return due
 
 
@@ -52,9 +52,9 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     )
     exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])
-    exchange.places_changed()
+    exchange.slots_changed()
     exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
-    exchange.ledger.forget(BATCH_DUE)
+    exchange.ledger.invalidate(BATCH_DUE)
     exchange.first_asked_s = {s: t for s, t in exchange.first_asked_s.items() if abs(s) > step}
     return True
 
@@ -73,8 +73,8 @@ def take_apart(
     ledger.receipts.remove(run.run_id, exchange.sessions(run), step)  # of ranks whose session then ended
     exchange.groups.unbatch(run.run_id, step, group_ids)
     ledger.update_run(run.run_id, next_batch=step)
-    ledger.forget(BATCH_DUE)
-    exchange.places_changed()
+    ledger.invalidate(BATCH_DUE)
+    exchange.slots_changed()
 
 
 def _in_order(exchange: Exchange, run: ActiveRun, step: int) -> list[sqlite3.Row] | None:

@@ -69,7 +69,7 @@ def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
     exchange.ledger.session_faults.remove_in_hand(run.run_id, session)
 
 
-def forget(exchange: Exchange, run_id: str) -> None:
+def reset(exchange: Exchange, run_id: str) -> None:
     """A person resumes the run, or has changed the batch: the count begins anew."""
     exchange.training = None
     exchange.ledger.session_faults.remove_run(run_id)

@@ -109,7 +109,7 @@ class Connections:
         connection = self._by_descriptor.get(descriptor)
         return connection is not None and connection.of_member
 
-    def heard(self, descriptor: int, size: int, *, of_member: bool) -> None:
+    def note_message(self, descriptor: int, size: int, *, of_member: bool) -> None:
         """A whole message of `size` bytes was read from it."""
         connection = self._by_descriptor.get(descriptor)
         if connection is not None:
@@ -117,7 +117,7 @@ class Connections:
             connection.refused += not of_member
             connection.of_member |= of_member
 
-    def look(self, *, all_read: bool = True) -> list[str]:
+    def check(self, *, all_read: bool = True) -> list[str]:
         """Cuts off what has too much under way, or is nobody's; says so, a sentence each. Unless every whole message has been
         read, nobody is blamed for what may be said in one that waits."""
         said, strangers_bytes, memory = [], 0, _resident_bytes()

@@ -40,15 +40,15 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
     try:
         match arrived.kind:
             case "lease":
-                return leases.give(exchange, run, [request])[0]
+                return leases.grant(exchange, run, [request])[0]
             case "group":
-                return submissions.take_result(exchange, run, arrived)
+                return submissions.submit_group(exchange, run, arrived)
             case "lease_return":
-                return submissions.take_back(exchange, run, arrived)
+                return submissions.return_lease(exchange, run, arrived)
             case "task":
-                return scores.give(exchange, run, request)
+                return scores.assign_tasks(exchange, run, request)
             case "score":
-                return scores.take_result(exchange, run, arrived)
+                return scores.submit_scores(exchange, run, arrived)
             case "batch":
                 return delivery.get_batch(exchange, run, request, now_s)
             case "receipt":
@@ -63,7 +63,7 @@ def handle_leases(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]
     """Answers requests for leases by workers that are all different, as `handle` does."""
     refusals = [turn_away(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in asked]
     welcome = [arrived.request for arrived, refusal in zip(asked, refusals, strict=True) if refusal is None]
-    given = iter(leases.give(exchange, exchange.active, welcome) if exchange.active and welcome else ())
+    given = iter(leases.grant(exchange, exchange.active, welcome) if exchange.active and welcome else ())
     return [next(given) if refusal is None else refusal for refusal in refusals]
 
 

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 
-class Stage(Generic[ItemT]):
+class PipelineThread(Generic[ItemT]):
     """`work` is given one portion after another, on the thread; then `then` is given it on the event loop.
 
     A portion is what is there, but nothing more once `size` of its items comes to `portion_size`.

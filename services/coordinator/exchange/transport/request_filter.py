@@ -39,7 +39,7 @@ MAX_UNANSWERED = 4096
 Key = tuple[str, str, str, int, int, str]
 
 
-class Door:
+class RequestFilter:
     """Keeps count of what was let in and is not answered."""
 
     def __init__(self, exchange: Exchange):
@@ -99,7 +99,7 @@ class Door:
         if waiting.arrived.has_bulk:
             self._under_way.setdefault(_key(waiting), waiting)
 
-    def settled(self, waiting: Waiting) -> None:
+    def finished(self, waiting: Waiting) -> None:
         """It is answered, or parked."""
         if not waiting.is_counted:
             return

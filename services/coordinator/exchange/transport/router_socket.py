@@ -139,17 +139,17 @@ class ExchangeSocket:
             self._to_cut = None
         return False
 
-    def heard(self, message: Message, *, of_member: bool, first: bool = False) -> None:
+    def note_message(self, message: Message, *, of_member: bool, first: bool = False) -> None:
         """A message was received, the first one of its connection if it says so. ZeroMQ tells of a connection before it gives
         out a message of it, and a number may be that of an earlier one which has ended."""
         if first or not self.connections.is_of_member(message.descriptor):
-            self._hear_of_connections()
-        self.connections.heard(message.descriptor, message.size, of_member=of_member)
+            self._read_monitor()
+        self.connections.note_message(message.descriptor, message.size, of_member=of_member)
 
-    def look_at_connections(self, *, all_read: bool = True) -> None:
+    def check_connections(self, *, all_read: bool = True) -> None:
         """Cuts off connections on which too much is under way, or nobody's. `all_read`: `receive` has nothing more."""
-        self._hear_of_connections()
-        for reason in self.connections.look(all_read=all_read):
+        self._read_monitor()
+        for reason in self.connections.check(all_read=all_read):
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
@@ -160,7 +160,7 @@ class ExchangeSocket:
         except zmq.ZMQError as error:
             seldom.warning("unsent", "a reply to %s could not be sent: %s", identity.hex()[:16], error)
 
-    def _hear_of_connections(self) -> None:
+    def _read_monitor(self) -> None:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:

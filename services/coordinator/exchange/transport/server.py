@@ -37,8 +37,8 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.batches import damaged_groups, delivery
 from services.coordinator.exchange.state import Exchange, Notice, Outcome
 from services.coordinator.exchange.transport.dispatch import handle, handle_leases, is_introduction, turn_away
-from services.coordinator.exchange.transport.pipeline_thread import Stage
-from services.coordinator.exchange.transport.request_filter import Door
+from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
+from services.coordinator.exchange.transport.request_filter import RequestFilter
 from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message, Waiting, parse
 from services.coordinator.exchange.uploads.group_checks import Limits
 from services.coordinator.exchange.uploads.intake import store, validate_upload
@@ -63,7 +63,7 @@ waits for the disk wait longer."""
 
 MAX_PENDING_BYTES = 128 << 20
 """Groups in memory that are not committed; beyond it they are not read from ZeroMQ. Less than a segment
-(`PayloadStore.segments_to_look_at`), save for one message."""
+(`PayloadStore.removal_candidates`), save for one message."""
 
 STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
 """The first and the longest pause before groups are stored again for which no segment could be begun."""
@@ -133,7 +133,7 @@ class ExchangeServer:
         self._act = act
         self._socket = ExchangeSocket(host, port)
         self.port = self._socket.port
-        self._door = Door(exchange)
+        self._filter = RequestFilter(exchange)
         self._parked: dict[tuple[str, str, int], Waiting] = {}
         self._wake: set[str] = set()
         self._readable, self._room = asyncio.Event(), asyncio.Event()
@@ -156,18 +156,18 @@ class ExchangeServer:
         """Of transactions that are on the disk, to act on."""
         self._unopened: UnopenedSegment | None = None
         """What storing waits for, to be said in the run's events."""
-        self._stores: Stage[Waiting] = Stage(
+        self._stores: PipelineThread[Waiting] = PipelineThread(
             "store",
             self._store,
             self._on_stored,
             size=lambda waiting: waiting.size,
             portion_size=MAX_SYNC_BYTES,
         )
-        self._checks: Stage[Waiting] = Stage("check", self._check)
-        self._syncs: Stage[Done] = Stage(
+        self._checks: PipelineThread[Waiting] = PipelineThread("check", self._check)
+        self._syncs: PipelineThread[Done] = PipelineThread(
             "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
         )
-        self._reads: Stage[ToRead] = Stage("read", _read, self._on_read)
+        self._reads: PipelineThread[ToRead] = PipelineThread("read", _read, self._on_read)
 
     def wake(self, *kinds: str) -> None:
         """Looks again at the parked requests of these kinds: something outside the exchange changed."""
@@ -230,10 +230,10 @@ class ExchangeServer:
             self._take(message)
         return False
 
-    def _look_at_connections(self) -> None:
+    def _check_connections(self) -> None:
         """Every TICK_S. What waits to be read may be the end of what is under way."""
         all_read = self._pending_bytes < MAX_PENDING_BYTES and self._read_some()
-        self._socket.look_at_connections(all_read=all_read)
+        self._socket.check_connections(all_read=all_read)
         self._readable.set()
 
     def _take(self, message: Message) -> None:
@@ -242,25 +242,25 @@ class ExchangeServer:
         except WireError as error:
             seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
-            self._socket.heard(message, of_member=False)
+            self._socket.note_message(message, of_member=False)
             self._socket.send(message.identity, reply)
             return
         refusal = turn_away(self._exchange, waiting.request)
         introduction = is_introduction(waiting.request)
-        self._socket.heard(message, of_member=refusal is None, first=introduction)
+        self._socket.note_message(message, of_member=refusal is None, first=introduction)
         if refusal is None and introduction:
             return
-        if refusal is None and (fault := self._door.fault(waiting)):
+        if refusal is None and (fault := self._filter.fault(waiting)):
             refusal = self._exchange.refuse(waiting.request, fault)
         if refusal is not None:  # before anything is kept of it: no bytes on the disk, no place to wait in
             self._socket.send(waiting.identity, refusal.reply)
             return
         arrived = waiting.arrived
-        if arrived.has_bulk and self._door.is_under_way(waiting):
+        if arrived.has_bulk and self._filter.is_under_way(waiting):
             return
-        if arrived.has_bulk and self._door.is_known(waiting):
+        if arrived.has_bulk and self._filter.is_known(waiting):
             arrived.is_known, arrived.frames, waiting.size = True, [], 0
-        self._door.let_in(waiting)
+        self._filter.let_in(waiting)
         if arrived.has_bulk:
             run = self._exchange.active
             arrived.limits = Limits.of(run.spec) if run is not None else None
@@ -319,7 +319,7 @@ class ExchangeServer:
             if time.monotonic() - tick_s > TICK_S:
                 kinds |= {"task", "batch"}
                 tick_s, self._ticked = time.monotonic(), True
-                self._look_at_connections()
+                self._check_connections()
             if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self._parked):
                 await self._transact(kinds, woken)
                 await asyncio.sleep(0)  # everybody else has a turn
@@ -346,7 +346,7 @@ class ExchangeServer:
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
                     for waiting, outcome in self._handle_others(now_s, end_s):
-                        self._settle(waiting, outcome, now_s, done.answers)
+                        self._finish_request(waiting, outcome, now_s, done.answers)
                         kinds |= WAKES.get(waiting.kind, set())
                         if waiting.kind == "score" and waiting.request.score.handed_back:
                             kinds.add("task")
@@ -365,7 +365,7 @@ class ExchangeServer:
                         if waiting.kind == "lease":
                             self._leases.append(waiting)
                         else:
-                            self._settle(waiting, self._handle(waiting, now_s), now_s, done.answers)
+                            self._finish_request(waiting, self._handle(waiting, now_s), now_s, done.answers)
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
@@ -418,7 +418,7 @@ class ExchangeServer:
         if outcomes is None:
             outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
         for waiting, outcome in zip(asked.values(), outcomes, strict=True):
-            self._settle(waiting, outcome, now_s, answers)
+            self._finish_request(waiting, outcome, now_s, answers)
 
     def _handle_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
         """Answers some of the other requests, until `end_s` at most."""
@@ -449,12 +449,12 @@ class ExchangeServer:
             seldom.warning("together", "requests failed together, they are tried one by one")
             return None
 
-    def _settle(
+    def _finish_request(
         self, waiting: Waiting, outcome: Outcome, now_s: float, answers: list[tuple[Waiting, Outcome]]
     ) -> None:
         """Answers a request, or parks it when nothing could be given yet. What its sender asked before is answered empty: it
         knows nothing of what is given now."""
-        self._door.settled(waiting)
+        self._filter.finished(waiting)
         earlier = self._parked.pop(waiting.key, None)
         if earlier is not None and earlier.request.request_id != waiting.request.request_id:
             answers.append((earlier, self._nothing(earlier)))
@@ -492,7 +492,7 @@ class ExchangeServer:
                 yield
         except BaseException:
             del self._exchange.notices[notices:]
-            self._exchange.places_changed()
+            self._exchange.slots_changed()
             raise
 
     # Read
@@ -510,7 +510,9 @@ class ExchangeServer:
         """What cannot be read is put back, and the request for it is answered anew."""
         run, waiting = self._exchange.active, unread.waiting
         if run is not None:
-            damaged_groups.take_back(self._exchange, run, unread.outcome.reply, waiting.request.member_id)
+            damaged_groups.release_unsent(
+                self._exchange, run, unread.outcome.reply, waiting.request.member_id
+            )
             for damaged in unread.damaged:
                 damaged_groups.put_back(self._exchange, run, damaged)
         (self._leases if waiting.kind == "lease" else self._others).append(waiting)

@@ -22,7 +22,7 @@ from services.coordinator.exchange.uploads.group_checks import (
     check_logprobs,
     check_texts,
 )
-from services.coordinator.ledger.segments import PayloadStore, Place, Record
+from services.coordinator.ledger.segments import Location, PayloadStore, Record
 
 FINISHED, ABORTED = ("stop", "length"), ("abort",)
 """Why a completion ended; an aborted one is to be continued."""
@@ -46,7 +46,7 @@ class Arrived:
     """[ΣT] the reference's log-probabilities that came with a score, if its bytes make sense."""
     record: Record | None = None
     """Its bytes as the ledger keeps them."""
-    place: Place | None = None
+    location: Location | None = None
     """Where it is on the disk."""
     fault: str = ""
     """Why it can never be accepted."""
@@ -98,7 +98,7 @@ def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
     if good:
         records = [arrived.record for arrived in good if arrived.record is not None]
         for arrived, place in zip(good, payloads.append(records), strict=True):
-            arrived.place = place
+            arrived.location = place
 
 
 def _decode(arrived: Arrived) -> Group:

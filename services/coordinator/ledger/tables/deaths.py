@@ -20,7 +20,7 @@ class Deaths:
             "INSERT OR IGNORE INTO deaths (run_id, group_id, member_id) VALUES (?, ?, ?)",
             (run_id, group_id, name),
         )
-        self._ledger.forget(KEY)
+        self._ledger.invalidate(KEY)
         row = self._ledger.db.execute(
             "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id)
         ).fetchone()
@@ -29,17 +29,17 @@ class Deaths:
     def remove_member(self, member_id: str) -> None:
         """Remove the deaths of a member that is alive after all."""
         self._ledger.db.execute("DELETE FROM deaths WHERE member_id = ?", (member_id,))
-        self._ledger.forget(KEY)
+        self._ledger.invalidate(KEY)
 
     def remove_group(self, run_id: str, group_id: int) -> None:
         """Remove the deaths that are recorded for a group."""
         self._ledger.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id))
-        self._ledger.forget(KEY)
+        self._ledger.invalidate(KEY)
 
     def remove_run(self, run_id: str) -> None:
         """Remove the deaths of a run that has ended."""
         self._ledger.db.execute("DELETE FROM deaths WHERE run_id = ?", (run_id,))
-        self._ledger.forget(KEY)
+        self._ledger.invalidate(KEY)
 
     def of_run(self, run_id: str) -> dict[int, int]:
         """Return the number of deaths of each group that has any; read once, until one changes."""
@@ -52,4 +52,4 @@ class Deaths:
                 deaths.setdefault(run, {})[group_id] = number
             return deaths
 
-        return self._ledger.known(KEY, read).get(run_id, {})
+        return self._ledger.cached(KEY, read).get(run_id, {})

@@ -48,9 +48,9 @@ class Time:
                 for worker in busy:
                     for lease in [lease for lease in self.held if lease[0] == worker]:
                         del self.held[lease]
-                        self.ages.handed_in(*lease)
+                        self.ages.note_submission(*lease)
                     self.held[worker, group, 1] = None
-            self.found += [member_id for member_id, _ in self.ages.look(self.now_s, self.held, self.able)]
+            self.found += [member_id for member_id, _ in self.ages.check(self.now_s, self.held, self.able)]
 
 
 def test_who_hands_in_nothing_while_others_do_is_overdue() -> None:
@@ -76,7 +76,7 @@ def test_one_long_lease_beside_others_that_are_handed_in_is_no_fault() -> None:
     time.held["worker", 1, 1] = None
     for _ in range(10):
         time.run(int(LIMIT_S / 2), "busy")
-        time.ages.handed_in("worker", 2, 1)
+        time.ages.note_submission("worker", 2, 1)
     assert time.found == []
 
 
@@ -143,10 +143,10 @@ def test_who_is_refused_again_and_again_is_overdue_at_once() -> None:
     time.held["sick", 1, 1] = None
     time.run(MIN_RESULTS * 2 + 2, "busy")
     for _ in range(2):
-        time.ages.refused("sick")
+        time.ages.note_refusal("sick")
     time.run(1, "busy")
     assert time.found == []
-    time.ages.refused("sick")
+    time.ages.note_refusal("sick")
     time.run(1, "busy")
     assert time.found == ["sick"]
 
@@ -154,11 +154,11 @@ def test_who_is_refused_again_and_again_is_overdue_at_once() -> None:
 def test_what_is_kept_is_bounded() -> None:
     time = Time()
     for index in range(2000):
-        time.ages.handed_in(f"worker-{index}", index, 1)
-        time.ages.refused(f"worker-{index}")
+        time.ages.note_submission(f"worker-{index}", index, 1)
+        time.ages.note_refusal(f"worker-{index}")
     time.run(1)
     assert (
-        max(len(vars(time.ages)[name]) for name in ("_since_s", "_results", "_handed_in_s", "_refused"))
+        max(len(vars(time.ages)[name]) for name in ("_since_s", "_results", "_submitted_s", "_refused"))
         <= 256
     )
 
@@ -167,7 +167,7 @@ def take_overdue(world: World, *member_ids: str) -> None:
     """These workers are found to be overdue."""
     found = [Overdue(member_id, "it sleeps") for member_id in member_ids]
     with world.ledger.transaction():
-        overdue.take(world.exchange, world.run, found)
+        overdue.revoke(world.exchange, world.run, found)
     world.notices += world.exchange.take_notices()
 
 
@@ -212,14 +212,14 @@ def test_refused_results_are_counted(world: World) -> None:
     (lease,) = idle.lease()
     busy.lease()
     for _ in range(MIN_RESULTS):
-        world.exchange.ages.handed_in("busy", 99, 1)
+        world.exchange.ages.note_submission("busy", 99, 1)
     bad = make_completion(Version(1, 0), 17, 0)
     request, frames = group_result(lease.group_id, 1, [bad, bad])
     request.member_id = "sick"
     for _ in range(3):
-        assert overdue.look(world.exchange, world.run, 1.0) == []
+        assert overdue.find(world.exchange, world.run, 1.0) == []
         assert world.send(request, frames).reply.status == INVALID
-    ((member_id, why),) = overdue.look(world.exchange, world.run, 1.0)
+    ((member_id, why),) = overdue.find(world.exchange, world.run, 1.0)
     assert member_id == "sick"
     assert "3 groups" in why
 
@@ -236,10 +236,10 @@ def test_an_evaluation_that_is_answered_with_another_version_goes_to_another_wor
     sick.completions = lambda lease, length=4: [wrong]  # type: ignore[method-assign]
     for _ in range(3):
         (lease,) = sick.lease(1)
-        assert overdue.look(world.exchange, world.run, 1.0) == []
+        assert overdue.find(world.exchange, world.run, 1.0) == []
         assert sick.finish(lease) == STALE
     (lease,) = sick.lease(1)
-    found = overdue.look(world.exchange, world.run, 2.0)
+    found = overdue.find(world.exchange, world.run, 2.0)
     assert [member_id for member_id, _ in found] == ["sick"]
     take_overdue(world, "sick")
     assert not [lease for lease in sick.lease(1) if lease.HasField("pinned_version")]
@@ -254,9 +254,9 @@ def test_another_worker_without_the_version_cannot_take_over_an_evaluation(make_
     pinned, _ = Rollout(world, "pinned", step=2), Rollout(world, "behind", step=1)
     assert pinned.lease(1)
     for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
-        assert overdue.look(world.exchange, world.run, float(now_s)) == []
+        assert overdue.find(world.exchange, world.run, float(now_s)) == []
     Rollout(world, "able", step=2)
-    ((member_id, why),) = overdue.look(world.exchange, world.run, 2 * NO_MEDIAN_S)
+    ((member_id, why),) = overdue.find(world.exchange, world.run, 2 * NO_MEDIAN_S)
     assert member_id == "pinned"
     assert "others have nothing to do (the limit is 600 s)" in why
 
@@ -267,9 +267,9 @@ def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) 
         assert rollout.finish(lease) == COMMITTED
     first, second = idle.tasks()
     for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
-        assert overdue.look(world.exchange, world.run, float(now_s)) == []
+        assert overdue.find(world.exchange, world.run, float(now_s)) == []
     busy = Reward(world, "busy")
-    found = overdue.look(world.exchange, world.run, 2 * NO_MEDIAN_S)
+    found = overdue.find(world.exchange, world.run, 2 * NO_MEDIAN_S)
     assert [member_id for member_id, _ in found] == ["idle"]
     take_overdue(world, "idle")
     assert (
@@ -294,12 +294,12 @@ def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> Non
     fault = Fault(world.run_id, "no such file")
     world.enter("without the file", common_pb2.ROLE_REWARD, fault=fault)
     for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
-        assert overdue.look(world.exchange, world.run, float(now_s)) == []
+        assert overdue.find(world.exchange, world.run, float(now_s)) == []
 
 
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "OVERDUE_CHECK_S", 0.0)
-    monkeypatch.setattr(overdue, "look", lambda *_: [Overdue("idle", "it has handed in nothing for 99 s")])
+    monkeypatch.setattr(overdue, "find", lambda *_: [Overdue("idle", "it has handed in nothing for 99 s")])
     plane = Plane(tmp_path)
     await plane.start()
     try:

@@ -161,7 +161,7 @@ def test_an_evaluation_starts_anew_and_is_removed(ledger: Ledger) -> None:
     "transition",
     [
         lambda groups: groups.lease([NewLease(RUN, 2, "rollout", 2, lease_step=2, holders="rollout")]),
-        lambda groups: groups.forget_holder(RUN, 2),
+        lambda groups: groups.clear_holder(RUN, 2),
         lambda groups: groups.readmit(RUN, 2),
         lambda groups: groups.fail_generation(RUN, 2, 1),
         lambda groups: groups.commit(RUN, 2, GENERATED),

@@ -13,14 +13,14 @@ from paceline.wire import Buffer
 from services.coordinator.ledger import segments as payloads
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.segment_writer import BLOCK_BYTES
-from services.coordinator.ledger.segments import Payload, PayloadStore, Place, Record, read_frame
+from services.coordinator.ledger.segments import Location, Payload, PayloadStore, Record, read_frame
 
 
-def look_up(store: PayloadStore, place: Place, *, last: bool = False) -> tuple[bytes, Buffer]:
+def look_up(store: PayloadStore, place: Location, *, last: bool = False) -> tuple[bytes, Buffer]:
     """A record, by a row like the ledger's."""
     db = sqlite3.connect(":memory:")
     db.row_factory = sqlite3.Row
-    names = ", ".join(f"? AS {name}" for name in Place._fields)
+    names = ", ".join(f"? AS {name}" for name in Location._fields)
     payload = store.payload(db.execute(f"SELECT {names}", place).fetchone(), last=last)
     db.close()
     return payload.read()
@@ -64,7 +64,7 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(
     assert look_up(store, places[1], last=True) == (b"h1", b"arrays1")
     with pytest.raises(LedgerFault, match="is damaged"):
         look_up(store, places[1])
-    store.forget(places[2].segment, places[2].start)
+    store.evict(places[2].segment, places[2].start)
     with pytest.raises(LedgerFault, match="is damaged"):
         look_up(store, places[2])
     assert store._recent_bytes == 0
@@ -75,7 +75,7 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(
 def test_what_is_damaged_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
     store = PayloadStore(tmp_path / "ledger")
     (place,) = store.append([Record.of(b"header", b"arrays")])
-    store.forget(place.segment, place.start)
+    store.evict(place.segment, place.start)
     (path,) = store.folder.iterdir()
     whole = path.read_bytes()
     match damage:

@@ -62,7 +62,7 @@ def test_a_batch_that_waits_is_looked_at_once_in_a_transaction(
         for _ in range(RANKS):
             assert not fix_if_due(large.exchange, large.run, large.now_s)
         assert len(looks) == 1
-        large.ledger.forget(BATCH_DUE)  # a group was scored
+        large.ledger.invalidate(BATCH_DUE)  # a group was scored
         fix_if_due(large.exchange, large.run, large.now_s)
         assert len(looks) == 2
 

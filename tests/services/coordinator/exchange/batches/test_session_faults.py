@@ -31,7 +31,7 @@ def report(
 def resume(world: World) -> None:
     with world.ledger.transaction():
         world.ledger.update_run(world.run_id, state="running", message="")
-        session_faults.forget(world.exchange, world.run_id)
+        session_faults.reset(world.exchange, world.run_id)
 
 
 @pytest.fixture

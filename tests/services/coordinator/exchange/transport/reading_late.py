@@ -37,10 +37,10 @@ def main() -> None:
     events = zmq.Poller()
     events.register(exchange._monitor, zmq.POLLIN)
     while events.poll(EVENT_MS):  # until ZeroMQ has said of the connection what it says without being read
-        exchange._hear_of_connections()
+        exchange._read_monitor()
     read = 0
     while exchange.receive() is not None or events.poll(EVENT_MS):
-        exchange._hear_of_connections()
+        exchange._read_monitor()
         read += 1
     exchange.close()
     if read < MESSAGES:

@@ -56,10 +56,10 @@ def until(
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
         while (message := exchange.receive()) is not None:
-            exchange.heard(message, of_member=member)
+            exchange.note_message(message, of_member=member)
             if came is not None:
                 came.append(message)
-        exchange.look_at_connections()
+        exchange.check_connections()
         if done():
             return
         select.select([exchange.descriptor], [], [], 0.01)
@@ -70,7 +70,7 @@ def until_it_stands(exchange: ExchangeSocket) -> None:
     """Waits for a connection, without looking at it."""
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
-        exchange._hear_of_connections()
+        exchange._read_monitor()
         if len(exchange.connections):
             return
         exchange._monitor.poll(10)
@@ -109,7 +109,7 @@ def is_cut_off_while_it_sends(
             connection.sendall(pieces)
         except OSError:
             return is_cut(connection)
-        exchange.look_at_connections(all_read=all_read)
+        exchange.check_connections(all_read=all_read)
         if len(exchange.connections) == 0:
             return True
     return False
@@ -264,7 +264,7 @@ def test_a_number_that_stands_for_another_file_is_left_alone(exchange: ExchangeS
     with ours, theirs:
         exchange.connections.opened(ours.fileno())
         exchange.connections._clock.now_s = 1e6  # type: ignore[attr-defined]
-        assert exchange.connections.look() == []
+        assert exchange.connections.check() == []
         ours.sendall(b"x")
         assert theirs.recv(1) == b"x"
 
@@ -287,10 +287,10 @@ def test_a_member_may_wait_long_for_being_read(exchange: ExchangeSocket) -> None
         until_it_stands(exchange)
         clock.now_s = connections.STRANGER_S + 1
         connection.sendall(SMALL_MESSAGE)
-        exchange.look_at_connections(all_read=False)
+        exchange.check_connections(all_read=False)
         assert len(exchange.connections) == 1, "what it has sent may say that it is a member"
-        exchange.heard(read_one(exchange), of_member=True)
-        exchange.look_at_connections()
+        exchange.note_message(read_one(exchange), of_member=True)
+        exchange.check_connections()
         assert members(exchange) == 1
 
 
@@ -316,8 +316,8 @@ def test_messages_that_are_read_are_not_under_way(
         until_it_stands(exchange)
         for _ in range(20):  # 5 MB
             connection.sendall(LONG_MESSAGE + struct.pack(">Q", 256 << 10) + bytes(256 << 10))
-            exchange.heard(read_one(exchange), of_member=True)
-            exchange.look_at_connections(all_read=False)
+            exchange.note_message(read_one(exchange), of_member=True)
+            exchange.check_connections(all_read=False)
         assert len(exchange.connections) == 1
 
 

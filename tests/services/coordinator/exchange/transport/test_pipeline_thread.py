@@ -1,4 +1,4 @@
-"""A stage of a pipeline: everything once, in order, and whatever ends it is known."""
+"""A thread of a pipeline: everything once, in order, and whatever ends it is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from services.coordinator.exchange.transport.pipeline_thread import Stage
+from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 
 
 async def test_what_piles_up_is_the_next_portion() -> None:
@@ -25,12 +25,12 @@ async def test_what_piles_up_is_the_next_portion() -> None:
         if portion[-1] == 9:
             ended.set()
 
-    stage = Stage("test", work, then, size=lambda item: item, portion_size=6)
-    running = asyncio.create_task(stage.run())
-    stage.put(0)
+    thread = PipelineThread("test", work, then, size=lambda item: item, portion_size=6)
+    running = asyncio.create_task(thread.run())
+    thread.put(0)
     await asyncio.to_thread(begun.wait, 20)
     for item in range(1, 10):
-        stage.put(item)
+        thread.put(item)
     go_on.set()
     await asyncio.wait_for(ended.wait(), 20)
     assert portions == [[0], [1, 2, 3], [4, 5], [6], [7], [8], [9]]
@@ -44,10 +44,10 @@ async def test_a_failure_ends_it_and_reaches_the_one_who_waits() -> None:
     def work(portion: list[str]) -> None:
         raise OSError("the disk is gone")
 
-    stage = Stage("test", work, lambda portion: pytest.fail("it was not done"))
-    stage.put("before it runs")
+    thread = PipelineThread("test", work, lambda portion: pytest.fail("it was not done"))
+    thread.put("before it runs")
     with pytest.raises(OSError, match="the disk is gone"):
-        await asyncio.wait_for(stage.run(), 20)
+        await asyncio.wait_for(thread.run(), 20)
 
 
 async def test_a_portion_under_way_is_finished_when_it_is_cancelled() -> None:
@@ -57,9 +57,9 @@ async def test_a_portion_under_way_is_finished_when_it_is_cancelled() -> None:
         begun.set()
         done.append(portion)
 
-    stage = Stage("test", work)
-    running = asyncio.create_task(stage.run())
-    stage.put(1)
+    thread = PipelineThread("test", work)
+    running = asyncio.create_task(thread.run())
+    thread.put(1)
     await asyncio.to_thread(begun.wait, 20)
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):

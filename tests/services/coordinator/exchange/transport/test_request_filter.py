@@ -119,7 +119,7 @@ async def test_one_members_unanswered_requests_are_bounded_and_others_are_served
         assert (await other.receive()).status == OK
         assert [(await flood.receive()).request_id for _ in range(5)] == [1, 2, 3, 4, 5]
         assert (await flood.ask(lease())).status == OK  # what is answered counts no more
-        assert not service.server._door._unanswered
+        assert not service.server._filter._unanswered
 
 
 async def test_whatever_room_is_said_the_answer_is_bounded(world: World) -> None:
@@ -160,7 +160,7 @@ async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
             request.again = True
             await again.send(request, frames, number=3)
             await again.ask(lease_that_is_refused(), number=4)
-            assert len(service.server._door._under_way) == 1
+            assert len(service.server._filter._under_way) == 1
         reply = await again.receive()  # where it was sent from last
         assert (reply.request_id, reply.status) == (3, COMMITTED)
         stored = stored_bytes(service)
@@ -168,7 +168,7 @@ async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
         assert reply.status == DUPLICATE
         assert stored_bytes(service) == stored
         assert service.server._pending_bytes == 0
-        assert not service.server._door._under_way
+        assert not service.server._filter._under_way
 
 
 def lease_that_is_refused() -> pb.ExchangeRequest:

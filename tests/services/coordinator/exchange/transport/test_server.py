@@ -165,7 +165,7 @@ async def test_a_request_that_breaks_its_handler_undoes_nothing_else(
     def broken(*_: object) -> None:
         raise KeyError("no such column")
 
-    monkeypatch.setattr(scores, "take_result", broken)
+    monkeypatch.setattr(scores, "submit_scores", broken)
     vandal, rollout = service.peer("vandal", ROLE_REWARD), service.rollout("rollout")
     score = pb.ScoreResult(group_id=2**64 - 1)
     await vandal.send(pb.ExchangeRequest(score=score), number=1)

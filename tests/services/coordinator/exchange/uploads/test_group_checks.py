@@ -267,7 +267,7 @@ def test_an_attempt_from_before_the_hand_back_need_not_go_on_from_it(world: Worl
 def test_a_beginning_that_is_damaged_by_now_refuses_no_result(world: World) -> None:
     _, lease = begun_by_another(world)
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
-    world.ledger.payloads.forget(row["segment"], row["start"])
+    world.ledger.payloads.evict(row["segment"], row["start"])
     (segment,) = world.ledger.payloads.folder.glob("*.seg")
     segment.write_bytes(bytes(segment.stat().st_size))
     request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
