@@ -1,7 +1,7 @@
-"""`paceline ledger backup`: the whole ledger as one file, while a coordinator may be writing to it.
+"""`paceline ledger backup`: copy the whole ledger into one file, while a coordinator may be writing to it.
 
-In the copy the texts and arrays of groups lie in the SQLite file itself, so that one file is all there is to keep, move
-and put back. A coordinator that is started on it goes on from there, also where newer files lie around it
+In the copy the texts and arrays of groups are in the SQLite file itself, so that one file is all there is to keep, move
+and put back. A coordinator that is started on the copy goes on from there, also where newer files are beside it
 (`services/coordinator/ledger/restored_backup.py`).
 """
 
@@ -20,14 +20,15 @@ from services.coordinator.ledger.integrity.report import VerifyReport
 from services.coordinator.ledger.ledger import Ledger
 
 ATTEMPTS = 5
-"""Pruning may take a segment away between the copy of the tables and that of the segment; then both are made anew."""
+"""Copies that are tried, because pruning may remove a segment between the copy of the tables and that of the
+segment."""
 
 
 def back_up(ledger: Ledger, destination: Path) -> int:
-    """A consistent copy of the ledger; returns its size in bytes.
+    """Make a consistent copy of the ledger; return its size in bytes.
 
-    The copy appears whole under its name or not at all. Raises NotFound when the destination's folder is not there,
-    LedgerFault when the ledger is damaged: what is copied would be so too.
+    The copy appears whole under its name or not at all. Raises NotFound when the destination's folder does not exist,
+    LedgerFault when the ledger is damaged, because the copy would be damaged too.
     """
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")

@@ -1,4 +1,4 @@
-"""Splits a batch over the learner's ranks so that every rank gets about the same number of tokens. Pure."""
+"""Split of a batch over the learner's ranks, so that every rank gets about the same number of tokens. Pure."""
 
 from __future__ import annotations
 

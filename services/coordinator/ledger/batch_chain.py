@@ -1,5 +1,5 @@
-"""What names a batch and everything that was trained before it: digests that the coordinator, `ledger verify` and every rank
-can compute from their own records."""
+"""Digests that name a batch and everything that was trained before it. The coordinator, `ledger verify` and every rank
+compute them from their own records."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 
 def batch_digest(groups: Sequence[sqlite3.Row], *, with_scores: bool) -> str:
-    """SHA-256 over a batch's groups in their order: id and digest of each, and `with_scores` also its scores' digest.
+    """Return SHA-256 over a batch's groups in their order: id and digest of each, and `with_scores` also the digest of
+    its scores.
 
-    `groups` are rows of the table `groups`. Batches that were fixed before ledgers had digests of scores are without them.
+    `groups` are rows of the table `groups`. Batches that were fixed before ledgers had digests of scores are without
+    them.
     """
     columns = ("group_id", "digest", "scores_digest") if with_scores else ("group_id", "digest")
     content = [[group[column] for column in columns] for group in groups]
@@ -20,5 +22,5 @@ def batch_digest(groups: Sequence[sqlite3.Row], *, with_scores: bool) -> str:
 
 
 def extend_chain(chain: str, step: int, digest: str) -> str:
-    """The hash chain over the batches up to and including `step`."""
+    """Return the hash chain over the batches up to and including `step`."""
     return hashlib.sha256(f"{chain}/{step}/{digest}".encode()).hexdigest()

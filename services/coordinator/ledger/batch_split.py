@@ -1,4 +1,4 @@
-"""A batch and its split over the ranks, the same for every asker: read from the ledger once, then kept for a while."""
+"""The split of a batch over the ranks, the same for every rank that asks: computed from the ledger once, then cached."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from services.coordinator.ledger.group_queries import GroupQueries
 from services.coordinator.ledger.tables.batches import Batches
 
 MAX_SPLITS = 8
-"""That are kept: of the step that is trained, and of some that a later session trains again."""
+"""Splits in the cache: of the step that is trained, and of some that a later session trains again."""
 
 Split = list[list[sqlite3.Row]]
 
 
 def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int) -> Split:
-    """The batch of `step` split over the ranks; empty for a run without batches."""
+    """Return the batch of `step` split over the ranks; empty for a run without batches."""
     groups = GroupQueries(db).of_step(run_id, step)
     if not groups:
         return []
@@ -25,14 +25,16 @@ def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int)
 
 
 class Splits:
-    """The newest splits. A link of the chain names one batch for good, whatever is fixed anew or rolled back."""
+    """Cache of the newest splits. The key is a link of the chain, which names one batch for good, whatever is fixed
+    anew or rolled back.
+    """
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._splits: OrderedDict[tuple[str, int], Split] = OrderedDict()
 
     def get(self, run_id: str, step: int, world_size: int) -> Split:
-        """As `split_batch`."""
+        """Return `split_batch` from the cache."""
         batch = Batches(self._db).get(run_id, step)
         if batch is None:
             return []

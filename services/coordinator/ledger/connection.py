@@ -1,9 +1,10 @@
-"""The ledger's SQLite file: opening it, its transactions, and what one of them has read already.
+"""The ledger's SQLite file: opening it, its transactions, and the cache of what they have read.
 
 Promises: what a transaction wrote is on the disk before it returns, so an acknowledgement sent after it survives a
-power cut; a second process that opens the same file is refused; every opening is a new term, and a process whose term is
-over writes nothing more. Nobody but the coordinator's one event loop writes, one transaction at a time. Where it would wait long for the disk, a thread does while
-it goes on with the next transaction, and whoever is to be told waits for the thread (`sync_off_loop`).
+power cut; a second process that opens the same file is refused; every opening is a new term, and a process whose term
+is over writes nothing more. Only the coordinator's one event loop writes, one transaction at a time. Where the loop
+would wait long for the disk, a thread waits while the loop goes on with the next transaction, and answers are sent
+after the thread's sync (`sync_off_loop`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from services.coordinator.ledger.segments import PayloadStore
 
 ValueT = TypeVar("ValueT")
 MAX_CACHED = 256
-"""Answers that are kept of what was read."""
+"""Values in a cache."""
 
 REMEDY = "make room, or repair the disk, then start the coordinator again"
 SQLITE_LOCKS_FROM = 0x40000000
@@ -49,18 +50,19 @@ class LedgerFile:
         self.path = path
         self.payloads = PayloadStore(path)
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
-        """Told of every transaction that the disk refused: the ledger's owner has to end."""
+        """Callback for every transaction that the disk refused: the ledger's owner has to end."""
         self.set_aside: Path | None = None
-        """Where the files went that were beside a backup and not its own."""
+        """Folder with the files that were beside a backup and belonged to another ledger."""
         self._locks: list[IO[bytes]] = []
         self.term = 0
         """Number of this opening; 0 until it has one."""
         self._cache: dict[str, Any] | None = None if read_only else {}
-        """What was read and nobody has changed since; a reader knows nothing, as another process writes."""
+        """Values that were read and that nobody has changed since. None for a reader, because another process
+        writes."""
         self._decisions: dict[str, Any] = {}
-        """Likewise, of the transaction under way alone."""
+        """Decisions of the transaction under way."""
         self._uncounted: dict[tuple[str, str], int] = {}
-        """What the transaction under way adds to counters, by run and name; written before its commit."""
+        """Amounts that the transaction under way adds to counters, by run and name; written before its commit."""
         self._syncer = ThreadPoolExecutor(1, "ledger-sync")
         self._log_fd: int | None = None
         """File descriptor of SQLite's write-ahead log, which stays the same file for as long as the ledger is open."""
@@ -98,7 +100,7 @@ class LedgerFile:
             raise
 
     def close(self) -> None:
-        """Closes the file; the next opener may take the lock."""
+        """Close the file; the next process may take the lock."""
         self._syncer.shutdown()
         self.db.close()
         if self._log_fd is not None:
@@ -111,9 +113,10 @@ class LedgerFile:
 
     @contextmanager
     def transaction(self, *, synced: bool = True) -> Iterator[None]:
-        """All or nothing; durable when it returns. Raises LedgerFault when the disk refuses.
+        """Run the body as a transaction: all or nothing, durable when it returns. Raises LedgerFault when the disk
+        refuses.
 
-        With `synced` False it is durable only once a `sync` that began later has ended: nobody may be told before.
+        With `synced` False it is durable only once a `sync` that began later has ended: no answer may leave before.
         """
         with self._faults_named(), self._rolled_back():
             self._begin()
@@ -125,7 +128,7 @@ class LedgerFile:
             self.sync()
 
     def sync(self) -> None:
-        """Waits until every transaction that was committed before is on the disk. Raises LedgerFault."""
+        """Wait until every transaction that was committed before is on the disk. Raises LedgerFault."""
         commits = self._commits
         if self._synced_commits >= commits:
             return
@@ -139,12 +142,12 @@ class LedgerFile:
         self._synced_commits = max(self._synced_commits, commits)
 
     async def sync_off_loop(self) -> None:
-        """As `sync`, but other tasks go on, transactions too, while a thread waits for the disk."""
+        """Run `sync` on a thread, while other tasks go on, transactions too."""
         await asyncio.get_running_loop().run_in_executor(self._syncer, self.sync)
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
-        """A part of a transaction that is undone by itself when an exception leaves it."""
+        """Run the body as a part of a transaction. An exception that leaves it undoes this part alone."""
         self.db.execute("SAVEPOINT part")
         uncounted = dict(self._uncounted)
         try:
@@ -159,15 +162,15 @@ class LedgerFile:
         self.db.execute("RELEASE part")
 
     def cached(self, key: str, read: Callable[[], ValueT]) -> ValueT:
-        """What `read` gives, read once; whoever changes it says so with `forget`."""
+        """Return the cached value of `key`, else the result of `read`; `invalidate` removes it."""
         return read() if self._cache is None else _once(self._cache, key, read)
 
     def decided(self, key: str, decide: Callable[[], ValueT]) -> ValueT:
-        """What `decide` gives, asked once in a transaction."""
+        """Return the result of `decide`, which is called once in a transaction."""
         return _once(self._decisions, key, decide) if self.db.in_transaction else decide()
 
     def invalidate(self, key: str) -> None:
-        """What was known or decided under this key has changed."""
+        """Remove a value that has changed from the cache and from the transaction's decisions."""
         if self._cache is not None:
             self._cache.pop(key, None)
         self._decisions.pop(key, None)
@@ -187,7 +190,7 @@ class LedgerFile:
         self._decisions.clear()
 
     def written_counters(self, run_id: str) -> dict[str, int]:
-        """A run's counters without what this transaction has counted."""
+        """Return a run's counters without the amounts of this transaction."""
 
         def read() -> dict[str, int]:
             rows = self.db.execute("SELECT name, value FROM counters WHERE run_id = ?", (run_id,))
@@ -196,8 +199,9 @@ class LedgerFile:
         return self.cached(f"counters {run_id}", read)
 
     def _write_counters(self) -> None:
-        """Adds what was counted. With the seals, because a trigger for each counter would take the interpreter from the other
-        threads."""
+        """Add the transaction's amounts. Seals are computed here, because a trigger for each counter would take the
+        interpreter from the other threads.
+        """
         rows: list[dict[str, Any]] = [
             {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
             for (run_id, name), amount in self._uncounted.items()
@@ -262,7 +266,9 @@ class LedgerFile:
         self.db.execute("PRAGMA temp_store = MEMORY")
 
     def _copy_before_upgrade(self, version: int) -> None:
-        """The tables as they are, beside the ledger: an older Paceline can go on from there (the segments are the same)."""
+        """Copy the tables as they are, beside the ledger: an older Paceline can go on from the copy (the segments are
+        the same).
+        """
         path = self.path.with_name(f"{self.path.name}.format-{version}")
         with (
             written_whole(path, durable=True) as partial,
@@ -275,7 +281,7 @@ class LedgerFile:
 
     @property
     def was_restored(self) -> bool:
-        """Whether this is a backup that was put back, however long ago: what it names elsewhere may be ahead of it."""
+        """Whether this is a backup that was put back, however long ago: folders and workers may be ahead of it."""
         return bool(self._meta("restored"))
 
     def _next_term(self, *, is_backup: bool) -> int:
@@ -302,10 +308,11 @@ def _once(found: dict[str, Any], key: str, find: Callable[[], ValueT]) -> ValueT
 
 
 def lock_ledger(path: Path) -> list[IO[bytes]]:
-    """Holds the ledger at `path` for this process until both files are closed. Raises Conflict when another one does.
+    """Hold the ledger at `path` for this process until both files are closed. Raises Conflict when another process
+    holds it.
 
-    The lock that counts is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open file:
-    SQLite neither meets it nor loses it. Coordinators of older versions only look at the file beside it.
+    The lock that counts is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open
+    file: SQLite neither meets it nor loses it. Coordinators of older versions only look at the file beside it.
     """
     beside = path.with_name(path.name + ".lock").open("ab")
     ledger = path.open("ab")

@@ -1,7 +1,7 @@
-"""Where a run's folders are: the ledger says it relative to its own folder, so that the whole folder can be moved.
+"""Paths of a run's folders. The ledger keeps them relative to its own folder, so that the whole folder can be moved.
 
-What lies elsewhere, and every URL, is kept as it is. Ledgers that were written before have absolute paths; one whose place is
-gone is looked for below the ledger's folder, from the run's own folder on.
+Paths outside of the ledger's folder, and all URLs, are kept as they are. Older ledgers have absolute paths: where such
+a path does not exist, its end, from the run's own folder on, is searched below the ledger's folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def stored(base: Path, path: str) -> str:
-    """`path` as the ledger keeps it; `base` is the ledger's folder."""
+    """Return `path` as the ledger keeps it; `base` is the ledger's folder."""
     if is_url(path) or not os.path.isabs(path):
         return path
     inside = os.path.relpath(path, base)
@@ -19,7 +19,7 @@ def stored(base: Path, path: str) -> str:
 
 
 def resolved(base: Path, path: str, run_id: str) -> str:
-    """Where that is now: an absolute path or a URL; empty for none."""
+    """Return the path as of now: an absolute path or a URL; empty for none."""
     if not path or is_url(path):
         return path
     if not os.path.isabs(path):
@@ -34,5 +34,5 @@ def resolved(base: Path, path: str, run_id: str) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Whether this is a place of fsspec's, not of this machine's file system."""
+    """Return whether this is a URL of fsspec, not a path of this machine's file system."""
     return "://" in path

@@ -29,7 +29,7 @@ MAX_INSERTED_CHARS = 16 << 20
 
 
 class State(enum.StrEnum):
-    """Where a group is between its admission and its end."""
+    """States of a group between its admission and its end."""
 
     ADMITTED = "admitted"
     LEASED = "leased"

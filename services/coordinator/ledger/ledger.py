@@ -32,11 +32,11 @@ from services.coordinator.text_limits import event_json
 
 ACTIVE_STATES = ("running", "paused")
 RECENT_RESULTS = 64
-"""Of which the size of those to come is taken."""
+"""Newest results whose mean size is taken for the size of later ones."""
 
 
 class Ledger(LedgerFile):
-    """Tables as in schema.py."""
+    """All tables: those of runs, events, counters and payloads here, the others in modules of their own."""
 
     def __init__(self, path: Path, *, read_only: bool = False):
         super().__init__(path, read_only=read_only)
@@ -57,7 +57,7 @@ class Ledger(LedgerFile):
     # Runs
 
     def run(self, run_id: str) -> sqlite3.Row:
-        """The row of a run. Raises NotFound."""
+        """Return the row of a run. Raises NotFound."""
         return self.cached(f"run {run_id}", lambda: self._run(run_id))
 
     def _run(self, run_id: str) -> sqlite3.Row:
@@ -70,11 +70,11 @@ class Ledger(LedgerFile):
         return row
 
     def runs(self) -> list[sqlite3.Row]:
-        """All runs, oldest first."""
+        """Return all runs, oldest first."""
         return self.db.execute("SELECT * FROM runs ORDER BY sequence").fetchall()
 
     def runs_after(self, sequence: int, limit: int) -> list[sqlite3.Row]:
-        """Runs submitted after that one, oldest first, without their specs."""
+        """Return the runs that were submitted after run number `sequence`, oldest first, without their specs."""
         return self.db.execute(
             "SELECT run_id, sequence, state, message, next_step, max_num_steps, directory, submitted_s, warnings_json"
             " FROM runs WHERE sequence > ? ORDER BY sequence LIMIT ?",
@@ -82,7 +82,7 @@ class Ledger(LedgerFile):
         ).fetchall()
 
     def num_runs(self) -> int:
-        """Runs that were ever submitted."""
+        """Return the number of runs that were ever submitted."""
         return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])
 
     def runs_without_num_steps(self) -> list[sqlite3.Row]:
@@ -90,13 +90,13 @@ class Ledger(LedgerFile):
         return self.db.execute("SELECT run_id, spec_yaml FROM runs WHERE max_num_steps = 0").fetchall()
 
     def active_run(self) -> sqlite3.Row | None:
-        """The one run that trains, or else is paused, if any."""
+        """Return the run that trains, else the one that is paused, if any."""
         return self._first(
             "SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence"
         )
 
     def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
-        """The active run or, without one, the oldest that waits; none of those that are `passed_over`."""
+        """Return the active run or, without one, the oldest that waits; none of those in `passed_over`."""
         row: sqlite3.Row | None = self.db.execute(
             "SELECT * FROM runs WHERE state IN ('running', 'paused', 'queued')"
             f" AND run_id NOT IN ({', '.join('?' * len(passed_over))})"
@@ -113,7 +113,7 @@ class Ledger(LedgerFile):
         max_num_steps: int = 0,
         warnings: Sequence[str] = (),
     ) -> None:
-        """A new run at the end of the queue; `directory` is kept relative to the ledger's folder if it is below."""
+        """Add a run at the end of the queue; `directory` is kept relative to the ledger's folder if it is below."""
         self.db.execute(
             "INSERT INTO runs (run_id, sequence, spec_yaml, state, directory, submitted_s, max_num_steps, warnings_json)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, 'queued', ?, ?, ?, ? FROM runs",
@@ -128,15 +128,15 @@ class Ledger(LedgerFile):
         )
 
     def run_directory(self, run_id: str) -> Path:
-        """The folder of a run. Raises NotFound."""
+        """Return the folder of a run. Raises NotFound."""
         return Path(resolved(self.path.parent, self.run(run_id)["directory"], run_id))
 
     def export_path(self, run_id: str) -> str:
-        """The folder of a run's final export; empty while there is none. Raises NotFound."""
+        """Return the folder of a run's final export; empty while there is none. Raises NotFound."""
         return resolved(self.path.parent, self.run(run_id)["export_path"], run_id)
 
     def run_of_submission(self, submission: str) -> str | None:
-        """The run that was queued under this name of a submission; it is in the run's first event."""
+        """Return the run that was queued under this name of a submission; the name is in the run's first event."""
         row = self.db.execute(
             "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
             " AND json_extract(json, '$.submission') = ?",
@@ -145,13 +145,13 @@ class Ledger(LedgerFile):
         return None if row is None else str(row["run_id"])
 
     def update_run(self, run_id: str, **columns: Any) -> None:
-        """Sets columns of a run."""
+        """Set columns of a run."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", (*columns.values(), run_id))
         self.invalidate(f"run {run_id}")
 
     def session_holder(self, run_id: str) -> str:
-        """The learner that the newest session was given to; empty when the record does not say."""
+        """Return the learner that has the newest session; empty when it is not on record."""
         row = self._first_of(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'session' ORDER BY sequence DESC", run_id
         )
@@ -160,14 +160,14 @@ class Ledger(LedgerFile):
     # Counters and events
 
     def count(self, run_id: str, name: str, amount: int = 1) -> None:
-        """Adds to a durable counter, in a transaction."""
+        """Add to a durable counter, in a transaction."""
         if not self.db.in_transaction:
             raise RuntimeError(f"{name} of {run_id} was counted outside of a transaction")
         key = run_id, name
         self._uncounted[key] = self._uncounted.get(key, 0) + amount
 
     def counters(self, run_id: str) -> dict[str, int]:
-        """All counters of a run."""
+        """Return all counters of a run."""
         counters = dict(self.written_counters(run_id))
         for (counted, name), amount in self._uncounted.items():
             if counted == run_id:
@@ -175,7 +175,7 @@ class Ledger(LedgerFile):
         return counters
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
-        """Appends to the run's events, which Watch streams."""
+        """Append to the run's events, which Watch streams."""
         self.db.execute(
             "INSERT INTO events (run_id, sequence, kind, json)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ? FROM events WHERE run_id = ?",
@@ -183,7 +183,7 @@ class Ledger(LedgerFile):
         )
 
     def events(self, run_id: str, after: int, limit: int = 1000) -> list[sqlite3.Row]:
-        """Events after a sequence number, oldest first."""
+        """Return the events after a sequence number, oldest first."""
         return self.db.execute(
             "SELECT * FROM events WHERE run_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
             (run_id, after, limit),
@@ -198,14 +198,14 @@ class Ledger(LedgerFile):
         return None if row is None else dict(json.loads(row["json"]))
 
     def is_retried(self, run_id: str) -> bool:
-        """Whether a paused run goes on by itself when what it was paused for is over."""
+        """Return whether a paused run goes on by itself when the reason of the pause is over."""
         row = self._first(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'state' ORDER BY sequence DESC", run_id
         )
         return row is not None and bool(json.loads(row["json"]).get("retried"))
 
     def data_fingerprint(self, run_id: str) -> str:
-        """Of the data set that the run began with; empty where the record does not say."""
+        """Return the fingerprint of the data set that the run began with; empty where it is not on record."""
         row = self._first_of(
             "SELECT json_extract(json, '$.data') AS data FROM events WHERE run_id = ? AND kind = 'state'"
             " AND json_extract(json, '$.data') IS NOT NULL ORDER BY sequence",
@@ -218,15 +218,16 @@ class Ledger(LedgerFile):
     def payload(
         self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False
     ) -> Payload | None:
-        """A group's texts and arrays, or what an earlier attempt left as `prefix`, if they are kept; after the `last` time
-        they are read from the disk."""
+        """Return a group's texts and arrays, or the `prefix` that an earlier attempt left, if they are kept. After the
+        `last` call they are read from the disk.
+        """
         row = self.db.execute(
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
         ).fetchone()
         return self.payloads.payload(row, last=last) if row else None
 
     def add_payload(self, run_id: str, group_id: int, kind: str, place: Location) -> None:
-        """Records where a group's result is; another kind of payload replaces what there was of its kind."""
+        """Record the location of a group's result; another kind of payload replaces an earlier one of its kind."""
         insert = "INSERT" if kind == "result" else "INSERT OR REPLACE"
         self.db.execute(
             f"{insert} INTO payloads VALUES (?, ?, ?, x'', x'', ?, ?, ?, ?, ?, ?)",
@@ -234,7 +235,7 @@ class Ledger(LedgerFile):
         )
 
     def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
-        """The group and kind of the payload that a damaged record holds; None when nothing refers to it any more."""
+        """Return group and kind of the payload that a damaged record holds; None when nothing refers to it any more."""
         row: sqlite3.Row | None = self.db.execute(
             "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
             (damaged.segment, run_id, damaged.start, damaged.start),
@@ -242,13 +243,13 @@ class Ledger(LedgerFile):
         return row
 
     def remove_prefix(self, run_id: str, group_id: int) -> None:
-        """Forgets what an earlier worker handed back of a group."""
+        """Remove the prefix that an earlier worker returned of a group."""
         self.db.execute(
             "DELETE FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'prefix'", (run_id, group_id)
         )
 
     def mean_result_bytes(self, run_id: str) -> float:
-        """Size of a group's result on the disk, by the newest that are kept; 0 while there is none."""
+        """Return the mean size of a group's result on the disk, over the newest that are kept; 0 while there is none."""
         row = self.db.execute(
             "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) AS size FROM"
             " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)",
@@ -257,7 +258,7 @@ class Ledger(LedgerFile):
         return float(row["size"] or 0.0)
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
-        """Forgets all of a group's."""
+        """Remove all payloads of a group."""
         self.note_removed_records(
             self.db.execute(
                 "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
@@ -266,15 +267,17 @@ class Ledger(LedgerFile):
         )
 
     def note_removed_records(self, removed: Iterable[sqlite3.Row]) -> None:
-        """Takes note of (segment, start) of rows that are gone from the table `payloads`."""
+        """Evict removed records from memory and mark their segments as candidates for removal; `removed` are (segment,
+        start) of rows that are gone from the table `payloads`.
+        """
         for segment, start in list(removed):
             if segment is not None:
                 self.payloads.evict(segment, start)
                 self.payloads.mark_candidate(segment)
 
     def remove_unused_segments(self) -> Future[None] | None:
-        """Gives back the space of segments that nothing refers to any more, after the commit that made it so: a thread waits for
-        the disk and removes them. A bounded number is looked at, at each call.
+        """Remove segments that no payload refers to any more. A thread waits until the commit that made them unused is
+        on the disk. A bounded number is checked at each call.
         """
         unused = [
             number
@@ -289,7 +292,7 @@ class Ledger(LedgerFile):
     # Books
 
     def groups_by_state(self, run_id: str) -> dict[str, int]:
-        """Training groups by state; the ended ones from durable counters."""
+        """Return the number of training groups by state; of the ended ones from durable counters."""
         counts = self.group_queries.num_open(run_id)
         ended = self.counters(run_id)
         counts |= {name.removeprefix("groups:"): n for name, n in ended.items() if name.startswith("groups:")}
@@ -297,7 +300,9 @@ class Ledger(LedgerFile):
         return counts
 
     def token_books(self, run_id: str) -> dict[str, int]:
-        """generated = trained + dropped + live; `wasted` are tokens that no commit took; drops also by reason."""
+        """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens that no commit took;
+        drops also by reason.
+        """
         counters = self.counters(run_id)
         books = {
             name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")
@@ -307,13 +312,13 @@ class Ledger(LedgerFile):
         return defaults | books | {"dropped": dropped, "live": self.group_queries.open_tokens(run_id)}
 
     def open_groups(self, run_id: str) -> int:
-        """Groups admitted and neither trained nor dropped, from durable counters."""
+        """Return the number of groups that are admitted and neither trained nor dropped, from durable counters."""
         counters = self.counters(run_id)
         dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
         return counters.get("groups:ever_admitted", 0) - counters.get("groups:trained", 0) - dropped
 
     def trained_samples(self, run_id: str) -> int:
-        """Completions in trained groups (for a supervised run: 0)."""
+        """Return the number of completions in trained groups (for a supervised run: 0)."""
         return self.counters(run_id).get("groups:trained", 0) * self.group_queries.completions_per_group(
             run_id
         )
@@ -321,7 +326,7 @@ class Ledger(LedgerFile):
     # Members
 
     def holders(self) -> list[tuple[str, Role.ValueType]]:
-        """Members that hold leases, score tasks or a pending evaluation, by the record."""
+        """Return the members that hold leases, score tasks or a pending evaluation, by the record."""
         rollout, reward = self.group_queries.lease_holders(), self.group_queries.task_holders()
         return [(member_id, ROLE_ROLLOUT) for member_id in rollout] + [
             (member_id, ROLE_REWARD) for member_id in reward

@@ -1,6 +1,6 @@
-"""With `logger.keep_samples: false`: forgets texts and arrays of trained groups that no session will train again.
+"""With `logger.keep_samples: false`: removal of texts and arrays of trained groups that no session will train again.
 
-Some at a time, between the exchange's transactions, from the first step on; how far that has come is a durable counter.
+Some groups at a time, between the exchange's transactions, from the first step on; a durable counter has the progress.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ COUNTER = "pruned:groups"
 
 
 def is_due(ledger: Ledger, run_id: str, batch: int) -> bool:
-    """Whether there is anything to forget: steps of `batch` groups each that every kept checkpoint has behind it."""
+    """Return whether there is anything to remove: groups of steps that every kept checkpoint has behind it. `batch`
+    groups make a step.
+    """
     return ledger.counters(run_id).get(COUNTER, 0) < ledger.checkpoints.oldest_step(run_id) * batch
 
 
 def prune(ledger: Ledger, run_id: str, batch: int) -> None:
-    """Forgets what up to GROUPS_AT_ONCE groups hold, when it is due. Inside a transaction."""
+    """Remove the payloads of up to GROUPS_AT_ONCE groups, when it is due. Inside a transaction."""
     pruned = ledger.counters(run_id).get(COUNTER, 0)
     step, place = divmod(pruned, batch)
     number = min(GROUPS_AT_ONCE, batch - place)

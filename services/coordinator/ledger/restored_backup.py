@@ -1,8 +1,8 @@
-"""A backup that was put back: which files beside the ledger are not its own, and where they go.
+"""A backup that was put back: the files beside it that belong to another ledger are set aside.
 
-`paceline ledger backup` marks its copies in SQLite's header. The first coordinator that opens a marked file moves what an
-earlier ledger left beside it (its log, which SQLite would write into this file, and its segments, which this one would take
-for unused) into a folder `<ledger>.set-aside-N`, and takes the mark away. Nothing is deleted.
+`paceline ledger backup` marks its copies in SQLite's header. The first coordinator that opens a marked file moves what
+an earlier ledger left beside it (its log, which SQLite would write into this file, and its segments, which this ledger
+would take for unused) into a folder `<ledger>.set-aside-N`, and removes the mark. Nothing is deleted.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from paceline.files.whole_file import sync_folder
 MARK = 0x5043424B
 """SQLite's application_id of a backup: PCBK."""
 PLACE = 68
-"""Of the application_id in SQLite's header, four bytes, the most significant first."""
+"""Offset of the application_id in SQLite's header: four bytes, the most significant first."""
 JOURNAL = 18
-"""Of the byte that says how SQLite writes the file: 2 with a log, 1 without."""
+"""Offset of the byte for SQLite's way to write the file: 2 with a log, 1 without."""
 NOT_ITS_OWN = ("-wal", "-shm", "-journal", "-segments")
 
 
 def mark(copy: sqlite3.Connection) -> None:
-    """Marks a copy as a backup."""
+    """Mark a copy as a backup."""
     copy.execute(f"PRAGMA application_id = {MARK}")
 
 
 def is_backup(ledger: Path) -> bool:
-    """Whether this file is a backup that no coordinator has opened yet. Read past SQLite, which would open its log."""
+    """Return whether this file is a backup that no coordinator has opened yet. Reads past SQLite, which would open the
+    log.
+    """
     if not ledger.is_file():
         return False
     with ledger.open("rb") as file:
@@ -38,7 +40,7 @@ def is_backup(ledger: Path) -> bool:
 
 
 def set_aside(ledger: Path) -> Path | None:
-    """Moves what is not this backup's own; returns where to, or None when there was nothing."""
+    """Move the files of another ledger away; return their new folder, or None when there were none."""
     others = [other for suffix in NOT_ITS_OWN if (other := Path(f"{ledger}{suffix}")).exists()]
     if not others:
         return None
@@ -51,12 +53,14 @@ def set_aside(ledger: Path) -> Path | None:
 
 
 def take_mark_away(db: sqlite3.Connection) -> None:
-    """Before the first transaction, and while the file has no log yet: it must never be taken for a backup again."""
+    """Remove the mark, before the first transaction and while the file has no log yet: it must never be taken for a
+    backup again.
+    """
     db.execute("PRAGMA application_id = 0")
 
 
 def free_name(path: Path) -> Path:
-    """`<path>-N` with the lowest N that is free."""
+    """Return `<path>-N` with the lowest N that is free."""
     number = 1
     while (place := path.with_name(f"{path.name}-{number}")).exists():
         number += 1

@@ -1,7 +1,8 @@
 """The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (segments.py)."""
 
 SCHEMA_VERSION = 7
-"""Grows with every change of the tables: a ledger of another format is refused at once, not found out in a run."""
+"""Version of the format. It grows with every change of the tables, so that a ledger of another format is refused at
+once, not found out in a run."""
 
 UPGRADES = {
     2: """
@@ -76,8 +77,8 @@ ALTER TABLE evaluations ADD COLUMN seal INTEGER;
 ALTER TABLE events ADD COLUMN seal INTEGER;
 """,
 }
-"""What makes a ledger of an older format one of the next; done when a coordinator opens it, after a copy was made. All rows
-are sealed anew by the last one (row_checksums.py)."""
+"""Scripts that raise a ledger of an older format to the next one. A coordinator runs them when it opens the ledger,
+after it made a copy. After the last one all rows are sealed anew (row_checksums.py)."""
 
 SCHEMA = """
 -- The column `seal` is a checksum of the row's other columns (row_checksums.py), NULL where there is none yet.

@@ -1,8 +1,8 @@
-"""Appends to a segment past the page cache (O_DIRECT), where the file system lets one.
+"""Appends to a segment past the page cache (O_DIRECT), where the file system supports it.
 
-What is appended is synced at once and mostly read never or once, so the cache does nothing for it, and its pages can cost
-several times as much processor time as the write itself (docs/decisions/2026-11-21-direct-writes.md). Such a write begins and
-ends at a block: one append fills its last block with zeros, which nothing refers to.
+Appended bytes are synced at once and mostly read never or once, so the cache does nothing for them, and its pages can
+cost several times as much processor time as the write itself (docs/decisions/2026-11-21-direct-writes.md). Such a write
+begins and ends at a block: each append fills its last block with zeros, which nothing refers to.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from paceline.wire import Buffer
 
 BLOCK_BYTES = 4096
 O_DIRECT = getattr(os, "O_DIRECT", 0)
-"""Not every system has it."""
+"""Flag of a direct write; 0 on systems without it."""
 
 BUFFER_BYTES = 8 << 20
-"""What one write takes at most. Each one gives up the interpreter and then waits for it, so they should be few."""
+"""Largest size of a write. Each write releases the interpreter and then waits for it, so writes should be few."""
 
 
 class SegmentWriter:
-    """One segment that is new. Its methods raise OSError."""
+    """A new segment. Its methods raise OSError."""
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
         self.size = 0
-        """Bytes so far: where the next append begins."""
+        """Bytes so far: start of the next append."""
         self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins at a page
         self._set_direct(True)
 
     def append(self, parts: Sequence[Buffer]) -> None:
-        """Writes the parts one after another and waits until they are on the disk."""
+        """Write the parts one after another and wait until they are on the disk."""
         fill = 0
         for part in parts:
             rest = memoryview(part).cast("B")
@@ -54,11 +54,11 @@ class SegmentWriter:
         os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Nothing more is appended."""
+        """Close the file."""
         os.close(self._fd)
 
     def _write(self, size: int) -> None:
-        """The buffer's first `size` bytes, whole blocks; the system may take less than it was given."""
+        """Write the buffer's first `size` bytes, whole blocks; the system may take less than it was given."""
         done = 0
         while done < size:
             try:
@@ -73,7 +73,9 @@ class SegmentWriter:
             done, self.size = done + whole, self.size + whole
 
     def _set_direct(self, direct: bool) -> bool:
-        """Whether that changed anything. A file system that has no such writes refuses the flag, or the first write."""
+        """Set or clear O_DIRECT; return whether that changed anything. A file system without direct writes refuses the
+        flag, or the first write.
+        """
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         wanted = flags | O_DIRECT if direct else flags & ~O_DIRECT
         try:

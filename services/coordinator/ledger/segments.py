@@ -1,12 +1,12 @@
 """The bulk of the ledger: texts and arrays of groups, in append-only segment files beside the SQLite file.
 
-Promises: what `append` returns a place for is on the disk, with its length and its file's name, so a transaction may
-refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. A segment is only ever
-written by the process that began it, so what a power cut tore off its end is behind everything that was referred to. How it is
-written is segment_writer.py's.
+Promises: a record whose location `append` has returned is on the disk, with its length and its file's name, so a
+transaction may refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. A
+segment is only ever written by the process that began it, so bytes that a power cut tore off its end are behind every
+record in use. `segment_writer.py` writes it.
 
-The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable to
-whoever has a frame of it.
+The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable
+for every holder of a frame of it.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ except ImportError:  # no build of it for this kind of machine
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 256 << 20
-"""A segment that has reached this size is followed by another one; whole segments are what pruning gives back."""
+"""Size at which a segment is followed by another one; pruning removes whole segments."""
 
 MAX_OPEN_SEGMENTS = 64
 
 MAX_CANDIDATES = 64
-"""Segments that may be unused and are looked at together."""
+"""Segments that are checked together for whether they are unused."""
 
 IN_TURN = 8
-"""Segments that are looked at with them though nothing is known of them."""
+"""Further segments that are checked with them in turn, because a record may be lost without notice."""
 
 MAX_RECENT_BYTES = 256 << 20
-"""Of the records that stay in memory: the newest of those that no batch has been served with."""
+"""Size of the records that stay in memory: the newest of those that no batch has been served with."""
 
 
 class Location(NamedTuple):
-    """Where a record lies: columns of the table `payloads`, in its order."""
+    """Location of a record: columns of the table `payloads`, in its order."""
 
     segment: int
     start: int
@@ -62,7 +62,7 @@ class Location(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What `append` writes in one piece."""
+    """A record: a header and its arrays, which `append` writes in one piece."""
 
     header: Buffer
     arrays: Buffer
@@ -71,17 +71,17 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, header: Buffer, arrays: Buffer) -> Record:
-        """With its check sums."""
+        """Return a record with its checksums."""
         return cls(header, arrays, crc32(header), crc32(arrays))
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return len(self.header) + len(self.arrays)
 
 
 class SegmentFile:
-    """A segment that is open for reading, for as long as anybody has it in hand, whether it is removed or not."""
+    """A segment that is open for reading, for as long as there is a reference to it, whether it is removed or not."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -102,7 +102,7 @@ class StoredFrame:
     crc: int
 
     def read(self) -> bytes:
-        """The bytes. Raises DamagedRecord when they are not what was written, or the disk cannot read them."""
+        """Return the bytes. Raises DamagedRecord when they are not what was written, or the disk cannot read them."""
         try:
             content = os.pread(self.file.fd, self.size, self.start)
         except OSError as error:
@@ -117,29 +117,32 @@ class StoredFrame:
 
 
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM})
-"""Errors of a new segment that say nothing about the disk."""
+"""Errors on beginning a segment that do not come from the disk."""
 
 Frame = Buffer | StoredFrame
 
 
 class DamagedRecord(LedgerFault):
-    """A record whose bytes are not those that were written, or are gone. What nobody has trained can be generated again."""
+    """A record whose bytes are not those that were written, or are gone. It can be generated again unless a session has
+    trained it.
+    """
 
     def __init__(self, message: str, segment: int, start: int):
         super().__init__(message)
         self.segment = segment
         """Number of its file."""
         self.start = start
-        """Where its header or its arrays begin."""
+        """Start of its header or of its arrays."""
 
 
 class UnopenedSegment(LedgerFault):
-    """A segment that cannot be opened now, to read it or to begin it: no file descriptor is free, or permissions were changed.
-    Nothing is lost by that, so whoever wants it asks again."""
+    """A segment that cannot be opened now, for reading or as a new one: no file descriptor is free, or permissions were
+    changed. Nothing is lost by that, so callers try again.
+    """
 
 
 class Payload(NamedTuple):
-    """A group's bulk."""
+    """Texts and arrays of a group."""
 
     header: Frame
     """Texts or LeaseReturn: texts and finish reasons."""
@@ -147,17 +150,17 @@ class Payload(NamedTuple):
     """The safetensors frame as it came."""
 
     def read(self) -> tuple[Buffer, Buffer]:
-        """Header and arrays, wherever they are. Raises LedgerFault."""
+        """Return header and arrays, from memory or from the disk. Raises LedgerFault."""
         return read_frame(self.header), read_frame(self.arrays)
 
 
 def frame_size(frame: Frame) -> int:
-    """Bytes of a frame, wherever they are."""
+    """Return the size of a frame in bytes, in memory or on the disk."""
     return frame.size if isinstance(frame, StoredFrame) else len(frame)
 
 
 def read_frame(frame: Frame) -> Buffer:
-    """The bytes of a frame, wherever they are. Raises LedgerFault."""
+    """Return the bytes of a frame, from memory or from the disk. Raises LedgerFault."""
     return frame.read() if isinstance(frame, StoredFrame) else frame
 
 
@@ -167,25 +170,26 @@ class PayloadStore:
     def __init__(self, ledger: Path):
         self.folder = ledger.with_name(ledger.name + "-segments")
         self._files: dict[int, SegmentFile] = {}
-        """Open for reading; the one that was opened last is at the end."""
+        """Segments that are open for reading; the newest opened is at the end."""
         self._end: SegmentWriter | None = None
-        """The segment that is appended to."""
+        """Segment that is appended to."""
         self._recent: dict[tuple[int, int], Record] = {}
         """The newest records by segment and start, oldest first."""
         self._recent_bytes = 0
         self._recent_lock = threading.Lock()
         self._numbers = set(self._on_disk())
-        """Of all segments."""
+        """Numbers of all segments."""
         self._number = max(self._numbers, default=0)
         self._candidates = set(self._numbers)
-        """Segments of which records were forgotten, or may never have been wanted."""
+        """Segments that may be unused: records in them were removed, or may never have been referred to."""
         self._rounds: Iterator[int] = iter(())
-        """All segments, one after the other: what `look_at` was not told of is found after a while."""
+        """Iterator over all segments, which finds unused ones that `mark_candidate` was not called for."""
         self._remover: ThreadPoolExecutor | None = None
 
     def append(self, records: Sequence[Record]) -> list[Location]:
-        """Writes records one after another and waits for the disk once. Raises LedgerFault; UnopenedSegment when nothing was
-        written and the same call may succeed later."""
+        """Write records one after another and wait for the disk once. Raises LedgerFault; UnopenedSegment when nothing
+        was written and the same call may succeed later.
+        """
         try:
             return self._append(records)
         except OSError as error:
@@ -195,8 +199,9 @@ class PayloadStore:
             ) from None
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
-        """What a row of the table refers to; after the `last` time it need not stay in memory. Raises LedgerFault when its
-        segment is gone (DamagedRecord) or cannot be opened now (UnopenedSegment)."""
+        """Return the texts and arrays that a row of the table refers to; after the `last` call they need not stay in
+        memory. Raises LedgerFault when the segment is gone (DamagedRecord) or cannot be opened now (UnopenedSegment).
+        """
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
         recent = self._recent.get((row["segment"], row["start"]))
@@ -212,7 +217,7 @@ class PayloadStore:
         )
 
     def evict(self, segment: int, start: int) -> None:
-        """The record there need not stay in memory."""
+        """Remove the record at this location from memory."""
         with self._recent_lock:
             self._evict((segment, start))
 
@@ -222,12 +227,12 @@ class PayloadStore:
             self._recent_bytes -= record.size
 
     def mark_candidate(self, segment: int) -> None:
-        """Fewer records of the segment are referred to than before."""
+        """Note that fewer records of the segment are in use than before."""
         self._candidates.add(segment)
 
     def removal_candidates(self) -> list[int]:
-        """Segments that may be unused by now, up to MAX_CANDIDATES. Not the two newest: between `append` and the transaction that
-        refers to the record there are at most MAX_SEGMENT_BYTES.
+        """Return segments that may be unused by now, up to MAX_CANDIDATES and IN_TURN others. Not the two newest,
+        because between `append` and the transaction that refers to the record there are at most MAX_SEGMENT_BYTES.
         """
         known = list(self._candidates)  # in one piece: the thread that appends adds to it
         chosen = sorted(number for number in known if number < self._number - 1)[:MAX_CANDIDATES]
@@ -238,7 +243,7 @@ class PayloadStore:
         return sorted({*chosen, *(number for number in round_of_all if number < self._number - 1)})
 
     def remove(self, numbers: Iterable[int], after: Callable[[], None] = lambda: None) -> Future[None]:
-        """Gives the space of segments back, on a thread, once it has called `after`. Nothing may refer to them any more."""
+        """Remove segments that nothing refers to any more, on a thread, once it has called `after`."""
         numbers = set(numbers)
         with self._recent_lock:
             for place in [place for place in self._recent if place[0] in numbers]:
@@ -259,7 +264,7 @@ class PayloadStore:
                 log.warning("%s cannot be removed: %s", self._path(number), error)
 
     def close(self) -> None:
-        """Closes the files, but those whose frames are still in somebody's hands."""
+        """Close the files, except those whose frames are still referred to."""
         if self._remover is not None:
             self._remover.shutdown()
         self._files.clear()

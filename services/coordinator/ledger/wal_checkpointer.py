@@ -1,9 +1,11 @@
-"""Moves what SQLite's write-ahead log holds into the ledger's file beside the transactions, not inside of their commits.
+"""Moves the content of SQLite's write-ahead log into the ledger's file beside the transactions, not inside of their
+commits.
 
-SQLite does it by itself in the commit that makes the log 1,000 pages long; under load that is every tenth, and everybody
-waits for its writes and two more syncs. Here a connection of its own does it on a thread, which stops no writer. Since
-writers go on meanwhile the log never gets empty; when it is long, one short pass under the lock empties it, so that SQLite
-writes it from its start again. Nothing depends on any of this but the log's length: a commit is durable by its own sync.
+SQLite does it by itself in the commit that makes the log 1,000 pages long; under load that is every tenth commit, and
+every request waits for its writes and two more syncs. Here a separate connection does it on a thread, which stops no
+writer. Since writers go on meanwhile the log never gets empty; when it is long, one short pass under the lock empties
+it, so that SQLite writes it from its start again. Only the log's length depends on this: a commit is durable by its own
+sync.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from services.coordinator.ledger.ledger import Ledger
 
 PERIOD_S = 0.5
 MAX_PAGES = 8192
-"""Of 4 kB. Beyond this the log is emptied."""
+"""Length, in pages of 4 kB, beyond which the log is emptied."""
 
 READERS_S = 0.1
-"""How long readers of other processes may hold up the emptying; it is tried again."""
+"""Seconds for which readers of other processes may hold up the emptying; it is tried again."""
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class WalCheckpointer:
         ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         loop = asyncio.get_running_loop()
         try:
             with ThreadPoolExecutor(1, "ledger-log") as thread:
@@ -49,7 +51,9 @@ class WalCheckpointer:
             self._db.close()
 
     def move(self, how: str) -> int:
-        """One pass; returns how many pages the log has. A disk that refuses is the next transaction's to find out."""
+        """Make a pass; return the number of pages in the log. An error of the disk is left to the next transaction,
+        which meets it too.
+        """
         try:
             _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
         except sqlite3.OperationalError as error:

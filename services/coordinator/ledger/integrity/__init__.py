@@ -1,1 +1,1 @@
-"""Whether the ledger's SQLite file is what was written: checksums of rows, checks, reports."""
+"""Integrity of the ledger's SQLite file: checksums of rows, checks, reports."""

@@ -1,4 +1,5 @@
-"""The ledger's SQLite file itself, whatever its rows mean: pages, tables, and the checksum of every row (row_checksums.py)."""
+"""Check of the ledger's SQLite file itself, whatever its rows mean: pages, tables, and the checksum of every row
+(row_checksums.py)."""
 
 from __future__ import annotations
 
@@ -13,40 +14,40 @@ from services.coordinator.ledger.integrity.row_checksums import Table
 from services.coordinator.ledger.schema import SCHEMA
 
 MAX_SEARCHED_ROWS = 20
-"""Rows in which the changed bit is searched; of a file with more the disk is past help."""
+"""Rows in which the changed bit is searched; a file with more of them is past help."""
 
 
 class DamagedRow(NamedTuple):
-    """A row that does not give its checksum."""
+    """A row that does not match its checksum."""
 
     table: Table
     values: dict[str, Any]
     seal: int | None
-    """As the file has it."""
+    """Checksum in the file."""
     change: row_checksums.Change | None
-    """The one bit that has changed, if it is one."""
+    """The changed bit, if it is a single one."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Of the table's primary key, as the file has it."""
+        """Primary key as the file has it."""
         return tuple(self.values[column] for column in self.table.key)
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """Name for messages."""
         key = ", ".join(f"{column} {value!r}" for column, value in zip(self.table.key, self.key, strict=True))
         return f"table {self.table.name}, row {key}"
 
 
 def check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
-    """Notes whatever SQLite itself finds, and every row that is not as it was written. Reads the whole file."""
+    """Report every problem that SQLite finds, and every row that is not as it was written. Reads the whole file."""
     with tolerant(db):
         _check_file(db, report)
 
 
 @contextlib.contextmanager
 def tolerant(db: sqlite3.Connection) -> Iterator[None]:
-    """Text that is no UTF-8 any more is read as it is."""
+    """Read text that is not UTF-8 any more as it is."""
     factory, db.text_factory = db.text_factory, _decoded
     try:
         yield
@@ -79,7 +80,7 @@ def _check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
 
 
 def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
-    """Rows of a table that do not give their checksum, or lack one that they should have."""
+    """Yield the rows of a table that do not match their checksum, or lack a checksum that they should have."""
     table, searched = row_checksums.tables()[name], 0
     columns = (*table.columns, *sorted({*table.key} - {*table.columns}))
     needed = row_checksums.SEALED[name].format(row=name) or "TRUE"
@@ -105,7 +106,7 @@ def _describe(damaged: DamagedRow) -> str:
 
 
 def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
-    """Tables and indexes are those of the format."""
+    """Report tables and indexes that differ from those of the format."""
     with contextlib.closing(sqlite3.connect(":memory:")) as new:
         new.executescript(SCHEMA)
         expected, found = _schema(new), _schema(db)
@@ -115,7 +116,7 @@ def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
 
 
 def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:
-    """Columns of every table and index by name, in no order of their own."""
+    """Return the columns of every table and index by name, sorted."""
     found: dict[str, list[tuple[Any, ...]]] = {}
     for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
         try:

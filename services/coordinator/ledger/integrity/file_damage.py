@@ -1,4 +1,4 @@
-"""Says that the ledger's SQLite file is damaged, where an error is only what follows from it."""
+"""Reports the ledger's SQLite file as damaged where an error is only a consequence of that."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ DAMAGE_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether SQLite could not make sense of the file, or of a text in it."""
+    """Return whether SQLite could not read the file, or a text in it."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return isinstance(error, sqlite3.Error) and (code in DAMAGE_CODES or "Could not decode" in str(error))
 
 
 def damage_in(error: BaseException) -> BaseException | None:
-    """The first error, of one or of a group, that says so."""
+    """Return the first error, of this one or of its group, that is due to damage."""
     if isinstance(error, BaseExceptionGroup):
         return next((found for each in error.exceptions if (found := damage_in(each)) is not None), None)
     return error if is_damage(error) else None
 
 
 def sentence(path: Path, detail: object) -> str:
-    """What is damaged, and what helps."""
+    """Return the message: the damage, and the remedy."""
     text = str(detail).removesuffix(f"; {REMEDY}")
     return f"the ledger {path} is damaged: {text}; {REMEDY}"
 
 
 def check_open_runs(db: sqlite3.Connection, path: Path) -> None:
-    """Raises Conflict when the record of a run that is not over is not as it was written: its spec would be obeyed."""
+    """Raises Conflict when the row of a run that is not over is not as it was written, because its spec would be
+    obeyed.
+    """
     with tolerant(db):
         for damaged in damaged_rows(db, "runs"):
             if damaged.values["state"] not in ("succeeded", "failed", "cancelled"):
@@ -44,7 +46,7 @@ def check_open_runs(db: sqlite3.Connection, path: Path) -> None:
 
 @contextlib.contextmanager
 def explained(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """Where records cannot be read because the file is damaged, that is said. Raises LedgerFault."""
+    """Replace an error in the body that damage explains by a LedgerFault that reports the damage."""
     try:
         yield
     except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""What `paceline ledger verify` says, and how a comparison of damaged records goes on."""
+"""The report of `paceline ledger verify`, which goes on after records that cannot be read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNREADABLE = (
     ),
     *(OSError, PacelineError, sqlite3.Error),
 )
-"""What a comparison raises whose records are of another kind than was written."""
+"""Errors of a comparison whose records are of another kind than was written."""
 
 REMEDY = "restore a backup, or run `paceline ledger verify --repair`"
 
@@ -33,10 +33,10 @@ MAX_TEXT = 500
 
 @dataclass(frozen=True)
 class Problem:
-    """One disagreement."""
+    """A disagreement between records."""
 
     subject: str
-    """The record, group, step or file that it is about."""
+    """Record, group, step or file with the problem."""
     text: str
 
     def __str__(self) -> str:
@@ -47,29 +47,29 @@ class Problem:
 
 @dataclass
 class VerifyReport:
-    """What was found. No problems: the promise holds for everything that the records can show."""
+    """Problems that were found. None: the promise holds for everything that the records can show."""
 
     found: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What was compared, and how much of it."""
+    """Facts that were compared, and their number."""
 
     @property
     def problems(self) -> list[str]:
-        """One line for each disagreement."""
+        """One line for each problem."""
         return [str(problem) for problem in self.found]
 
     def compare(self, subject: str, text: str, one: object, other: object) -> None:
-        """Notes a problem with `subject` unless both are equal; `text` has two places for them."""
+        """Add a problem with `subject` unless both values are equal; `text` has two placeholders for them."""
         if one != other:
             self.problem(subject, text.format(one, other))
 
     def problem(self, subject: str, text: str) -> None:
-        """Notes a problem with `subject`."""
+        """Add a problem with `subject`."""
         self.found.append(Problem(subject, text))
 
     @contextlib.contextmanager
     def reading(self, subject: str, what: str = "it") -> Iterator[None]:
-        """A comparison that ends with a problem where records cannot be read as what was written."""
+        """Add a problem where the records of the body cannot be read as what was written."""
         try:
             yield
         except UNREADABLE as error:

@@ -1,10 +1,10 @@
-"""Checksums of the ledger's rows: a row that the disk has changed no longer gives the checksum beside it.
+"""Checksums of the ledger's rows: a row that the disk has changed no longer matches the checksum beside it.
 
-SQLite writes no checksums into its pages. Rows that nothing else covers carry one in the column `seal`: CRC-32 over all
-other columns. Triggers of the writer's own connection keep it, so no statement has to; they are not in the file, and so a
-row that another program has changed is found as well. Groups are sealed when they are trained or dropped, by the statements
-that end them (`assignment`): before it they change several times, each time a trigger would cost as much as the statement, and
-what they become is compared with other records.
+SQLite writes no checksums into its pages. Rows that no other checksum covers carry one in the column `seal`: CRC-32
+over all other columns. Triggers of the writer's own connection keep it, so no statement has to; they are not in the
+file, and so a row that another program has changed is found as well. Groups are sealed when they are trained or
+dropped, by the statements that end them (`assignment`): before that they change several times, each time a trigger
+would cost as much as the statement, and their state after each change is compared with other records.
 
 A single changed bit can be found again from the checksum, and then the row as it was.
 """
@@ -41,7 +41,7 @@ UNSEALED = {"runs": {"cursor", "next_slot"}}
 """Columns that change with every lease; verify compares them with the groups."""
 
 MAX_SEARCH_BYTES = 8192
-"""Of a row in which a changed bit is searched: the time grows with the square of its size."""
+"""Size of a row in which a changed bit is searched: the time grows with the square of its size."""
 
 
 class Table(NamedTuple):
@@ -49,22 +49,22 @@ class Table(NamedTuple):
 
     name: str
     columns: tuple[str, ...]
-    """Those that are sealed, ordered by name: tables that were upgraded have them in another order."""
+    """Sealed columns, ordered by name: tables that were upgraded have them in another order."""
     key: tuple[str, ...]
     """Columns of its primary key."""
 
 
 class Change(NamedTuple):
-    """What one bit has changed in a row."""
+    """A bit of a row that has changed."""
 
     column: str
-    """`seal`: the row is right, and its checksum is not."""
+    """Name of the column; `seal`: the row is right, and its checksum is not."""
     was: Any
 
 
 @functools.cache
 def tables() -> dict[str, Table]:
-    """All tables of the schema by name."""
+    """Return all tables of the schema by name."""
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
@@ -78,29 +78,35 @@ def tables() -> dict[str, Table]:
 
 
 def checksum(*values: object) -> int:
-    """Of a row's values in the order of its columns. Text is escaped to ASCII, the same by every version of Python."""
+    """Return the checksum of a row's values in the order of its columns. Text is escaped to ASCII, the same by every
+    version of Python.
+    """
     return crc32(ascii(values).encode())
 
 
 def of(name: str, row: Mapping[str, object]) -> int:
-    """The seal of a row that is to be inserted with it, which is cheaper than the trigger."""
+    """Return the seal of a row that is to be inserted with it, which is cheaper than the trigger."""
     return checksum(*(row[column] for column in tables()[name].columns))
 
 
 def assignment(name: str, **changed: str) -> str:
-    """For an UPDATE, where no trigger keeps the seal: `seal` of the row with columns that change to these expressions."""
+    """Return the assignment of `seal` for an UPDATE of a table without trigger; `changed` are the expressions that
+    columns are set to.
+    """
     return (
         f"seal = row_checksum({', '.join(changed.get(column, column) for column in tables()[name].columns)})"
     )
 
 
 def install(db: sqlite3.Connection) -> None:
-    """Makes the checksum function known to a connection; the triggers are `keep`'s."""
+    """Register the checksum function with a connection; `keep` adds the triggers."""
     db.create_function("row_checksum", -1, checksum, deterministic=True)
 
 
 def keep(db: sqlite3.Connection) -> None:
-    """Lets a connection that writes seal each row that it inserts or updates, save for those that are not sealed always."""
+    """Add triggers that seal each row that the connection inserts or updates, in the tables whose rows are always
+    sealed.
+    """
     for name in (name for name, condition in SEALED.items() if not condition):
         table = tables()[name]
         of_key = " AND ".join(f"{column} = NEW.{column}" for column in table.key)
@@ -114,7 +120,7 @@ def keep(db: sqlite3.Connection) -> None:
 
 
 def seal_all() -> str:
-    """SQL that seals every row there is."""
+    """Return SQL that seals every row."""
     statements = []
     for name, condition in SEALED.items():
         where = f" WHERE {condition.format(row=name)}" if condition else ""
@@ -125,7 +131,9 @@ def seal_all() -> str:
 
 
 def find_change(table: Table, values: tuple[Any, ...], seal: int) -> Change | None:
-    """The one bit that has changed in a row whose values no longer give the seal; None when it is not one bit alone."""
+    """Return the single bit that has changed in a row whose values no longer match the seal; None when more has
+    changed.
+    """
     given = checksum(*values)
     if isinstance(seal, int) and 0 <= seal < 1 << 32 and (given ^ seal).bit_count() == 1:
         return Change("seal", given)
@@ -140,7 +148,7 @@ def find_change(table: Table, values: tuple[Any, ...], seal: int) -> Change | No
 
 
 def _one_bit_away(value: object) -> Iterator[Any]:
-    """Every value that differs from this one in one bit of what SQLite stores."""
+    """Yield every value that differs from this value in one bit of what SQLite stores."""
     if isinstance(value, str):
         content = bytearray(value.encode(errors="surrogateescape"))
         yield bytes(content)  # the bit that tells text from bytes
