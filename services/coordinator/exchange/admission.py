@@ -9,28 +9,29 @@ from __future__ import annotations
 def admissible(
     open_groups: int, admitted: int, dropped: int, *, batch: int, max_age: int, max_steps: int
 ) -> int:
-    """How many groups may be admitted now.
+    """Return the number of groups that may be admitted now.
 
-    A group is admitted while open < (η + 1)·B, open counting what is neither trained nor dropped, and never more
-    than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO.
+    A group is admitted while open < (η + 1)·B, where open counts the groups that are neither trained nor dropped, and
+    never more than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO.
     """
     return max(0, min((max_age + 1) * batch - open_groups, max_steps * batch - (admitted - dropped)))
 
 
 def lease_step(next_batch: int, position: int, batch: int) -> int:
-    """The step that a group is for when `position` open groups not yet in a batch stand before it."""
+    """Return the step that a group is for when `position` open groups not yet in a batch are before it."""
     return next_batch + position // batch
 
 
 def may_lease(version_step: int, step: int, max_age: int) -> bool:
-    """Whether a worker that holds `version_step` may generate for `step`: at most η behind it."""
+    """Return whether a worker that holds `version_step` may generate for `step`: at most η behind it."""
     return version_step >= step - max_age
 
 
 def must_wait(live_oldest: list[int], step: int, max_age: int) -> bool:
-    """Whether the batch of `step` should wait for a live group: one whose age is η at this step, so that it grows older
-    than η if it is left out. `live_oldest` holds the oldest version that tokens of each live group can have.
+    """Return whether the batch of `step` should wait for a live group: one whose age is η at this step, so that it
+    grows older than η if it is left out. `live_oldest` holds the oldest version that tokens of each live group can
+    have.
 
-    A group meets that at one step only, so none holds up more than one; what is older already is past help.
+    A group has that age at one step only, so it holds up one batch at most; a group that is older already is past help.
     """
     return any(step - oldest == max_age for oldest in live_oldest)

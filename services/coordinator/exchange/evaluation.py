@@ -17,12 +17,13 @@ from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.groups import State
 
 FIRST_EVALUATION_GROUP = 1 << 40
-"""Group ids of evaluations start here, far from those that are trained."""
+"""First group id of evaluations, far from those of groups that are trained."""
 
 
 def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
-    """Queues an evaluation of version `step` or, once that is gone, of the next one that a worker holds. It is left out, with a
-    warning, when its prompts cannot be read now."""
+    """Queue an evaluation of version `step` or, once that is gone, of the next one that a worker holds. It is left out,
+    with a warning, when its prompts cannot be read now.
+    """
     assert run.validation is not None
     if exchange.ledger.evaluations.exists(run.run_id, step):
         return
@@ -38,12 +39,12 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
 
 
 def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
-    """The evaluation that comes next, if any."""
+    """Return the evaluation that comes next, if any."""
     return exchange.ledger.evaluations.first_pending(run.run_id)
 
 
 def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
-    """Who must keep its version for now."""
+    """Return the worker that must keep its version for now, if any."""
     row = pending(exchange, run)
     return row["member_id"] if row else None
 
@@ -51,7 +52,7 @@ def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
 def to_lease(
     exchange: Exchange, run: ActiveRun, member_id: str, version: Version, room: int
 ) -> list[sqlite3.Row]:
-    """Evaluation groups for this worker, which is pinned to its version with them."""
+    """Return evaluation groups for this worker, and pin it to its version."""
     if run.validation is None:
         return []
     row = pending(exchange, run)
@@ -63,24 +64,24 @@ def to_lease(
 
 
 def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
-    """The only version whose tokens count for a group of an evaluation."""
+    """Return the only version whose tokens count for a group of an evaluation."""
     evaluation = exchange.ledger.evaluations.get(run.run_id, int(row["class"].split(":")[1]))
     assert evaluation is not None
     return Version(evaluation["pinned_session"], evaluation["pinned_step"])
 
 
 def is_of(group: Group, version: Version) -> bool:
-    """Whether every token was sampled under this version."""
+    """Return whether every token was sampled under this version."""
     return all(span[:2] == version for c in group.completions for span in c.spans)
 
 
 def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """The pinned worker is gone: another one starts the evaluation anew."""
+    """Unpin a worker that is gone: another one starts the evaluation anew."""
     exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
 
 
 def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
-    """Writes the result when every group of the evaluation is scored or dropped."""
+    """Record the result when every group of the evaluation is scored or dropped."""
     step = int(kind.split(":")[1])
     if not exchange.group_queries.is_evaluated(run.run_id, kind):
         return

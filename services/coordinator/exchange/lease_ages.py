@@ -1,11 +1,11 @@
-"""Which workers hold leases, or tasks, far longer than the others need. Pure bookkeeping with a clock of its own; the pool feeds
-it.
+"""Finds workers that hold leases, or tasks, far longer than the others need. Pure bookkeeping with its own clock, which
+the pool advances.
 
-A lease has no deadline, because a completion may take as long as it takes. But a worker that is heard of and hands in nothing,
-while the others hand in all the time, keeps places that they could fill. It is overdue when it has held a lease, and handed in
-nothing, for longer than LIMIT_MULTIPLE times the pool's own median from lease to result, and LIMIT_S at least. So is a
-worker whose results are refused one after the other. Nobody is overdue unless another worker has handed in something since, or
-has nothing in hand and could.
+A lease has no deadline, because a completion may take as long as it takes. But a worker that is heard of and submits
+nothing, while the others submit all the time, holds groups that they could generate. It is overdue when it has held a
+lease, and submitted nothing, for longer than LIMIT_MULTIPLE times the pool's median from lease to result, and LIMIT_S
+at least. A worker whose results are refused in a row is overdue too. Nobody is overdue unless another worker has
+submitted something since, or is idle and able to work.
 """
 
 from __future__ import annotations
@@ -19,59 +19,60 @@ LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
 
 MAX_REFUSED = 3
-"""Results of a worker that are refused in a row before it counts as one that hands in nothing."""
+"""Results of a worker that are refused in a row before it counts as one that submits nothing."""
 
 MIN_RESULTS = 8
-"""Results of other workers that make a median."""
+"""Results of other workers that a median needs."""
 
 NO_MEDIAN_S = 600.0
-"""The limit where there are fewer."""
+"""Seconds that take the place of the median's limit while there are fewer results."""
 
 WINDOW = 256
-"""Newest results that the median is taken over."""
+"""Number of the newest results that the median is taken over."""
 
 LONGEST_STEP_S = 10.0
-"""What lies further between two looks was a standstill of the coordinator, not of a worker."""
+"""Longest time between two checks that counts: a longer one was a standstill of the coordinator, not of a worker."""
 
 
 class Overdue(NamedTuple):
-    """A worker that keeps what others could do."""
+    """A worker that holds work which others could do."""
 
     member_id: str
     why: str
 
 
 class LeaseAges:
-    """One for a kind of work."""
+    """Ages of the leases, or of the tasks."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
         self._checked_s: float | None = None
         self._since_s: dict[tuple[str, int, int], float] = {}
-        """When each lease that is out was first seen, by worker, group and attempt."""
+        """Time when each lease that is out was first seen, by worker, group and attempt."""
         self._results: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         """Worker of each of the newest results, and seconds from its lease."""
         self._submitted_s: dict[str, float] = {}
-        """When each worker last handed in a group that was accepted."""
+        """Time of each worker's last accepted result."""
         self._refused: dict[str, int] = {}
-        """Results in a row of each worker that were refused."""
+        """Number of results in a row that were refused, by worker."""
 
     def note_submission(self, member_id: str, group_id: int, attempt: int) -> None:
-        """A worker's result was accepted, or came after another's."""
+        """Note a result that was accepted, or that came after another worker's."""
         since_s = self._since_s.get((member_id, group_id, attempt), self._now_s)
         self._results.append((member_id, self._now_s - since_s))
         self._submitted_s[member_id] = self._now_s
         self._refused.pop(member_id, None)
 
     def note_refusal(self, member_id: str) -> None:
-        """A worker's result cannot be accepted."""
+        """Note a result that cannot be accepted."""
         self._refused[member_id] = self._refused.get(member_id, 0) + 1
 
     def check(
         self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
     ) -> list[Overdue]:
-        """Who is overdue, where `held` are all leases that are out: worker, group, attempt; `able` are the workers that could take
-        them."""
+        """Return the overdue workers. `held` are all leases that are out: worker, group, attempt; `able` are the
+        workers that could take them.
+        """
         if self._checked_s is not None:
             self._now_s += min(max(0.0, now_s - self._checked_s), LONGEST_STEP_S)
         self._checked_s = now_s
@@ -89,7 +90,7 @@ class LeaseAges:
         ]
 
     def _why(self, member_id: str, oldest_s: float, *, has_free: bool) -> str:
-        """Why a worker is overdue; empty where it is not. `has_free`: another one has nothing in hand."""
+        """Return why a worker is overdue; empty where it is not. `has_free`: another worker is idle."""
         others = [seconds for other, seconds in self._results if other != member_id]
         since_s = max(oldest_s, self._submitted_s.get(member_id, oldest_s))
         is_known = len(others) >= MIN_RESULTS

@@ -1,4 +1,4 @@
-"""Leases: from admitted to leased, and back where a worker is gone. What becomes of them is in submissions.py."""
+"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from services.coordinator.ledger.groups import NewLease
 from services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
 
 MAX_ROOM = 1 << 16
-"""Completions that one answer is about at most, whatever room a worker says that it has."""
+"""Most completions in one answer, whatever room a worker states."""
 
 ADMITTED_AT_ONCE = 64
-"""Groups that are admitted at once beyond those that are leased: a whole step's would keep the others waiting."""
+"""Groups that are admitted at once beyond those that are leased: a whole step's would hold up other requests."""
 
 
 def grant(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
-    """Leases for the room that each of these workers has, all of them different ones: evaluation first, then training, oldest
-    place first. What they have in common is read once and written once.
+    """Answer requests for leases of different workers, each up to its room: evaluation first, then training, lowest
+    slot first. What the requests have in common is read once and written once.
     """
     _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
-    batch = _LeaseBatch(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
-    outcomes = [batch.grant(request) for request in requests]
-    batch.write()
+    grants = _Grants(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
+    outcomes = [grants.grant(request) for request in requests]
+    grants.write()
     return outcomes
 
 
-class _LeaseBatch:
-    """Admitted groups that go to one worker after the other."""
+class _Grants:
+    """The leases of one call: admitted groups are given to one worker after the other, and written together."""
 
     def __init__(self, exchange: Exchange, run: ActiveRun, rooms: Sequence[int]):
         self._exchange, self._run = exchange, run
         self._group_size = run.spec.grpo.num_generations_per_prompt
         self._params = params_message(run.spec.policy.generation)
         self._free: list[tuple[sqlite3.Row, int]] = []
-        """Groups to train that nobody has, in the order of their places, each with the step that it is for."""
+        """Free groups to train, in the order of their slots, each with the step that it is for."""
         self._granted: list[NewLease] = []
-        """Leases that `write` has to write."""
+        """Leases that are not in the ledger yet."""
         if run.prompts is not None and not exchange.paused(run):
             places = sum(max(1, room // self._group_size) for room in rooms)
             wanted = places + quarantine.num_reserved(exchange)
@@ -58,7 +58,7 @@ class _LeaseBatch:
                 self._free = _admitted(exchange, run, wanted)
 
     def grant(self, request: pb.ExchangeRequest) -> Outcome:
-        """One worker's leases; they are written down later."""
+        """Answer one worker; `write` records its leases."""
         exchange, run = self._exchange, self._run
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.lease.SetInParent()
@@ -84,13 +84,13 @@ class _LeaseBatch:
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
     def write(self) -> None:
-        """Makes leases of what was given since the last time."""
+        """Record the leases that were granted since the last call."""
         if self._granted:
             self._exchange.groups.lease(self._granted)
             self._granted.clear()
 
     def _leasable(self, version: Version, number: int) -> list[tuple[sqlite3.Row, int]]:
-        """The first of the free groups, up to `number`, as far as the worker's version allows."""
+        """Return the first of the free groups, up to `number`, as far as the worker's version allows."""
         max_age = self._run.max_age
         return list(
             itertools.takewhile(lambda free: may_lease(version.step, free[1], max_age), self._free[:number])
@@ -107,7 +107,7 @@ class _LeaseBatch:
         step: int = 0,
         pinned: Version | None = None,
     ) -> bool:
-        """Adds a group to the reply; False when what it begins with cannot be read now, so that it has to wait."""
+        """Add a group to the reply; return False when its prefix cannot be read now, so that it has to wait."""
         run, group_id = self._run, row["group_id"]
         try:
             prefix = self._prefix(group_id) if row["attempt"] else None
@@ -140,7 +140,9 @@ class _LeaseBatch:
         return True
 
     def _prefix(self, group_id: int) -> Payload | None:
-        """What an earlier worker handed back of the group; None also where it is damaged. Raises UnopenedSegment."""
+        """Return the prefix that an earlier worker returned of the group; None also where it is damaged. Raises
+        UnopenedSegment.
+        """
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
@@ -150,8 +152,8 @@ class _LeaseBatch:
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
-    """Admits prompts in the seeded order for as long as the admission rule allows, `at_most` so many; the next request goes
-    on from there, also where a prompt cannot be read now.
+    """Admit up to `at_most` prompts in the seeded order, as far as the admission rule allows. The next request goes on
+    from there, also where a prompt cannot be read now.
     """
     ledger, run_id = exchange.ledger, run.run_id
     counters = ledger.counters(run_id)
@@ -190,7 +192,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
 
 
 def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
-    """What the workers say that they hold, against the record."""
+    """Compare the groups that workers report to hold with the record."""
     if not requests:
         return
     member_ids = [request.member_id for request in requests]
@@ -208,22 +210,24 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
 
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Takes back leases that the worker does not know of: the reply that gave them out was lost on its way."""
+    """Take back leases that the worker does not know of, because the reply that granted them was lost."""
     exchange.groups.release_unknown(run.run_id, request.member_id, list(request.lease.held.group_ids))
 
 
 def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Leases that were taken back while the worker was not heard of, and that nobody else got: it still works on them.
+    """Lease groups again that were taken back while the worker was silent, and that no other worker got: it still works
+    on them.
 
-    Those keep its name. One that it has handed back meanwhile does not, though a request that was made before says that it is held.
+    Such groups keep its name. A group that it has returned meanwhile does not, though a request that was made before
+    lists it as held.
     """
     exchange.groups.lease_again(run.run_id, request.member_id, list(request.lease.held.group_ids))
 
 
 def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
-    """The first `number` groups to train that nobody has, with the step each is for.
+    """Return the first `number` free groups to train, each with its step.
 
-    in_order: the place decides the step. ready_first: the number of groups ahead that are in no batch yet.
+    in_order: the slot decides the step. ready_first: the number of groups ahead that are in no batch yet.
     """
     rows = exchange.group_queries.free_to_lease(run.run_id, number)
     if run.spec.async_grpo.order == "in_order":
@@ -240,21 +244,21 @@ def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sql
 
 
 def held_by(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
-    """Whether the worker was given this attempt at the group, however long ago."""
+    """Return whether the worker was given this attempt at the group, however long ago."""
     if attempt == row["attempt"] and row["member_id"] == member_id:
         return True  # as in a ledger of an older format, which had no record of holders
     return held_attempt(row["holders"], attempt) == member_id
 
 
 def group_seed(run: ActiveRun, group_id: int) -> int:
-    """Seed of a group, of 63 bits: a function of the run's name in the ledger, its seed, and the group."""
+    """Return the seed of a group, 63 bits: a function of the run's name in the ledger, its seed, and the group."""
     text = f"{run.spec.seed}/{group_id}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 def lease_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
-    """Takes back what silent workers hold, though they may be back: score tasks and, if wished, leases. Whichever attempt's
-    result comes first wins. Returns how many groups.
+    """Take back what silent workers hold, though they may return: score tasks and, with `with_leases`, leases. The
+    first result of any attempt wins. Return the number of groups.
     """
     number = exchange.groups.release_scorers(member_ids)
     if with_leases:
@@ -263,7 +267,7 @@ def lease_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool)
 
 
 def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
-    """Takes back every lease and task of a member that is gone; returns how many leases."""
+    """Take back every lease and task of a member that is gone; return the number of leases."""
     if crashed and exchange.active is not None:
         quarantine.on_crash(exchange, exchange.active, member_id)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}

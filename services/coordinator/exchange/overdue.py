@@ -1,6 +1,7 @@
-"""Workers that keep what others could do: their leases and tasks go to others, and they get none before they hand something in.
+"""Workers that hold work which others could do: their leases and tasks go to others, and they get none before they
+submit something.
 
-`lease_ages.py` says who they are; this is what the ledger knows of it and what follows.
+`lease_ages.py` finds them; this module connects it to the ledger and acts on it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from services.coordinator.exchange.state import ActiveRun, Exchange
 
 
 def find(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
-    """Who holds leases or tasks for far longer than others need; asked every few seconds."""
+    """Return the workers that hold leases or tasks for far longer than others need. Called every few seconds."""
     unable = exchange.overdue | exchange.suspected
     measured = evaluation.pending(exchange, run)
     oldest_step = 0 if measured is None else measured["step"]
@@ -27,7 +28,7 @@ def find(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
 
 
 def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
-    """Gives others what such workers hold, in a transaction. What they still hand in counts, if it is the first."""
+    """Take back what such workers hold, in a transaction. A late result still counts if it is the first."""
     for member_id, why in found:
         taken = leases.lease_again(exchange, [member_id], with_leases=True)
         evaluation.unpin_member(exchange, run, member_id)
@@ -40,7 +41,7 @@ def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None
 
 
 def note_submission(exchange: Exchange, ages: LeaseAges, member_id: str, group_id: int, attempt: int) -> None:
-    """A worker does what it holds leases or tasks for."""
+    """Note that a worker submits results; one that was overdue gets work again."""
     ages.note_submission(member_id, group_id, attempt)
     if member_id in exchange.overdue:
         exchange.overdue.remove(member_id)
@@ -49,6 +50,6 @@ def note_submission(exchange: Exchange, ages: LeaseAges, member_id: str, group_i
 
 
 def _scores(exchange: Exchange, member_id: str) -> bool:
-    """Whether this is a reward worker."""
+    """Return whether this is a reward worker."""
     member = exchange.senders.get(member_id)
     return member is not None and member.role == common_pb2.ROLE_REWARD

@@ -1,12 +1,13 @@
-"""Groups that kill whoever works on them: found by leasing them alone, then dropped, so that one prompt cannot end a pool.
+"""Groups that end their workers: they are found by leasing them alone, then dropped, so that one prompt cannot end a
+pool.
 
 A worker's crash proves nothing about one of the many groups that it held. So every group that it held is counted as
-present; one that was present at SHARED_DEATHS crashes is a suspect and is from then on held alone, by a worker that first
-finishes what it has. Only when ALONE_DEATHS more workers crash with nothing else in hand is it dropped(poison).
+present; a group that was present at SHARED_DEATHS crashes is a suspect and is from then on held alone, by a worker that
+first finishes what it has. Only when ALONE_DEATHS more workers crash with nothing else in hand is it dropped(poison).
 
-The promise: infrastructure does not drop a group. A worker that falls silent on a standing connection (stopped, cut off,
-its host gone) has not crashed, one that leaves in good order neither, and one that comes back takes its count with it.
-Generating and scoring are counted apart.
+The promise: infrastructure does not drop a group. A worker that falls silent on a standing connection (stopped, cut
+off, its host gone) has not crashed, a worker that leaves in good order has not either, and the count of a worker that
+returns is removed. Generating and scoring are counted apart.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
 SHARED_DEATHS = 2
-"""Crashes at which a group may be present among others."""
+"""Crashes at which a group may be present among others before it is a suspect."""
 
 ALONE_DEATHS = 2
-"""Crashes with the group alone in hand after which it is dropped."""
+"""Further crashes, with the group alone in hand, after which it is dropped."""
 
 
 def choose(
     exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
 ) -> list[sqlite3.Row]:
-    """Which of the groups in `rows` a worker may get: either one suspect and nothing else, or up to `room` groups that are
-    none. A suspect that waits reserves one worker, which gets nothing more until its hands are free; `rows` should have
-    `num_reserved` more than there is room for, so that the others pass the suspects by.
+    """Return the groups of `rows` that a worker may get: either one suspect and nothing else, or up to `room` groups
+    that are not suspects. A suspect that waits reserves one worker, which gets nothing more until its hands are free.
+    `rows` should have `num_reserved` more than there is room for, so that other groups are not held up by the suspects.
     """
     suspected = suspects(exchange, run)
     if not suspected or room <= 0:
@@ -54,31 +55,33 @@ def choose(
 
 
 def suspects(exchange: Exchange, run: ActiveRun) -> set[int]:
-    """Groups that are held alone."""
+    """Return the groups that are held alone."""
     deaths_by_group = exchange.ledger.deaths.of_run(run.run_id)
     return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_DEATHS}
 
 
 def num_reserved(exchange: Exchange) -> int:
-    """Suspects that wait for a worker with free hands."""
+    """Return the number of suspects that wait for a worker to finish its other work."""
     return len(exchange.reserved)
 
 
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Counts the crash of a worker for what it held, before that is taken back; drops what is proven."""
+    """Count the crash of a worker for each group that it held, before these are taken back; drop groups that are proven
+    to cause crashes.
+    """
     for row in exchange.group_queries.held_by(run.run_id, member_id):
         _count(exchange, run, row, member_id, member_id)
 
 
 def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_id: str) -> None:
-    """Counts the crash of a process that scored the group. Its worker lives on, so each of its crashes counts by itself, and
-    none is forgiven when the worker comes back.
+    """Count the crash of a process that scored the group. Its worker lives on, so each of its crashes counts by itself,
+    and none is removed when the worker returns.
     """
     _count(exchange, run, row, f"{member_id} scoring attempt {row['score_attempt']}", member_id)
 
 
 def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
-    """Counts a death, by its name, for a group; drops the group when it is proven."""
+    """Count a death, by its name, for a group; drop the group when the limit is reached."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_DEATHS:
         exchange.notice(
@@ -97,12 +100,12 @@ def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, mem
 
 
 def clear_crashes(exchange: Exchange, member_id: str) -> None:
-    """A worker that was taken for dead is back: it was not a group that ended it."""
+    """Remove the crashes of a worker that is alive after all: no group ended it."""
     exchange.ledger.deaths.remove_member(member_id)
 
 
 def clear(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
-    """A worker has finished the group and lives; the next stage counts anew."""
+    """Reset the count of a group that a worker has finished; scoring counts anew."""
     if group_id in exchange.ledger.deaths.of_run(run.run_id):
         exchange.ledger.deaths.remove_group(run.run_id, group_id)
     exchange.reserved.pop(group_id, None)

@@ -1,4 +1,4 @@
-"""A group's total rewards, and whether they can teach anything. Pure."""
+"""Total rewards of a group, and their variance. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def totals(rewards_CF: FloatArray, weights_F: FloatArray) -> FloatArray:
-    """[C] weighted sums over the functions that apply; NaN where every one said None."""
+    """Return the [C] weighted sums over the functions that apply; NaN where every function returned None."""
     known_CF = ~np.isnan(rewards_CF)
     sums_C = np.where(known_CF, rewards_CF, 0.0).astype(np.float64) @ weights_F.astype(np.float64)
     sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf  # the cast would warn of it
@@ -19,6 +19,6 @@ def totals(rewards_CF: FloatArray, weights_F: FloatArray) -> FloatArray:
 
 
 def has_variance(totals_C: FloatArray) -> bool:
-    """Whether the group can teach anything: two completions with different rewards."""
+    """Return whether two completions have different rewards, so that the group has an advantage to train on."""
     known = totals_C[~np.isnan(totals_C)]
     return len(known) > 1 and bool(known.max() - known.min() > 1e-8)

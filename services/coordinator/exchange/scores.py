@@ -21,14 +21,15 @@ from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedS
 from services.coordinator.text_limits import cut
 
 MAX_ROOM = 1024
-"""Tasks in one answer, whatever room a worker says that it has."""
+"""Most tasks in one answer, whatever room a worker states."""
 
 MAX_TASK_BYTES = 32 << 20
-"""Of the groups in one answer, but for one group: a longer answer arrives later than each part of it could."""
+"""Size of the groups in one answer, unless it has only one: a longer answer arrives later than each part of it
+could."""
 
 
 def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
-    """Groups without scores, oldest place first."""
+    """Assign generated groups to a reward worker, lowest slot first."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.task.SetInParent()
     if request.task.HasField("held"):
@@ -69,7 +70,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Scores of one group, for exactly the text that was sent out; the first valid ones win."""
+    """Commit the scores of a group, for exactly the text that was sent out; the first valid ones win."""
     request = arrived.request
     score = request.score
     row = exchange.group(run, score.group_id)
@@ -145,12 +146,12 @@ def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
 
 
 def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:
-    """Evaluations are scored, not trained."""
+    """Return whether the reference's log-probabilities belong to the scores: evaluations are scored, not trained."""
     return run.spec.pool_serves_reference and bool(row["class"] == "train")
 
 
 def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
-    """Why the reference's answer cannot be taken; empty where it can."""
+    """Return why the reference's log-probabilities cannot be accepted; empty where they can."""
     if arrived.reference is None:
         return (
             arrived.fault or f"the score of group {row['group_id']} lacks the reference's log-probabilities"
@@ -161,22 +162,24 @@ def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
 
 
 def _holds(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
-    """Whether the sender has the task now. A failure that is sent again must not count again."""
+    """Return whether the sender has the task now. A failure that is sent again must not count again."""
     return bool(row["scorer_id"] == request.member_id and row["score_attempt"] == request.score.attempt)
 
 
 def _held_by(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
-    """Whether the sender was given this attempt at the scoring, however long ago."""
+    """Return whether the sender was given this attempt at the scoring, however long ago."""
     return _holds(row, request) or held_attempt(row["scorers"], request.score.attempt) == request.member_id
 
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Takes back tasks that the worker does not know of: the reply that gave them out was lost on its way."""
+    """Take back tasks that the worker does not know of, because the reply that assigned them was lost."""
     exchange.groups.release_unknown_tasks(run.run_id, request.member_id, list(request.task.held.group_ids))
 
 
 def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """A failure of the infrastructure: the group is scored again, however often. Said after 1, 2, 4, 8 … of them."""
+    """Count a failure of the infrastructure: the group is scored again, however often. A warning comes after 1, 2, 4, 8
+    … of them.
+    """
     exchange.ledger.count(run.run_id, "failures:unavailable")
     failures = exchange.ledger.counters(run.run_id)["failures:unavailable"]
     if failures & (failures - 1) == 0:

@@ -1,12 +1,12 @@
-"""The exchange: leases out, groups in, scores in, batches out. Every answer is what the ledger already holds.
+"""The exchange: leases out, groups in, scores in, batches out. Every answer states what the ledger already holds.
 
-This file holds what every handler needs: the run, who is there, and how to answer. A pure state machine over the
-ledger: `dispatch.py` takes one request inside a transaction and says what to reply; the server (server.py)
-commits, then sends. No state of a group lives in memory, so a restart continues from the file. What others have to
-know afterwards (a step was trained, the run cannot go on) is left in `notices`.
+This file holds what every handler needs: the run, its members, and replies. The exchange is a pure state machine over
+the ledger: `dispatch.py` takes one request inside a transaction and returns the reply; the server (server.py) commits,
+then sends. No state of a group lives in memory, so a restart continues from the file. Events for others to act on (a
+step was trained, the run cannot go on) are left in `notices`.
 
-`ledger/groups.py` has the states of a group and its transitions. `leases.py`, `submissions.py` and `scores.py` decide on the first
-half of them, `batches/` on the second, `evaluation.py` on the groups that are only measured.
+`ledger/groups.py` has the states of a group and its transitions. `leases.py`, `submissions.py` and `scores.py` decide
+on the first half of them, `batches/` on the second, `evaluation.py` on the groups that are only measured.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MAX_GROUP_ID = 2**63 - 1
 """SQLite's largest integer."""
 
 UNOPENED_PERIOD_S = 60.0
-"""Between two warnings that a segment cannot be opened."""
+"""Seconds between two warnings that a segment cannot be opened."""
 
 BATCH_DUE = "whether the next batch can be fixed"
-"""What a transaction has found out about it, until a group is scored."""
+"""Key of a transaction's decision whether the next batch can be fixed; invalid once a group is scored."""
 
 
 class Training(NamedTuple):
-    """The part that was served last, until it is trained."""
+    """Step whose parts were served last, until it is trained."""
 
     session: int
     step: int
@@ -52,7 +52,7 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What to answer. `empty`: nothing could be given, so the request may wait for as long as it asked to."""
+    """An answer. `empty`: there was nothing to give, so the request may wait for as long as it asked to."""
 
     reply: pb.ExchangeReply
     payloads: list[Frame] = field(default_factory=list)
@@ -60,24 +60,24 @@ class Outcome:
 
     @property
     def is_stored(self) -> bool:
-        """Whether something has to be read from the disk, which is no work for an event loop."""
+        """Whether a payload has to be read from the disk, which must not happen on the event loop."""
         return any(isinstance(frame, StoredFrame) for frame in self.payloads)
 
     def read(self) -> list[Buffer]:
-        """The payload frames, wherever they are. Raises LedgerFault."""
+        """Return the payload frames, from memory or from the disk. Raises LedgerFault."""
         return [read_frame(frame) for frame in self.payloads]
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that happened in a transaction and that others act on after its commit."""
+    """An event of a transaction that others act on after its commit."""
 
     kind: str
-    """`step` (a step was trained), `failed` (the run cannot go on as it is), `paused` (until a person resumes it), `evaluated`,
-    `warning`."""
+    """`step` (a step was trained), `failed` (the run cannot go on as it is), `paused` (until a person resumes it),
+    `evaluated`, `pinned` (a worker keeps its version), `metrics` (of a learner's step), `warning`."""
     content: dict[str, Any]
     run_id: str = ""
-    """Of which run; another one may be active when it is acted on."""
+    """Run of the event; another one may be active when it is acted on."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ActiveRun:
     """None for supervised runs: their learner reads the data set itself."""
     validation: PromptSource | None
     spec_yaml: str = ""
-    """As workers are told it: without what this version does not know."""
+    """Spec as workers get it: without keys that this version does not know."""
 
     @property
     def batch(self) -> int:
@@ -109,67 +109,72 @@ class ActiveRun:
 
 
 class Exchange:
-    """One per coordinator. Called by its event loop only, always inside a transaction of the ledger."""
+    """State of the exchange, one per coordinator. Called by its event loop only, always inside a transaction of the
+    ledger.
+    """
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self.active: ActiveRun | None = None
         self.senders = Senders()
-        """Workers that are there. Others are answered nothing: nobody would notice that they died with what they got."""
+        """Members. Other senders get no leases and no tasks, because nobody would notice their death."""
         self.suspected: set[str] = set()
-        """Of these the ones that may be gone: what they hold is still theirs, but no batch waits for it."""
+        """Members that may be gone: they keep what they hold, but no batch waits for it."""
         self.ages = LeaseAges()
-        """How long leases are out."""
+        """Ages of leases."""
         self.task_ages = LeaseAges()
-        """How long tasks are."""
+        """Ages of tasks."""
         self.overdue: set[str] = set()
-        """Workers that held leases or tasks for too long: they get none before they have handed something in."""
+        """Workers that held leases or tasks for too long: they get none before they have submitted something."""
         self.versions: dict[str, Version] = {}
         """Version that each rollout worker acknowledged, by member id."""
         self.offered: dict[str, Version] = {}
-        """Newest version that is, or was, on its way to each: it may sample from it before it has said so."""
+        """Newest version that is, or was, on its way to each: the worker may sample from it before it acknowledges
+        it."""
         self.notices: list[Notice] = []
         self.first_asked_s: dict[int, float] = {}
-        """When the batch of a step was first asked for, and (negative key) first could have been fixed."""
+        """Time when the batch of a step was first asked for, and (negative key) first could have been fixed."""
         self.admission_closed = ""
-        """Why no group is admitted for now; empty when the admission rule alone decides."""
+        """Reason why no group is admitted for now; empty when the admission rule alone decides."""
         self.unreadable_data = ""
-        """Why the next prompt cannot be read; empty while it can."""
+        """Reason why the next prompt cannot be read; empty while it can."""
         self.reserved: dict[int, str] = {}
-        """Worker that empties its hands for a group that must be held alone, by group id."""
+        """Worker that finishes its work for a group that must be held alone, by group id."""
         self.ranks = 0
-        """Of the learner that has the newest session; 0 while it has not said so."""
+        """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
         self.splits = Splits(ledger.db)
         self.training: Training | None = None
-        """What the newest session that asked for a part may end with (session_faults.py)."""
+        """Step of the newest session that asked for a part (session_faults.py)."""
 
         self._freed = False
         self._unopened_said_s = -math.inf
-        """When a warning of a segment that cannot be opened was last written down."""
+        """Time of the last warning of a segment that cannot be opened."""
         self._counted = (0, 0)
-        """A slot, and how many groups that are in no batch yet stand before it. Nothing but a shorter way to count."""
+        """Cache for `num_ahead`: (slot, groups before it that are in no batch yet)."""
 
     @property
     def groups(self) -> Groups:
-        """The transitions of groups."""
+        """Transitions of groups."""
         return self.ledger.groups
 
     @property
     def group_queries(self) -> GroupQueries:
-        """The queries on groups."""
+        """Queries on groups."""
         return self.ledger.group_queries
 
     def notice(self, kind: str, **content: Any) -> None:
-        """Leaves a notice for after the commit."""
+        """Leave a notice for after the commit."""
         self.notices.append(Notice(kind, content, self.active.run_id if self.active else ""))
 
     def take_notices(self) -> list[Notice]:
-        """The notices since the last call."""
+        """Return the notices since the last call."""
         notices, self.notices = self.notices, []
         return notices
 
     def note_unopened(self, fault: UnopenedSegment) -> None:
-        """A group cannot be handed out, or stored, because a segment cannot be opened now. It is tried again by itself."""
+        """Leave a warning that a group cannot be read or stored because a segment cannot be opened now. It is tried
+        again.
+        """
         now_s = time.monotonic()
         if now_s - self._unopened_said_s < UNOPENED_PERIOD_S:
             return
@@ -183,18 +188,18 @@ class Exchange:
     # Versions
 
     def offer(self, member_id: str, version: Version) -> None:
-        """A version is on its way to a rollout worker."""
+        """Note that a version is on its way to a rollout worker."""
         self.offered[member_id] = max(version, self.offered.get(member_id, version))
 
     def newest_of(self, member_id: str) -> Version | None:
-        """The newest version that a worker's tokens can be of; None where nothing is known of it."""
+        """Return the newest version that a worker's tokens can be of; None where none is on record."""
         acknowledged, offered = self.versions.get(member_id), self.offered.get(member_id)
         if acknowledged is None or offered is None:
             return acknowledged or offered
         return max(acknowledged, offered)
 
     def newest_version(self) -> Version:
-        """Newest session and newest step among the versions that are known of."""
+        """Return the newest session and the newest step among the workers' versions."""
         known = [*self.versions.values(), *self.offered.values()]
         sessions, steps = [version.session for version in known], [version.step for version in known]
         return Version(max(sessions, default=0), max(steps, default=-1))
@@ -202,17 +207,19 @@ class Exchange:
     # What the handlers share
 
     def paused(self, run: ActiveRun) -> bool:
-        """Whether the run is held, or all its steps are trained."""
+        """Return whether the run is paused, or all its steps are trained."""
         row = self.ledger.run(run.run_id)
         return bool(row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps)
 
     def withheld(self, run: ActiveRun) -> bool:
-        """Whether the run is held for a reason that the learner would meet again, so that it is given nothing at all."""
+        """Return whether the run is paused for a reason that the learner would meet again, so that it is given nothing
+        at all.
+        """
         row = self.ledger.run(run.run_id)
         return bool(row["state"] == "paused" and row["message"])
 
     def pause(self, run: ActiveRun, message: str) -> None:
-        """Holds the run for a reason that a person has to see to; a part of the transaction that found it."""
+        """Pause the run for a reason that needs a person; a part of the transaction that found the reason."""
         if self.withheld(run):
             return
         self.ledger.update_run(run.run_id, state="paused", message=message)
@@ -220,23 +227,23 @@ class Exchange:
         self.notice("paused", message=message)
 
     def sessions(self, run: ActiveRun) -> range:
-        """Every session of the run so far."""
+        """Return every session of the run so far."""
         return range(1, self.ledger.run(run.run_id)["session"] + 1)
 
     def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
-        """The row of a group, if there is one of that number."""
+        """Return the row of a group, if there is one of that number."""
         if group_id > MAX_GROUP_ID:
             return None
         return self.group_queries.get(run.run_id, group_id)
 
     def take_freed(self) -> bool:
-        """Whether a group was dropped since the last call: another one can be admitted in its place."""
+        """Return whether a group was dropped since the last call, so that another one can be admitted in its slot."""
         freed, self._freed = self._freed, False
         return freed
 
     def num_ahead(self, run: ActiveRun, slot: int) -> int:
-        """Groups in places before `slot` that are open and in no batch yet. Counted from the last place that was asked for,
-        as leases go out in the order of places.
+        """Return the number of groups in slots before `slot` that are open and in no batch yet. Counts on from the slot
+        of the last call, because leases are granted in the order of slots.
         """
         start, ahead = self._counted if self._counted[0] <= slot else (0, 0)
         ahead += self.group_queries.num_waiting(run.run_id, start, slot)
@@ -244,15 +251,15 @@ class Exchange:
         return ahead
 
     def slots_changed(self) -> None:
-        """A group entered, or left, the open ones at a place that was counted before."""
+        """Clear the cache of `num_ahead`, because a group entered, or left, the open ones at a slot that was counted."""
         self._counted = (0, 0)
 
     def learner_waits(self, run: ActiveRun) -> bool:
-        """Whether the next batch was asked for and cannot be fixed yet."""
+        """Return whether the next batch was asked for and cannot be fixed yet."""
         return self.ledger.run(run.run_id)["next_batch"] in self.first_asked_s
 
     def drop(self, run: ActiveRun, row: sqlite3.Row, reason: str, tokens: int | None = None) -> None:
-        """Ends a group as dropped(reason) and frees its place; its tokens move in the books."""
+        """End a group as dropped(reason) and free its slot; its tokens move in the books."""
         self._drop(run.run_id, row, reason, row["tokens"] if tokens is None else tokens)
         if row["class"] != "train":
             return
@@ -282,7 +289,7 @@ class Exchange:
             self.ledger.free_slots.add(run_id, row["slot"])
 
     def end_run(self, run_id: str) -> None:
-        """Drops what is still open as run_ended, and forgets evaluations that were not finished."""
+        """Drop the open groups as run_ended, and remove evaluations that were not finished."""
         for kind in self._open_classes(run_id):
             if kind != "train":
                 self.remove_groups(run_id, kind)
@@ -297,11 +304,13 @@ class Exchange:
         self.ledger.note_removed_records(self.groups.remove(run_id, kind))
 
     def _open_classes(self, run_id: str) -> list[str]:
-        """Classes of groups that may be open: training, and evaluations that are not done."""
+        """Return the classes of groups that may be open: training, and evaluations that are not done."""
         return ["train", *(f"eval:{step}" for step in self.ledger.evaluations.pending_steps(run_id))]
 
     def set_aside(self, run_id: str) -> None:
-        """The run is not worked on any more, but may be again: what is open stays so, and nobody holds any of it."""
+        """Stop work on the run, which may go on later: open groups stay open, and their leases and tasks are taken
+        back.
+        """
         for kind in self._open_classes(run_id):
             self.groups.release_class(run_id, kind)
         self.ledger.evaluations.unpin_all(run_id)
@@ -322,29 +331,29 @@ class Exchange:
     def answer(
         self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
     ) -> Outcome:
-        """A reply without body."""
+        """Return a reply without body."""
         return Outcome(self.reply(request, status, message))
 
     def committed(self, request: pb.ExchangeRequest) -> Outcome:
-        """The result is in the ledger once this transaction is."""
+        """Answer that the result is in the ledger once this transaction is."""
         return self.answer(request, pb.REPLY_STATUS_COMMITTED)
 
     def duplicate(self, request: pb.ExchangeRequest, message: str) -> Outcome:
-        """An earlier result won."""
+        """Answer that an earlier result won."""
         return self.answer(request, pb.REPLY_STATUS_DUPLICATE, message)
 
     def stale(self, request: pb.ExchangeRequest, message: str) -> Outcome:
-        """The request belongs to the past."""
+        """Answer that the request is outdated."""
         return self.answer(request, pb.REPLY_STATUS_STALE, message)
 
     def refuse(self, request: pb.ExchangeRequest, message: str) -> Outcome:
-        """The message can never be accepted."""
+        """Answer that the message can never be accepted."""
         return self.answer(request, pb.REPLY_STATUS_INVALID, message)
 
     def reply(
         self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
     ) -> pb.ExchangeReply:
-        """A reply to fill in."""
+        """Return a reply to fill in."""
         return pb.ExchangeReply(
             protocol=PROTOCOL,
             request_id=request.request_id,

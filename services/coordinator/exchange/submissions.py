@@ -1,4 +1,4 @@
-"""What comes of leases: generated groups, and leases that are handed back. From leased to generated."""
+"""Handlers for generated groups and returned leases: from leased to generated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DATA_ERRORS = frozenset({"", "bad_prompt", "invalid_result"})
 """Reasons that a worker may give for a failed attempt; without one it is `bad_prompt`."""
 
 MAX_ERROR_CHARS = 4096
-"""Of a worker's message; what is beyond is cut off."""
+"""Length at which a worker's message is cut off."""
 
 
 def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """A generated group that has been checked and stored. The first valid result of any attempt wins while the group waits
-    for one.
+    """Commit a generated group that has been checked and stored. The first valid result of any attempt wins while the
+    group waits for one.
     """
     request, group = arrived.request, arrived.group
     result = request.group
@@ -73,7 +73,9 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """A lease handed back: by a worker that drains, perhaps with unfinished samples, or because of a bad prompt."""
+    """Take back a lease that a worker returns: a draining worker, perhaps with unfinished samples, or because of a bad
+    prompt.
+    """
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
@@ -120,7 +122,7 @@ def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
-    """Why what this attempt generated cannot be true by the ledger; empty where it can."""
+    """Return why the ledger contradicts the result of this attempt; empty where it does not."""
     assert arrived.group is not None
     return fault_of_ids(exchange, run, arrived.max_id) or fault_of_group(
         exchange, run, row, attempt, arrived.request.member_id, arrived.group
@@ -128,7 +130,7 @@ def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Ro
 
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
-    """An attempt that failed by the fault of the group's data; others may still succeed, up to the budget."""
+    """Count an attempt that failed because of the group's data; others may still succeed, up to the budget."""
     returned, allowed = request.lease_return, run.spec.grpo.max_generation_failures
     failures, reason = row["generation_failures"] + 1, returned.data_error_reason or "bad_prompt"
     error = returned.data_error[:MAX_ERROR_CHARS]

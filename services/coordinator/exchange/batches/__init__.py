@@ -1,1 +1,1 @@
-"""Batches of a step: which groups make one, its delivery, its receipts, and what undoes it."""
+"""Batches of a step: selection, delivery, receipts, and what undoes a batch."""

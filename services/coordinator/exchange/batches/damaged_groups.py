@@ -1,8 +1,8 @@
-"""Payloads that cannot be read: what was not trained yet is generated again, and the run goes on.
+"""Payloads that cannot be read: a group that was not trained yet is generated again, and the run goes on.
 
-A group whose bytes are lost before any session trained it goes back to admitted. If it is in a fixed batch, that is fixed anew.
-The beginning of a group that an earlier worker handed back is just forgotten. Only where a session has trained the bytes
-nothing can stand in for them: the run is paused, because another session would have to train them again.
+A group whose bytes are lost before any session trained it goes back to admitted. If it is in a fixed batch, that is
+fixed anew. A lost prefix, which an earlier worker returned, is removed. Only bytes that a session has trained are
+irreplaceable: the run is paused, because another session would have to train them again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.coordinator.ledger.segments import DamagedRecord
 
 
 def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
-    """Does what can be done without the record; nothing when the ledger does not refer to it any more."""
+    """Handle a damaged record; do nothing when the ledger does not refer to it any more."""
     found = exchange.ledger.damaged_payload(run.run_id, damaged)
     row = exchange.group(run, found["group_id"]) if found else None
     if found is None or row is None:
@@ -45,7 +45,7 @@ def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None
 
 
 def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
-    """Takes back the leases or tasks of a reply that could not be sent, so that its request is answered with others."""
+    """Take back the leases or tasks of a reply that could not be sent, so that its request gets others."""
     for task in reply.task.tasks:
         exchange.groups.release_scorer(run.run_id, task.group_id, member_id, task.attempt)
     for lease in reply.lease.leases:
@@ -53,7 +53,7 @@ def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, 
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:
-    """The group is admitted as before its generation; its tokens were generated for nothing."""
+    """Admit a group again as before its generation; its tokens are wasted."""
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", -row["tokens"])
         exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])
@@ -63,7 +63,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Non
 
 
 def _count(exchange: Exchange, run: ActiveRun, message: str) -> None:
-    """Counts a damaged payload; said after 1, 2, 4, 8 … of them, because a lost segment holds thousands."""
+    """Count a damaged payload. A warning comes after 1, 2, 4, 8 … of them, because a lost segment holds thousands."""
     exchange.ledger.count(run.run_id, "failures:damaged")
     number = exchange.ledger.counters(run.run_id)["failures:damaged"]
     if number & (number - 1) == 0:

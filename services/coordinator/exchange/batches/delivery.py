@@ -16,7 +16,7 @@ from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedS
 
 
 def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
-    """One rank's part of a step's batch, as often as asked; fixes the batch when it is due."""
+    """Return one rank's part of a step's batch, as often as it asks; fix the batch when it is due."""
     asked, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return exchange.stale(
@@ -53,7 +53,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
 
 
 def may_be_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
-    """Whether ranks that wait for a batch have to be looked at: asked once for all of them. Fixes the batch that is due."""
+    """Return whether ranks that wait for a batch may get one: called once for all of them. Fixes the batch that is due."""
     row = exchange.ledger.run(run.run_id)
     if run.prompts is None or row["next_batch"] > row["next_step"]:
         return True
@@ -61,15 +61,15 @@ def may_be_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 
 
 def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
-    """There is no further step: the run is not (or no longer) the current one."""
+    """Answer that there is no further step: the run is not (or no longer) the current one."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.batch.state = pb.BATCH_STATE_END
     return Outcome(reply)
 
 
 def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
-    """What a rank trained. The step is trained when the receipts of all ranks of the session agree with the batch; one that
-    does not agree ends its session, not the run.
+    """Record the receipt of a rank. The step is trained when the receipts of all ranks of the session agree with the
+    batch; a receipt that does not agree ends its session, not the run.
     """
     receipt, row = request.receipt, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
@@ -102,7 +102,9 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
-    """What a rank trained otherwise than its part says; empty when both agree. A run without batches has no part to compare."""
+    """Return the difference between a receipt and its part; empty when both agree. A run without batches has no part to
+    compare.
+    """
     if part is None:
         return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
     expected = [row["group_id"] for row in part]
@@ -159,7 +161,7 @@ def _wait(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
 
 
 def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
-    """All receipts agree: the groups end as trained, the chain grows, the step is over."""
+    """End the step: all receipts agree, so its groups are trained and the chain grows."""
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
     metrics, ends = {}, {"next_step": step + 1}

@@ -13,8 +13,8 @@ REASON = "by_request"
 
 
 def drop(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: float) -> None:
-    """Ends groups of the fixed, untrained batch as dropped(by_request). The batch is fixed anew at once when enough scored
-    groups are there, else when they are. Inside a transaction. Raises Conflict, InvalidInput.
+    """End groups of the fixed, untrained batch as dropped(by_request). The batch is fixed anew at once when enough
+    scored groups are there, else when they are. Inside a transaction. Raises Conflict, InvalidInput.
     """
     if len(group_ids) > run.batch:
         raise InvalidInput(

@@ -1,8 +1,8 @@
-"""Which scored groups make the batch of a step, and when.
+"""Selection of the scored groups that make the batch of a step.
 
-A batch that is fixed does not change while a session may train it. Before any session has, it can be taken apart for the
-sake of some of its groups (damaged ones, or those that somebody drops): what is then fixed is its next revision, under a
-further link of the chain, and the replaced one stays on record.
+A batch that is fixed does not change while a session may train it. Before any session has, it can be taken apart
+because of some of its groups (damaged ones, or those that a person drops): the batch that is fixed next is its next
+revision, under a further link of the chain, and the replaced one stays on record.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from services.coordinator.ledger.tables.batches import NewBatch
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
-    """Fixes the first batch that is not fixed, if it was asked for and is complete; False if it has to wait.
+    """Fix the first batch that is not fixed, if it was asked for and is complete; return False if it has to wait.
 
-    However many ranks ask in a transaction, it is looked at once, until a group is scored.
+    However many ranks ask in a transaction, it is checked once, until a group is scored.
     """
     row = exchange.ledger.run(run.run_id)
     if row["next_batch"] not in exchange.first_asked_s or row["next_batch"] > row["next_step"]:
@@ -35,7 +35,7 @@ def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 
 
 def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
-    """Fixes the first batch that is not fixed, if it is complete; False if it has to wait."""
+    """Fix the first batch that is not fixed, if it is complete; return False if it has to wait."""
     row = exchange.ledger.run(run.run_id)
     step = row["next_batch"]
     in_order = run.spec.async_grpo.order == "in_order"
@@ -62,8 +62,8 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 def take_apart(
     exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str
 ) -> None:
-    """Replaces the batch of `step`, which no session has trained: its groups are scored ones again, and the next batch of the
-    step, without the groups in `taken_out`, is its next revision.
+    """Replace the batch of `step`, which no session has trained: its groups are scored ones again, and the next batch
+    of the step, without the groups in `taken_out`, is its next revision.
     """
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
@@ -78,13 +78,13 @@ def take_apart(
 
 
 def _in_order(exchange: Exchange, run: ActiveRun, step: int) -> list[sqlite3.Row] | None:
-    """The groups whose places belong to the step, when all are scored."""
+    """Return the groups whose slots belong to the step, when all are scored."""
     scored = exchange.group_queries.scored_in(run.run_id, step * run.batch, (step + 1) * run.batch)
     return scored if len(scored) == run.batch else None
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
-    """The oldest scored groups, when there are enough and no live group has to be waited for."""
+    """Return the oldest scored groups, when there are enough and no live group has to be waited for."""
     spec = run.spec.async_grpo
     if exchange.group_queries.num_scored(run.run_id) < run.batch:
         return None
@@ -102,8 +102,8 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
 
 
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
-    """Oldest version that the tokens of each group can have that somebody works on, or that has no scores yet. What is in
-    the hands of a worker that may be gone is not waited for.
+    """Return the oldest version that the tokens of each live group can have: groups that are leased, or that have no
+    scores yet. Groups that are leased to a worker that may be gone are left out.
     """
     rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
     return [
@@ -112,7 +112,7 @@ def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
 
 
 def _metrics(run: ActiveRun, groups: list[sqlite3.Row], step: int, wait_s: float) -> dict[str, float]:
-    """What a batch says of itself: rewards, lengths, ages, and how long the learner waited for it."""
+    """Return the metrics of a batch: rewards, lengths, ages, and the seconds for which the learner waited."""
     completions = run.spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     known = [g["reward"] for g in groups if g["reward"] is not None]

@@ -1,10 +1,11 @@
-"""Learner sessions that ended at a step. Several in a row at the same one, without the step being trained, pause the run: the
-batch has something that the learner cannot train, and every further session would end there too.
+"""Learner sessions that ended at a step. Several in a row at the same step, without the step being trained, pause the
+run: the batch has something that the learner cannot train, and every further session would end there too.
 
-A session that reported its fault is on record by that. One that ended without a word (a signal; the kernel's memory killer
-leaves none) is found when the next session asks for its first part: the step that a session has in hand is on record too, so
-that a coordinator that dies with the learner does not forget it. Sessions that ended in good order, that ended at other steps,
-or after which the step was trained, count for nothing; `paceline resume` begins the count anew.
+A session that reported its fault is on record by that. A session that ended without a report (by a signal, or by the
+kernel when memory is short) is found when the next session asks for its first part: the step that a session has in hand
+is on record too, so that a coordinator that dies with the learner does not lose it. Sessions that ended in good order,
+that ended at other steps, or after which the step was trained, are not counted; `paceline resume` begins the count
+anew.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from services.coordinator.exchange.state import ActiveRun, Exchange, Training
 from services.coordinator.ledger.tables.session_faults import SessionFault
 
 SAME_FAULTS = 3
-"""Sessions in a row that ended at a step in the same way."""
+"""Sessions in a row that ended at a step in the same way before the run is paused."""
 
 ANY_FAULTS = 5
-"""Sessions in a row that ended there in different ways: which rank's error is heard of first can vary."""
+"""Likewise for different ways, because the rank whose error is reported first can vary."""
 
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
-"""Kinds of faults that are no exception's type."""
+"""Kinds of faults that are not the type of an exception."""
 
 MAX_SUSPECTS = 8
 WORDS = {
@@ -34,7 +35,9 @@ WORDS = {
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """A session asks for a part. If it is the first time, the one before it has ended, at the step that it was training."""
+    """Note that a session asks for a part. At its first request the session before it has ended, at the step that it
+    was training.
+    """
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # as another life of the coordinator wrote it down
@@ -44,7 +47,7 @@ def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
 
 
 def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, world_size: int) -> None:
-    """A rank of the session gets its part of a step."""
+    """Note that a rank of the session gets its part of a step."""
     served = Training(session, step, world_size)
     if exchange.training == served:
         return
@@ -53,7 +56,7 @@ def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, wor
 
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
-    """All ranks of a session have trained the step: it was not the step that ended earlier ones."""
+    """Note that all ranks of a session have trained the step, so that it was not the cause of earlier ends."""
     if exchange.training is not None and (exchange.training.session, exchange.training.step) == (
         session,
         step,
@@ -63,20 +66,20 @@ def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) ->
 
 
 def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """The session ended in good order. Inside a transaction."""
+    """Note that the session ended in good order. Inside a transaction."""
     if exchange.training is not None and exchange.training.session == session:
         exchange.training = None
     exchange.ledger.session_faults.remove_in_hand(run.run_id, session)
 
 
 def reset(exchange: Exchange, run_id: str) -> None:
-    """A person resumes the run, or has changed the batch: the count begins anew."""
+    """Begin the count anew, because a person resumes the run or has changed the batch."""
     exchange.training = None
     exchange.ledger.session_faults.remove_run(run_id)
 
 
 def on_report(exchange: Exchange, run: ActiveRun, report: worker_pb2.RunReport, rank: int) -> None:
-    """A rank reports what ended it in its step."""
+    """Record the error that ended a rank in its step."""
     kind = MEMORY if report.fault == worker_pb2.FAULT_MEMORY else report.error.partition(":")[0][:64]
     record(exchange, run, report.session, report.step, kind, report.error, rank=rank)
 
@@ -92,8 +95,8 @@ def record(
     rank: int | None = None,
     world_size: int = 0,
 ) -> None:
-    """A session ended at `step`. What it said first counts, because the other ranks then fail for its sake; but lack of memory is
-    told whoever says it. Pauses the run when it is one session too many.
+    """Record that a session ended at `step`. Its first report counts, because the other ranks fail as a consequence;
+    but lack of memory counts whichever rank reports it. Pauses the run when too many sessions ended there.
     """
     fault = SessionFault(session, step, kind, message)
     added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
@@ -111,7 +114,7 @@ def record(
 
 
 def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
-    """The newest faults, as far as they are at the same step; newest first."""
+    """Return the newest faults, as far as they are at the same step; newest first."""
     faults = exchange.ledger.session_faults.newest(run.run_id, ANY_FAULTS)
     return list(takewhile(lambda fault: fault.step == faults[0].step, faults))
 
@@ -119,7 +122,9 @@ def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
 def _suspects(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
-    """Groups of the part that the rank which reported had, or of the whole batch; for lack of memory the longest first."""
+    """Return the groups of the part of the rank that reported, or of the whole batch; for lack of memory the longest
+    first.
+    """
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(run.run_id, fault.step, world_size)
