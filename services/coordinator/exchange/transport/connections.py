@@ -1,15 +1,16 @@
-"""The connections of the exchange's socket, watched from outside of ZeroMQ: who sends without ever ending a message is cut off,
-and who sends far more than is read.
+"""The connections of the exchange's socket, watched from outside of ZeroMQ: a sender that never ends a message is cut
+off, and so is a sender of far more than is read.
 
-ZeroMQ gives a message out when its last frame is there, and bounds frames, not messages: until then everything is kept in memory.
-So the kernel is asked how many bytes have come on each connection beyond those of the messages that were read. More than a message
-can have, when all whole ones were read, means that the rest would never be wanted. Connections on which no member has spoken share
-a budget, and those that stay like that, or say only what is refused, are closed: strangers use up neither memory nor the limit of
-open files. An empty frame of two bytes costs ZeroMQ some 64, so the memory of this process is looked at too: where it grows
-by far more than what is under way, whatever is under way is cut off. Honest senders connect again and send again.
+ZeroMQ gives a message out when its last frame is there, and bounds frames, not messages: until then everything is kept
+in memory. So the kernel is asked for the bytes that have come on each connection beyond those of the messages that were
+read. When all whole messages were read and more bytes came than a message can have, the rest would never be wanted.
+Connections on which no member has sent anything share a budget, and those that stay like that, or send only what is
+refused, are closed: strangers use up neither memory nor the limit of open files. An empty frame of two bytes costs
+ZeroMQ some 64, so the memory of this process is checked too: where it grows by far more than the bytes under way, the
+connections with bytes under way are cut off. Honest senders connect again and send again.
 
-Descriptors belong to ZeroMQ's thread, which says by its monitor when it opens and closes them. Between the closing and our
-hearing of it a number may stand for another file: what is not a connection of this port is left alone.
+Descriptors belong to ZeroMQ's thread, whose monitor reports their opening and closing. Between a closing and its report
+a number may stand for another file, so a descriptor that is no connection of this port is left alone.
 """
 
 from __future__ import annotations
@@ -29,31 +30,32 @@ from paceline.wire import MAX_MESSAGE_BYTES
 from services.coordinator.memory import give_freed_memory_back
 
 MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)
-"""That may come on a connection without a message being whole: arrays, texts and header of a group."""
+"""Bytes that may come on a connection without a message being whole: arrays, texts and header of a group."""
 
 MAX_UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES
-"""That may have come on a connection while whole messages wait to be read."""
+"""Bytes that may have come on a connection while whole messages wait to be read."""
 
 MAX_REFUSED = 256
-"""Messages on a connection on which no member has spoken."""
+"""Most messages on a connection on which no member has sent one."""
 
 MAX_STRANGERS_BYTES = 512 << 20
-"""Of either kind, on all connections together on which no member has spoken. A worker's first message may be a large group."""
+"""Bytes of either kind, on all connections together on which no member has sent a message. A worker's first message may
+be a large group."""
 
 MAX_STRANGERS_SHARE = 0.25
-"""Of the files that may be open: as many connections may stand on which no member has spoken."""
+"""Share of the files that may be open: most connections on which no member has sent a message."""
 
 MAX_GROWTH_BYTES = 256 << 20
-"""By which this process may grow, beside twice what is under way, while a message comes."""
+"""Bytes by which this process may grow, beside twice the bytes under way, while a message comes."""
 
 SUSPECT_BYTES = 64 << 10
-"""Under way on a connection that is cut off when memory grows; less than that cannot be why."""
+"""Bytes under way on a connection that is cut off when memory grows; fewer cannot be the cause."""
 
 TRIM_S = 1.0
-"""After a connection was cut off, ZeroMQ has freed what it kept of it by then."""
+"""Seconds after which ZeroMQ has freed what it kept of a connection that was cut off."""
 
 STRANGER_S = 15.0
-"""So long a connection may stand on which no member has spoken."""
+"""Seconds for which a connection may stand on which no member has sent a message."""
 
 BYTES_RECEIVED = 128
 """Offset of tcpi_bytes_received in Linux's struct tcp_info."""
@@ -61,21 +63,23 @@ BYTES_RECEIVED = 128
 
 @dataclass
 class Connection:
-    """One of them."""
+    """A connection that stands."""
 
     opened_s: float
     mark: int = 0
-    """Bytes that had come when the last message of it that had arrived was read."""
+    """Bytes that had come when the last message that had arrived on it was read."""
     read: int = 0
     """Bytes of its messages that were read since."""
     refused: int = 0
-    """Messages of it that were no member's."""
+    """Messages on it that were refused."""
     memory: int = 0
-    """Of this process when next to nothing was under way on it, in bytes."""
+    """Memory of this process, in bytes, when next to nothing was under way on the connection."""
     of_member: bool = False
 
     def under_way(self, came: int, memory: int, all_read: bool) -> int:
-        """Bytes of messages that are not read, when so many have come in all and this process has so much memory."""
+        """Return the bytes of messages that are not read, when `came` bytes have come in all and this process has
+        `memory` bytes.
+        """
         if self.read and all_read:
             self.read, self.mark = 0, came
         size = max(0, came - self.mark - self.read)
@@ -85,7 +89,7 @@ class Connection:
 
 
 class Connections:
-    """Those of the socket that is bound to `port`."""
+    """Connections of the socket that is bound to `port`."""
 
     def __init__(self, port: int, clock: Callable[[], float] = time.monotonic):
         self._port, self._clock = port, clock
@@ -97,20 +101,20 @@ class Connections:
         return len(self._by_descriptor)
 
     def opened(self, descriptor: int) -> None:
-        """ZeroMQ has accepted a connection."""
+        """Note that ZeroMQ has accepted a connection."""
         self._by_descriptor[descriptor] = Connection(self._clock(), memory=_resident_bytes())
 
     def closed(self, descriptor: int) -> None:
-        """ZeroMQ has closed it."""
+        """Note that ZeroMQ has closed a connection."""
         self._by_descriptor.pop(descriptor, None)
 
     def is_of_member(self, descriptor: int) -> bool:
-        """Whether a member has spoken on it."""
+        """Return whether a member has used this connection."""
         connection = self._by_descriptor.get(descriptor)
         return connection is not None and connection.of_member
 
     def note_message(self, descriptor: int, size: int, *, of_member: bool) -> None:
-        """A whole message of `size` bytes was read from it."""
+        """Note that a whole message of `size` bytes was read from a connection."""
         connection = self._by_descriptor.get(descriptor)
         if connection is not None:
             connection.read += size
@@ -118,8 +122,9 @@ class Connections:
             connection.of_member |= of_member
 
     def check(self, *, all_read: bool = True) -> list[str]:
-        """Cuts off what has too much under way, or is nobody's; says so, a sentence each. Unless every whole message has been
-        read, nobody is blamed for what may be said in one that waits."""
+        """Cut off connections with too much under way, and those that no member uses; return the reasons, a sentence
+        each. Unless every whole message has been read, no connection is cut off for what a waiting message may explain.
+        """
         said, strangers_bytes, memory = [], 0, _resident_bytes()
         strangers = sum(not connection.of_member for connection in self._by_descriptor.values())
         under_way = {
@@ -144,7 +149,9 @@ class Connections:
         return said
 
     def _trim(self, cut: bool) -> None:
-        """Gives back to the system what ZeroMQ had kept: else the next to try would find it there, and nothing would grow."""
+        """Return the memory that ZeroMQ had kept to the system: else the next attack would reuse it, and no growth
+        would show.
+        """
         now_s = self._clock()
         if cut:
             self._trim_at_s = now_s + TRIM_S
@@ -155,7 +162,9 @@ class Connections:
     def _fault(
         self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int, all_read: bool
     ) -> str:
-        """Why a connection is cut off; empty where it stays. Asked for the oldest first: members introduce themselves at once."""
+        """Return why a connection is cut off; empty where it stays. Called for the oldest first, because members
+        introduce themselves at once.
+        """
         if all_read and under_way > MAX_BYTES:
             return f"{under_way} bytes came on it without the end of a message, {MAX_BYTES} are allowed"
         if under_way > MAX_UNREAD_BYTES:
@@ -167,7 +176,7 @@ class Connections:
     def _strangers_fault(
         self, connection: Connection, strangers_bytes: int, strangers: int, all_read: bool
     ) -> str:
-        """Likewise, where no member has spoken."""
+        """Return why a connection is cut off on which no member has sent a message."""
         silent_s = self._clock() - connection.opened_s
         if connection.refused > MAX_REFUSED:
             return f"{connection.refused} messages on it were refused, and no member has spoken on it"
@@ -180,8 +189,9 @@ class Connections:
         return ""
 
     def cut(self, descriptor: int) -> bool:
-        """Ends a connection; ZeroMQ notices and frees what it has kept. False when the number is another file's by now, or
-        none."""
+        """End a connection; ZeroMQ notices and frees what it has kept. Return False when the number is another file's
+        by now, or none.
+        """
         with contextlib.suppress(OSError, ValueError), _borrowed(descriptor) as connection:
             name = connection.getsockname()
             if isinstance(name, tuple) and name[1] == self._port:
@@ -191,7 +201,7 @@ class Connections:
 
 
 class _borrowed:
-    """A socket object over a descriptor that stays ZeroMQ's."""
+    """A socket object over a descriptor that remains ZeroMQ's."""
 
     def __init__(self, descriptor: int):
         self._socket = socket.socket(
@@ -206,7 +216,7 @@ class _borrowed:
 
 
 def _bytes_received(descriptor: int) -> int:
-    """Bytes that have come on a TCP connection; 0 where the system does not say."""
+    """Return the bytes that have come on a TCP connection; 0 where the system does not report them."""
     if not sys.platform.startswith("linux"):
         return 0
     try:
@@ -218,7 +228,7 @@ def _bytes_received(descriptor: int) -> int:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process that is in use; 0 where the system does not say."""
+    """Return the memory of this process that is in use; 0 where the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""From a request to the handler that answers it."""
+"""Dispatch of a request to the handler that answers it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ ROLES = {
     "batch": common_pb2.ROLE_LEARNER,
     "receipt": common_pb2.ROLE_LEARNER,
 }
-"""Whose each kind of request is."""
+"""Role whose members send each kind of request."""
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
-    """Answers one request, inside a transaction. A result with payload frames has been through `intake`
-    before.
+    """Answer one request, inside a transaction. A result with payload frames has been through `intake` before.
 
     Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing.
     """
@@ -60,7 +59,7 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
 
 
 def handle_leases(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]:
-    """Answers requests for leases by workers that are all different, as `handle` does."""
+    """Answer requests for leases of different workers, as `handle` does."""
     refusals = [turn_away(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in asked]
     welcome = [arrived.request for arrived, refusal in zip(asked, refusals, strict=True) if refusal is None]
     given = iter(leases.grant(exchange, exchange.active, welcome) if exchange.active and welcome else ())
@@ -68,7 +67,9 @@ def handle_leases(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]
 
 
 def turn_away(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
-    """The answer to a sender that is not (or no longer) a member of this term, at any time, also outside of a transaction."""
+    """Return the answer to a sender that is not (or no longer) a member of this term, at any time, also outside of a
+    transaction.
+    """
     if request.protocol != PROTOCOL:
         return exchange.refuse(
             request,
@@ -95,12 +96,12 @@ def turn_away(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None
 
 
 def is_introduction(request: pb.ExchangeRequest) -> bool:
-    """Whether it only says whose a connection is, and is not answered."""
+    """Return whether the request only tells the sender of a connection, and is not answered."""
     return request.request_id == 0 and request.WhichOneof("body") is None
 
 
 def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
-    """The answer to a member's request that no handler has to see."""
+    """Return the answer to a member's request that needs no handler."""
     request, kind, run = arrived.request, arrived.kind, exchange.active
     if run is None or request.run_id != run.run_id:
         if kind == "batch":
@@ -110,7 +111,7 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
 
 
 def _not_its_part(exchange: Exchange, arrived: Arrived) -> Outcome | None:
-    """The answer to a member that asks for, or says, what belongs to another role, rank or session."""
+    """Return the answer to a member whose request belongs to another role, rank or session."""
     request, kind = arrived.request, arrived.kind
     member = exchange.senders.get(request.member_id)
     assert member is not None, "turn_away comes before"

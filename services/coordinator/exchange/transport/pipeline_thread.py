@@ -1,8 +1,8 @@
-"""A thread that works through what is handed to it: a step of a pipeline whose other steps are the event loop's or other
-threads'.
+"""A thread that processes what is put to it: a step of a pipeline whose other steps run on the event loop or on other
+threads.
 
-What piles up while it works is its next portion, and what it has finished is posted at once, so it never waits for a turn of
-the event loop, which under load is a transaction long.
+Items that arrive while it works are its next portion, and finished ones are posted at once, so it never waits for a
+turn of the event loop, which under load is a transaction long.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ ItemT = TypeVar("ItemT")
 
 
 class PipelineThread(Generic[ItemT]):
-    """`work` is given one portion after another, on the thread; then `then` is given it on the event loop.
+    """A thread that calls `work` with one portion after another; the event loop then calls `then` with it.
 
-    A portion is what is there, but nothing more once `size` of its items comes to `portion_size`.
+    A portion is all items that are there, but nothing more once `size` of its items comes to `portion_size`.
     """
 
     def __init__(
@@ -38,14 +38,16 @@ class PipelineThread(Generic[ItemT]):
         self._portion_size = portion_size
         self._items: SimpleQueue[ItemT | None] = SimpleQueue()
         self.ending = threading.Event()
-        """Set when the thread has to end: `work` that waits for something gives up."""
+        """Event that is set when the thread has to end: `work` that waits for something gives up."""
 
     def put(self, item: ItemT) -> None:
-        """Hands it over, from any thread, also before `run`."""
+        """Add an item, from any thread, also before `run`."""
         self._items.put(item)
 
     async def run(self) -> None:
-        """Until cancelled; the portion under way is finished first. Raises what `work` raised, with which it ends."""
+        """Run until cancelled; the portion under way is finished first. Raises what `work` raised, which ends the
+        thread.
+        """
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)
@@ -66,7 +68,7 @@ class PipelineThread(Generic[ItemT]):
             loop.call_soon_threadsafe(_fail, failed, error)
 
     def _next(self) -> list[ItemT]:
-        """The next portion; empty when the thread has to end."""
+        """Return the next portion; empty when the thread has to end."""
         portion: list[ItemT] = []
         size = 0
         while size < self._portion_size:

@@ -1,6 +1,6 @@
-"""What of a message is let in: nothing that its kind has no use for, no more than a member can need, nothing twice.
+"""Filter for arriving requests: nothing that their kind has no use for, no more than a member can need, nothing twice.
 
-Looked at as each message arrives, before anything of it is kept. What is refused here is answered at once.
+Each message is checked as it arrives, before anything of it is kept. A refused message is answered at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from services.coordinator.exchange.transport.router_socket import Waiting
 from services.coordinator.ledger.groups import State
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1}
-"""Payload frames that a kind of request may bring; others bring none."""
+"""Most payload frames of a kind of request; other kinds have none."""
 
 SMALL_HEADER_BYTES = 256 << 10
 MAX_HEADER_BYTES = {
@@ -21,26 +21,27 @@ MAX_HEADER_BYTES = {
     "batch": SMALL_HEADER_BYTES,
     "lease_return": SMALL_HEADER_BYTES,
 }
-"""Of the first frame, by kind: what is parked or counted nowhere is small."""
+"""Most bytes of the first frame, by kind: requests that are parked, or that no budget counts, are small."""
 
 DEFAULT_HEADER_BYTES = 4 << 20
 
 TEXTS_HEADER_BYTES = 64 << 20
-"""Of a lease that is handed back with samples: it brings their texts, and counts among the bytes that wait for the disk."""
+"""Most header bytes of a lease that is returned with samples: it has their texts, and counts among the bytes that wait
+for the disk."""
 
 MAX_HELD = 10_000
-"""Groups that a worker can say that it holds."""
+"""Most groups that a worker may report to hold."""
 
 MAX_RANKS = 1 << 16
 
 MAX_UNANSWERED = 4096
-"""Requests of one member that wait for an answer; parked ones, of which it has one of a kind, not counted."""
+"""Most requests of one member that wait for an answer. Parked ones are not counted: a member has one of a kind."""
 
 Key = tuple[str, str, str, int, int, str]
 
 
 class RequestFilter:
-    """Keeps count of what was let in and is not answered."""
+    """The filter; it counts the requests that were let in and are not answered."""
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
@@ -49,7 +50,7 @@ class RequestFilter:
         """Results with bulk that are checked, stored or wait for their transaction."""
 
     def fault(self, waiting: Waiting) -> str:
-        """Why a member's request is not let in; empty where it is."""
+        """Return why a member's request is refused; empty where it is let in."""
         request, kind, frames = waiting.request, waiting.kind, waiting.arrived.frames
         allowed = FRAMES.get(kind, 0)
         if len(frames) > allowed:
@@ -69,7 +70,9 @@ class RequestFilter:
         return ""
 
     def is_under_way(self, waiting: Waiting) -> bool:
-        """Whether a result that was sent again is here already; then the first is answered to where this one came from."""
+        """Return whether a result that was sent again is still under way; the answer to the first then goes to the new
+        sender.
+        """
         first = self._under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
             return False
@@ -78,7 +81,7 @@ class RequestFilter:
         return True
 
     def is_known(self, waiting: Waiting) -> bool:
-        """Whether the ledger has the end of what a result that was sent again is about, so that its bytes are not needed."""
+        """Return whether a result that was sent again is decided in the ledger, so that its bytes are not needed."""
         run, request, kind = self._exchange.active, waiting.request, waiting.kind
         if not request.again or run is None or run.run_id != request.run_id:
             return False
@@ -93,14 +96,14 @@ class RequestFilter:
         return bool(row["state"] != State.LEASED or row["attempt"] != said.attempt)
 
     def let_in(self, waiting: Waiting) -> None:
-        """It is on its way to an answer."""
+        """Count a request that is let in."""
         waiting.is_counted = True
         self._unanswered[waiting.request.member_id] += 1
         if waiting.arrived.has_bulk:
             self._under_way.setdefault(_key(waiting), waiting)
 
     def finished(self, waiting: Waiting) -> None:
-        """It is answered, or parked."""
+        """Count a request as answered, or parked."""
         if not waiting.is_counted:
             return
         waiting.is_counted = False

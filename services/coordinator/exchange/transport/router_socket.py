@@ -1,4 +1,5 @@
-"""The exchange's ZeroMQ socket: whole messages in, replies out. Nothing that a peer sends or fails to read stops it."""
+"""The exchange's ZeroMQ socket: whole messages in, replies out. No peer can stop it, whatever it sends or fails to
+read."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from services.coordinator.exchange.transport.connections import Connections
 from services.coordinator.exchange.uploads.intake import Arrived
 
 MAX_FRAMES = 16
-"""Payload frames of a message that are read; no request brings as many."""
+"""Payload frames of a message that are read; no request has as many."""
 
 DISCARDED_AT_ONCE = 10_000
 """Further frames that are read in one turn of the event loop."""
@@ -41,11 +42,11 @@ class Waiting:
     """Bytes of all its frames."""
     header_size: int = 0
     is_counted: bool = False
-    """Whether it is among its member's requests that wait for an answer."""
+    """Whether it is counted among its member's requests that wait for an answer."""
 
     @property
     def request(self) -> pb.ExchangeRequest:
-        """What it asks."""
+        """The request itself."""
         return self.arrived.request
 
     @property
@@ -55,19 +56,21 @@ class Waiting:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Who asks for what. Not by connection: a worker that came back on a new one has nothing on the old."""
+        """Key by member and kind of request. Not by connection: a worker that came back on a new one has nothing on the
+        old.
+        """
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 
 @dataclass
 class Message:
-    """What came in one piece. Only payloads are large, so only they are not copied."""
+    """A message. Only payloads are large, so only they are not copied."""
 
     identity: bytes
     header: bytes
     payloads: list[Buffer]
     descriptor: int = -1
-    """Of the connection that it came on."""
+    """Descriptor of its connection."""
 
     @property
     def size(self) -> int:
@@ -92,20 +95,23 @@ class ExchangeSocket:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(events)
         self._discarding = False
-        """Whether the rest of a message is read for nothing."""
+        """Whether the rest of a message is discarded."""
         self._to_cut: int | None = None
-        """Its connection, which is cut off if the rest is long; once, as its number may soon be another's."""
+        """Connection of that message, which is cut off if the rest is long; once, as its number may soon be another
+        connection's."""
         self.port = self._bind(host, port)
         self.connections = Connections(self.port)
-        """Those that stand."""
+        """Connections that stand."""
 
     @property
     def descriptor(self) -> int:
-        """Readable when something changed; it tells of changes only, so the socket is read until it is empty."""
+        """Descriptor that is readable when something changed; it signals changes only, so the socket is read until it
+        is empty.
+        """
         return int(self._socket.FD)
 
     def receive(self) -> Message | None:
-        """The next message, if one has arrived; None also while `discard` is not done."""
+        """Return the next message, if one has arrived; None also while `discard` is not done."""
         socket = self._socket
         if not self.discard():
             return None
@@ -125,8 +131,9 @@ class ExchangeSocket:
         return Message(identity, header, payloads, descriptor)
 
     def discard(self) -> bool:
-        """Reads on in a message that has more frames than any request; whether nothing is left of it. Some at a time: there may
-        be millions, and then its connection is cut off."""
+        """Discard the rest of a message that has more frames than any request; return whether nothing is left of it.
+        Some frames at a time: there may be millions, and then its connection is cut off.
+        """
         if not self._discarding:
             return True
         for _ in range(DISCARDED_AT_ONCE):
@@ -140,20 +147,25 @@ class ExchangeSocket:
         return False
 
     def note_message(self, message: Message, *, of_member: bool, first: bool = False) -> None:
-        """A message was received, the first one of its connection if it says so. ZeroMQ tells of a connection before it gives
-        out a message of it, and a number may be that of an earlier one which has ended."""
+        """Note that a message was received; `first`: it is the first of its connection. ZeroMQ reports a connection
+        before it gives out a message of it, and a number may be that of an earlier connection which has ended.
+        """
         if first or not self.connections.is_of_member(message.descriptor):
             self._read_monitor()
         self.connections.note_message(message.descriptor, message.size, of_member=of_member)
 
     def check_connections(self, *, all_read: bool = True) -> None:
-        """Cuts off connections on which too much is under way, or nobody's. `all_read`: `receive` has nothing more."""
+        """Cut off connections with too much under way, and those that no member uses. `all_read`: `receive` has nothing
+        more.
+        """
         self._read_monitor()
         for reason in self.connections.check(all_read=all_read):
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
-        """A reply, unless its peer is gone or does not read: that must not hold up the others; it will ask again."""
+        """Send a reply, unless its peer is gone or does not read: that must not hold up the others; the peer will ask
+        again.
+        """
         frames = [identity, reply.SerializeToString(), *payloads]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)
@@ -169,7 +181,7 @@ class ExchangeSocket:
                 self.connections.closed(event["value"])
 
     def close(self) -> None:
-        """Sends what is queued, then closes."""
+        """Send what is queued, then close."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
@@ -192,7 +204,7 @@ class ExchangeSocket:
 
 
 def _source(frame: zmq.Frame) -> int:
-    """Descriptor of the connection that a frame came on; -1 where ZeroMQ does not say."""
+    """Return the descriptor of the connection that a frame came on; -1 where ZeroMQ does not report it."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -200,7 +212,7 @@ def _source(frame: zmq.Frame) -> int:
 
 
 def parse(message: Message) -> Waiting:
-    """The request in a message. Raises WireError."""
+    """Return the request in a message. Raises WireError."""
     arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
     # In this order: not-a-number becomes the limit.
     wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))

@@ -1,12 +1,13 @@
 """The data plane: a ZeroMQ ROUTER in front of the exchange.
 
-Invariants. Nothing is sent that was not asked for. Every answer leaves after the sync of the commit of what it says, and a commit
-that refers to a group's bytes begins after their sync. Requests that have arrived by then share one transaction (group
-commit). A request that could be given nothing is parked until something changes or its own wait ends; a worker has at
-most one parked request of a kind (a rank: one), so the parking lot is bounded by the members. Whatever bytes arrive,
-they are answered or dropped, and the loops go on.
+Invariants. Nothing is sent without a request. Every answer leaves after the sync of the commit that it reports, and a
+commit that refers to a group's bytes begins after their sync. Requests that have arrived by then share one transaction
+(group commit). A request that could be given nothing is parked until something changes or its wait time ends; a worker
+has at most one parked request of a kind (a rank: one), so the number of parked requests is bounded by the members.
+Whatever bytes arrive, they are answered or dropped, and the loops go on.
 
-A message passes these steps; all but those on the event loop are threads (pipeline_thread.py), so that none waits for another's turn:
+A message passes these steps; all but those on the event loop are threads (pipeline_thread.py), so that none waits for
+another's turn:
 
   receive   event loop: reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
   check     decodes and hashes groups, while leases pass by (intake.py), and compares their prompts (prompt_check.py)
@@ -46,36 +47,37 @@ from services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
 
 MAX_TRANSACTION_S = 0.006
-"""How long requests are taken into one transaction; what arrives meanwhile waits for its end."""
+"""Seconds for which requests are taken into one transaction; later ones wait for its end."""
 
 LEASES_AT_ONCE = 16
-"""Requests for leases that are answered as one: what they have in common is read and written once."""
+"""Requests for leases that are answered together: what they have in common is read and written once."""
 
 OTHERS_AT_ONCE = 16
-"""Other requests that share a savepoint: one of its own would cost each as much as a statement."""
+"""Other requests that share a savepoint: a savepoint for each would cost as much as a statement."""
 
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""
 
 MAX_SYNC_BYTES = 4 << 20
-"""Groups are stored in portions of about this size. A larger sync moves more bytes a second, and makes everything that
+"""Size of the portions in which groups are stored. A larger sync moves more bytes a second, and makes everything that
 waits for the disk wait longer."""
 
 MAX_PENDING_BYTES = 128 << 20
-"""Groups in memory that are not committed; beyond it they are not read from ZeroMQ. Less than a segment
-(`PayloadStore.removal_candidates`), save for one message."""
+"""Bytes of groups in memory that are not committed; beyond it groups are not read from ZeroMQ. Less than a segment
+(`PayloadStore.removal_candidates`), except for one message."""
 
 STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
-"""The first and the longest pause before groups are stored again for which no segment could be begun."""
+"""First and longest pause before groups are stored again for which no segment could be begun."""
 
 MAX_TRANSACTIONS = 1024
-"""For one sync: as many as there are."""
+"""Transactions that share a sync: as many as there are."""
 
 TICK_S = 0.2
-"""How often parked requests are looked at though nothing happened: some answers change with time alone."""
+"""Seconds between two checks of parked requests though nothing happened: some answers change with time alone."""
 
 PARKED_AT_ONCE = 64
-"""Parked requests for leases that are looked at when nothing has happened, the longest unseen first: there may be thousands."""
+"""Parked requests for leases that are checked when nothing has happened, the longest unchecked first: there may be
+thousands."""
 
 WAKES = {
     "group": {"task"},
@@ -83,7 +85,7 @@ WAKES = {
     "receipt": {"batch", "lease"},
     "lease_return": {"lease"},
 }
-"""Which parked requests an arrived one can change the answer to."""
+"""Kinds of parked requests whose answer an arrived request can change, by its kind."""
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -91,12 +93,12 @@ seldom = RateLimitedLog(log)
 
 @dataclass
 class Done:
-    """What a committed transaction owes."""
+    """Answers and notices of a committed transaction."""
 
     answers: list[tuple[Waiting, Outcome]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     bulk_bytes: int = 0
-    """Of the groups in it."""
+    """Size of the groups in it."""
 
 
 @dataclass
@@ -107,13 +109,13 @@ class ToRead:
     outcome: Outcome
     frames: list[Buffer] = field(default_factory=list)
     damaged: list[DamagedRecord] = field(default_factory=list)
-    """What of it cannot be read: then it is not sent."""
+    """Records of it that cannot be read: then it is not sent."""
 
 
 class ExchangeServer:
-    """Runs the loops; `lock` keeps the control plane's transactions apart from its own.
+    """The loops; `lock` keeps the control plane's transactions apart from those of the exchange.
 
-    `record` writes down what happened in the same transaction; `act` does the rest after its commit.
+    `record` writes the notices down in the same transaction; `act` acts on them after its commit.
     """
 
     def __init__(
@@ -138,24 +140,24 @@ class ExchangeServer:
         self._wake: set[str] = set()
         self._readable, self._room = asyncio.Event(), asyncio.Event()
         self._pending_bytes = 0
-        """Of results with bulk that are not answered."""
+        """Size of results with bulk that are not answered."""
         self._leases: deque[Waiting] = deque()
-        """Requests for leases. They come first: a sampler without work waits for them."""
+        """Requests for leases. They come first, because a sampler without work waits for them."""
         self._others: deque[Waiting] = deque()
-        """What else can be answered: group results that are on the disk, and every other kind."""
+        """Other requests that can be answered: group results that are on the disk, and every other kind."""
         self._ticked = False
-        """Some time has passed since parked requests were looked at."""
+        """Whether TICK_S has passed since parked requests were checked."""
         self._leases_were_alone = False
-        """In the last transaction; the others come next."""
+        """Whether leases alone were in the last transaction; then the others come next."""
         self._damaged: deque[ToRead] = deque()
         """Answers that cannot be sent, because something in them cannot be read."""
         self._bell = asyncio.Event()
         self._synced: deque[Done] = deque()
-        """On the disk, not answered yet."""
+        """Transactions that are on the disk and not answered yet."""
         self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
-        """Of transactions that are on the disk, to act on."""
+        """Notices of transactions that are on the disk, to act on."""
         self._unopened: UnopenedSegment | None = None
-        """What storing waits for, to be said in the run's events."""
+        """Segment that storing waits for, for a warning in the run's events."""
         self._stores: PipelineThread[Waiting] = PipelineThread(
             "store",
             self._store,
@@ -170,12 +172,12 @@ class ExchangeServer:
         self._reads: PipelineThread[ToRead] = PipelineThread("read", _read, self._on_read)
 
     def wake(self, *kinds: str) -> None:
-        """Looks again at the parked requests of these kinds: something outside the exchange changed."""
+        """Check the parked requests of these kinds again, because something outside the exchange changed."""
         self._wake.update(kinds)
         self._bell.set()
 
     async def serve(self) -> None:
-        """Answers until cancelled. Raises LedgerFault when the disk refuses."""
+        """Answer until cancelled. Raises LedgerFault when the disk refuses."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for step in (
@@ -195,13 +197,13 @@ class ExchangeServer:
             raise
 
     def close(self) -> None:
-        """Sends what is queued, then closes the socket."""
+        """Send what is queued, then close the socket."""
         self._socket.close()
 
     # Receive
 
     async def _receive(self) -> None:
-        """Reads whenever the socket has something. Its descriptor tells of changes only, so it is read until empty."""
+        """Read whenever the socket has something. Its descriptor signals changes only, so it is read until empty."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.descriptor, self._readable.set)
         try:
@@ -220,7 +222,7 @@ class ExchangeServer:
             loop.remove_reader(self._socket.descriptor)
 
     def _read_some(self) -> bool:
-        """Whether that was all that had arrived."""
+        """Read some messages; return whether that was all that had arrived."""
         for _ in range(MAX_RECEIVED_AT_ONCE):
             if self._pending_bytes >= MAX_PENDING_BYTES or not self._socket.discard():
                 return False
@@ -231,7 +233,7 @@ class ExchangeServer:
         return False
 
     def _check_connections(self) -> None:
-        """Every TICK_S. What waits to be read may be the end of what is under way."""
+        """Check the connections, every TICK_S. A message that waits to be read may be the end of what is under way."""
         all_read = self._pending_bytes < MAX_PENDING_BYTES and self._read_some()
         self._socket.check_connections(all_read=all_read)
         self._readable.set()
@@ -285,8 +287,9 @@ class ExchangeServer:
             self._stores.put(waiting)
 
     def _store(self, portion: list[Waiting]) -> None:
-        """Waits where no segment can be begun for want of a file descriptor or a permission: what is not stored is not
-        acknowledged, and MAX_PENDING_BYTES bounds what waits."""
+        """Store groups; wait where no segment can be begun for want of a file descriptor or a permission. Groups that
+        are not stored are not acknowledged, and MAX_PENDING_BYTES bounds their size.
+        """
         pause = ExponentialBackoff(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
         while True:
             try:
@@ -305,7 +308,7 @@ class ExchangeServer:
     # Answer
 
     async def _answer(self) -> None:
-        """One transaction after another, for as long as there is something to answer."""
+        """Run one transaction after another, for as long as there is something to answer."""
         tick_s = time.monotonic()
         while True:
             if not (self._leases or self._others or self._damaged or self._wake):
@@ -325,8 +328,9 @@ class ExchangeServer:
                 await asyncio.sleep(0)  # everybody else has a turn
 
     async def _transact(self, kinds: set[str], woken: set[str]) -> None:
-        """One transaction for what is there; its answers wait for their sync. `kinds` of parked requests are looked at again;
-        `woken` are those of them for which something outside the exchange changed."""
+        """Run one transaction for what is there; its answers wait for their sync. Parked requests of the `kinds` are
+        checked again; `woken` are those kinds for which something outside the exchange changed.
+        """
         now_s, done = time.monotonic(), Done()
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock:
@@ -371,7 +375,7 @@ class ExchangeServer:
         self._syncs.put(done)
 
     def _batch_may_be_served(self, now_s: float) -> bool:
-        """Asked once for all ranks that wait."""
+        """Return whether waiting ranks may get a batch; called once for all of them."""
         run = self._exchange.active
         return run is None or delivery.may_be_served(self._exchange, run, now_s)
 
@@ -380,7 +384,7 @@ class ExchangeServer:
         self._synced.extend(portion)
 
     def _send_synced(self) -> None:
-        """The answers leave, and what follows from the transactions may begin."""
+        """Send the answers that are synced, and pass on the notices of their transactions."""
         if not self._synced:
             return
         while self._synced:
@@ -407,7 +411,7 @@ class ExchangeServer:
                 unforeseen.note("what follows from a commit", error)
 
     def _give_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
-        """Answers the next requests for leases, of different workers."""
+        """Answer the next requests for leases, of different workers."""
         asked: dict[str, Waiting] = {}
         while self._leases and len(asked) < LEASES_AT_ONCE and self._leases[0].request.member_id not in asked:
             waiting = self._leases.popleft()
@@ -421,7 +425,7 @@ class ExchangeServer:
             self._finish_request(waiting, outcome, now_s, answers)
 
     def _handle_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
-        """Answers some of the other requests, until `end_s` at most."""
+        """Answer some of the other requests, until `end_s` at most."""
         taken: list[Waiting] = []
 
         def handle_some() -> list[Outcome]:
@@ -438,8 +442,9 @@ class ExchangeServer:
         return list(zip(taken, outcomes, strict=True))
 
     def _together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
-        """What `answer` gives for several requests; None where one of them fails, and nothing is left of any: `_handle` answers
-        and counts that one, and the others are answered by themselves."""
+        """Return the result of `answer` for several requests. None where one of them fails, and nothing is left of any:
+        `_handle` answers and counts that one, and the others are answered by themselves.
+        """
         try:
             with self._undone_alone():
                 return answer()
@@ -452,8 +457,9 @@ class ExchangeServer:
     def _finish_request(
         self, waiting: Waiting, outcome: Outcome, now_s: float, answers: list[tuple[Waiting, Outcome]]
     ) -> None:
-        """Answers a request, or parks it when nothing could be given yet. What its sender asked before is answered empty: it
-        knows nothing of what is given now."""
+        """Answer a request, or park it when there is nothing to give yet. An earlier request of the same sender is
+        answered empty, because what is given now goes to the new one.
+        """
         self._filter.finished(waiting)
         earlier = self._parked.pop(waiting.key, None)
         if earlier is not None and earlier.request.request_id != waiting.request.request_id:
@@ -464,7 +470,7 @@ class ExchangeServer:
             self._parked[waiting.key] = waiting
 
     def _nothing(self, waiting: Waiting) -> Outcome:
-        """The answer that there is nothing yet."""
+        """Return the answer that there is nothing yet."""
         reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
         if waiting.kind == "batch":
             reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, waiting.request.batch.step
@@ -473,7 +479,7 @@ class ExchangeServer:
         return Outcome(reply)
 
     def _handle(self, waiting: Waiting, now_s: float) -> Outcome:
-        """One request by itself: a fault in one must not undo the others of the transaction."""
+        """Answer one request by itself: a fault in one must not undo the others of the transaction."""
         try:
             with self._undone_alone():
                 return handle(self._exchange, waiting.arrived, now_s)
@@ -485,7 +491,7 @@ class ExchangeServer:
 
     @contextmanager
     def _undone_alone(self) -> Iterator[None]:
-        """A part of the transaction of which nothing is left when it fails."""
+        """Run the body as a part of the transaction that is undone when it fails."""
         notices = len(self._exchange.notices)
         try:
             with self._exchange.ledger.savepoint():
@@ -507,7 +513,7 @@ class ExchangeServer:
         self._readable.set()
 
     def _put_back(self, unread: ToRead) -> None:
-        """What cannot be read is put back, and the request for it is answered anew."""
+        """Handle the damaged records of an unsent answer, and answer its request anew."""
         run, waiting = self._exchange.active, unread.waiting
         if run is not None:
             damaged_groups.release_unsent(

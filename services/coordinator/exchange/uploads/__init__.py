@@ -1,1 +1,1 @@
-"""Groups on their way in: decoding, checks, and where their bytes go."""
+"""Uploaded groups: decoding, checks, and storage of their bytes."""

@@ -1,7 +1,7 @@
-"""What a group must be before it is committed: everything that the learner relies on and that a worker could get wrong.
+"""Checks of a group before it is committed: everything that the learner relies on and that a worker could get wrong.
 
-`check_arrays` looks at every number, beside the event loop and before anything is stored. The `fault_of_…` functions compare
-what it found with the ledger, inside the transaction: few numbers for each group. What they find is answered INVALID, with the
+`check_arrays` checks every number, off the event loop and before anything is stored. The `fault_of_…` functions compare
+its results with the ledger, inside the transaction: few numbers for each group. Faults are answered INVALID, with the
 field, its value and the bound.
 """
 
@@ -22,37 +22,38 @@ from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
 
 MAX_LOGPROB = 1e-3
-"""A log-probability is at most 0, but for rounding."""
+"""Largest log-probability: 0, but for rounding."""
 
 MIN_LOGPROB = -1e5
-"""Far below that of any token that a sampler draws: a probability of 1e-45 is the least that float32 holds."""
+"""Smallest log-probability, far below that of any token that a sampler draws: a probability of 1e-45 is the least that
+float32 holds."""
 
 MAX_LOGPROB_BITS, MIN_LOGPROB_BITS = np.array([MAX_LOGPROB, MIN_LOGPROB], np.float32).view(np.uint32).tolist()
 
 MAX_ID = 2**31 - 1
 
 MAX_TEXT_BYTES = 1024
-"""Of a token's text; the longest of known vocabularies have some hundred."""
+"""Largest text of a token; the longest of known vocabularies have some hundred bytes."""
 
 ARRAY_BYTES = 8
-"""Of a token in a payload frame: its id and its log-probability."""
+"""Size of a token in a payload frame: its id and its log-probability."""
 
 
 class Limits(NamedTuple):
-    """What the spec allows a group to be."""
+    """Limits of a group by the spec."""
 
     max_new_tokens: int
     max_total_tokens: int
-    """Prompt and completion together."""
+    """Tokens of prompt and completion together."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Limits:
-        """Those of a run."""
+        """Return the limits of a run."""
         return cls(spec.policy.generation.max_new_tokens, spec.policy.max_total_sequence_length)
 
 
 def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
-    """Looks at every number of a group; returns its largest token id. Raises WireError."""
+    """Check every number of a group; return its largest token id. Raises WireError."""
     num_prompt = len(arrays.prompt_ids)
     if num_prompt == 0:
         raise WireError("prompt_ids is empty, but a prompt has at least one token")
@@ -79,7 +80,7 @@ def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
 
 
 def check_logprobs(name: str, values: FloatArray) -> None:
-    """Looks at log-probabilities of a sampler or of a reference. Raises WireError."""
+    """Check log-probabilities of a sampler or of a reference. Raises WireError."""
     if len(values) and not _are_logprobs(values):
         least, most = np.minimum.reduce(values), np.maximum.reduce(values)
         raise WireError(
@@ -88,10 +89,12 @@ def check_logprobs(name: str, values: FloatArray) -> None:
 
 
 def _are_logprobs(values: FloatArray) -> bool:
-    """Whether all are from MIN_LOGPROB to MAX_LOGPROB, and numbers. Mostly in one pass, as this is done with every token.
+    """Return whether all are numbers from MIN_LOGPROB to MAX_LOGPROB. Mostly in one pass, as this is done with every
+    token.
 
-    IEEE 754 orders the bits of floats of one sign as integers by their size, beyond them infinity and what is no number. Taken as
-    signed integers, negative floats are below positive ones, and the greatest of the negative is that of the largest size.
+    IEEE 754 orders the bits of floats of one sign as integers by their size, beyond them infinity and NaN. Taken as
+    signed integers, negative floats are below positive ones, and the greatest of the negative is that of the largest
+    size.
     """
     greatest = int(np.maximum.reduce(values.view(np.int32)))
     if greatest < 0:
@@ -102,7 +105,7 @@ def _are_logprobs(values: FloatArray) -> bool:
 
 
 def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allowed: Collection[str]) -> None:
-    """Looks at what a group says beside its arrays. Raises WireError."""
+    """Check the texts and finish reasons of a group. Raises WireError."""
     most = MAX_TEXT_BYTES * (num_tokens + len(reasons) + 1)
     if size_bytes > most:
         raise WireError(f"texts of {size_bytes} bytes for {num_tokens} tokens, but {most} are the most")
@@ -112,7 +115,9 @@ def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allo
 
 
 def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
-    """Why the learner could not look up the largest token id; empty where it can, or where its vocabulary is not known yet."""
+    """Return why the learner could not look up the largest token id; empty where it can, or where its vocabulary is not
+    known yet.
+    """
     vocab_size = exchange.ledger.run(run.run_id)["vocab_size"]
     if vocab_size and max_id >= vocab_size:
         return f"token id {max_id} is not below the vocabulary's size {vocab_size}"
@@ -122,11 +127,11 @@ def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
 def fault_of_group(
     exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, group: Group
 ) -> str:
-    """Why what an attempt generated cannot be true: its versions, or a beginning that it does not go on from. Empty where it
-    can.
+    """Return why the result of an attempt cannot be true: its versions, or a prefix that it does not go on from. Empty
+    where it can.
 
-    A worker's own tokens are of versions that it acknowledged, or that are on their way to it; what its lease came with is of
-    versions that an earlier holder had.
+    The tokens of a worker are of versions that it acknowledged, or that are on their way to it; the prefix of its lease
+    is of versions that an earlier holder had.
     """
     versions = {span[:2] for c in group.completions for span in c.spans}
     newest, step = Version(*max(versions, default=(0, 0))), max([step for _, step in versions], default=0)
@@ -149,7 +154,7 @@ def fault_of_group(
 
 
 def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: int) -> str:
-    """Why the newest session and step of a group's tokens are none of the run's; empty where they are."""
+    """Return why the newest session and step of a group's tokens are not the run's; empty where they are."""
     row = exchange.ledger.run(run.run_id)
     if session > row["session"] or step > row["published_step"]:  # else there is no need to ask each worker's
         known = exchange.newest_version()
@@ -161,21 +166,21 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
 
 
 class Beginning(NamedTuple):
-    """What an earlier worker handed back of a group."""
+    """The prefix that an earlier worker returned of a group."""
 
     attempt: int
-    """Its own."""
+    """Attempt that returned it."""
     prompt_ids: IntArray
     completions: tuple[Completion, ...]
 
     @property
     def newest(self) -> Version:
-        """The newest version of its tokens. What came before it, of earlier attempts, is a part of it."""
+        """Newest version of its tokens. The prefix of earlier attempts is a part of it."""
         return Version(*max((span[:2] for c in self.completions for span in c.spans), default=(0, 0)))
 
 
 def _beginning(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Beginning | None:
-    """What is on record of a group's beginning; None without one. Raises DamagedRecord, UnopenedSegment."""
+    """Return the prefix of a group that is on record; None without one. Raises DamagedRecord, UnopenedSegment."""
     if row["attempt"] < 2:
         return None
     stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")
@@ -188,7 +193,7 @@ def _beginning(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Beginnin
 
 
 def _fault_of_continuation(begun: Beginning, group: Group) -> str:
-    """Why a group does not go on from what its lease came with; empty where it does."""
+    """Return why a group does not go on from its lease's prefix; empty where it does."""
     if not np.array_equal(begun.prompt_ids, group.prompt_ids):
         return "prompt_ids are not those that the lease came with"
     for index, (before, now) in enumerate(zip(begun.completions, group.completions, strict=True)):
@@ -206,7 +211,7 @@ def _fault_of_continuation(begun: Beginning, group: Group) -> str:
 
 
 def _versions_T(completion: Completion) -> np.ndarray:
-    """[T, 2] session and step of each token."""
+    """Return [T, 2] session and step of each token."""
     spans = completion.spans
     versions = np.array([(span.session, span.step) for span in spans], np.int64).reshape(-1, 2)
     return np.repeat(versions, [span.end - span.start for span in spans], axis=0)

@@ -1,9 +1,9 @@
-"""What can be said of a generated group without the ledger, and where its bytes go: the costly part of a commit. So too for
-what a reference says of its tokens, which comes with the scores.
+"""Validates uploaded groups and writes their bytes, off the event loop and before the transaction; likewise a
+reference's log-probabilities, which come with the scores.
 
-Both run on threads beside the event loop: `validate_upload` decodes, checks and hashes what has arrived, `store` stores the good ones
-with one sync, before the transaction that may refer to them. A group that the transaction then does not
-want (a duplicate) leaves bytes behind that go with their segment.
+Both run on threads: `validate_upload` decodes, checks and hashes an upload, `store` stores the valid ones with one
+sync, before the transaction that may refer to them. A group that the transaction then refuses (a duplicate) leaves
+bytes behind that are removed with their segment.
 """
 
 from __future__ import annotations
@@ -25,47 +25,48 @@ from services.coordinator.exchange.uploads.group_checks import (
 from services.coordinator.ledger.segments import Location, PayloadStore, Record
 
 FINISHED, ABORTED = ("stop", "length"), ("abort",)
-"""Why a completion ended; an aborted one is to be continued."""
+"""Finish reasons of a completion; an aborted one is to be continued."""
 
 
 @dataclass
 class Arrived:
-    """A request with its payload frames. For a group result also what `validate_upload` and `store` made of it."""
+    """A request with its payload frames; a result with bulk also has the results of `validate_upload` and `store`."""
 
     request: pb.ExchangeRequest
     frames: Sequence[Buffer] = field(default_factory=list)
     limits: Limits | None = None
-    """Of the run, for what is generated; None when there is no run."""
+    """Limits of the run; None when there is no run."""
     kind: str = field(init=False)
     """Name of the request's body; empty without one."""
     group: Group | None = None
-    """The group without its texts, or what was begun of it, if its bytes make sense; its arrays are views into the frame."""
+    """The group, or the prefix of one, without its texts, if its bytes are valid; its arrays are views into the
+    frame."""
     max_id: int = 0
     """Its largest token id."""
     reference: FloatArray | None = None
-    """[ΣT] the reference's log-probabilities that came with a score, if its bytes make sense."""
+    """[ΣT] log-probabilities of the reference that came with a score, if its bytes are valid."""
     record: Record | None = None
-    """Its bytes as the ledger keeps them."""
+    """Its bytes in the ledger's form."""
     location: Location | None = None
-    """Where it is on the disk."""
+    """Its location on the disk."""
     fault: str = ""
-    """Why it can never be accepted."""
+    """Reason why it can never be accepted; empty while there is none."""
     is_known: bool = False
-    """It was sent again, and the ledger had the end of what it is about: its frames were not kept."""
+    """Whether it was sent again and is decided in the ledger: its frames were not kept."""
 
     def __post_init__(self) -> None:
         self.kind = self.request.WhichOneof("body") or ""
 
     @property
     def has_bulk(self) -> bool:
-        """Whether it brings arrays that the ledger keeps, so that they come before its transaction."""
+        """Whether it has arrays that the ledger keeps, so that they are stored before its transaction."""
         if self.is_known:
             return False
         return self.kind == "group" or (self.kind in ("score", "lease_return") and bool(self.frames))
 
 
 def validate_upload(arrived: Arrived) -> None:
-    """Decodes and checks a result with bulk; `fault` says what no state of the ledger could make acceptable."""
+    """Decode and check a result with bulk; `fault` says what no state of the ledger could make acceptable."""
     try:
         if arrived.kind == "group":
             arrived.group = _decode(arrived)
@@ -93,7 +94,7 @@ def validate_upload(arrived: Arrived) -> None:
 
 
 def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
-    """Stores the good ones of what was looked at; they are durable when it returns. Raises LedgerFault."""
+    """Store the valid ones of the uploads that were checked; they are durable when it returns. Raises LedgerFault."""
     good = [arrived for arrived in results if arrived.record is not None]
     if good:
         records = [arrived.record for arrived in good if arrived.record is not None]
@@ -102,7 +103,7 @@ def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
 
 
 def _decode(arrived: Arrived) -> Group:
-    """The group of a result. Raises WireError for what no state of the ledger could make acceptable."""
+    """Return the group of a result. Raises WireError for what no state of the ledger could make acceptable."""
     result, frames = arrived.request.group, arrived.frames
     if len(frames) != 2:
         raise WireError(f"a group result has two payload frames, not {len(frames)}")
@@ -119,7 +120,7 @@ def _decode(arrived: Arrived) -> Group:
 
 
 def _decode_begun(arrived: Arrived) -> Group:
-    """What a lease that is handed back has begun. Raises WireError."""
+    """Return the unfinished samples of a returned lease. Raises WireError."""
     returned, frames = arrived.request.lease_return, arrived.frames
     if len(frames) != 1:
         raise WireError(f"a lease is handed back with one payload frame at most, not {len(frames)}")

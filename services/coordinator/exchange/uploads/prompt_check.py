@@ -1,8 +1,9 @@
-"""Whether a group that was handed in is about its lease's own prompt: the prompt is encoded once more and compared.
+"""Check that a submitted group is about its lease's prompt: the prompt is encoded once more and compared.
 
-The coordinator has no tokenizer; a child process (prompt_encoder.py) has it, and loads it when a run starts. Where it cannot be
-loaded from this machine's disk (the model is only on the workers') or the template writes the date, prompts are not compared,
-and `unavailable` says why; what fails besides is a warning in the run's events. Used by the exchange's check thread; only `begin` and `close` are called from elsewhere.
+The coordinator has no tokenizer; a child process (prompt_encoder.py) has it, and loads it when a run starts. Where it
+cannot be loaded from this machine's disk (the model is only on the workers') or the template writes the date, prompts
+are not compared, and `unavailable` has the reason; every other failure is a warning in the run's events. Used by the
+exchange's check thread; only `begin` and `close` are called from elsewhere.
 
 A child that does not answer within ANSWER_S is ended, and prompts are not compared until the next run begins.
 """
@@ -30,10 +31,10 @@ from services.coordinator.exchange.uploads.prompt_encoder import prompt_digest
 from services.coordinator.ledger.group_queries import GroupQueries
 
 LOAD_S = 60.0
-"""A tokenizer may take so long to load; groups that arrive meanwhile wait for it."""
+"""Seconds in which a tokenizer has to load; groups that arrive meanwhile wait for it."""
 
 ANSWER_S = 10.0
-"""An answer may take so long."""
+"""Seconds in which the child has to answer."""
 
 
 log = logging.getLogger(__name__)
@@ -44,20 +45,20 @@ class Refused(Exception):
 
 
 class PromptCheck:
-    """Compares the prompts of one run at a time. `ledger` is the file that has the prompts of its groups."""
+    """Comparison of the prompts of one run at a time. `ledger` is the file that has the prompts of its groups."""
 
     def __init__(self, ledger: Path):
         self.unavailable = ""
-        """Why prompts are not compared; empty while they are."""
+        """Reason why prompts are not compared; empty while they are."""
         self._path = ledger
         self._reader: sqlite3.Connection | None = None
-        """The check thread's own."""
+        """Connection of the check thread."""
         self._encoder: Encoder | None = None
-        """Of the run; None: prompts are not compared."""
+        """Encoder of the run; None: prompts are not compared."""
         self._warnings: list[str] = []
 
     def begin(self, run_id: str, spec: RunSpec) -> None:
-        """Starts to load the run's tokenizer, without waiting for it. The check of an earlier run's group ends at once."""
+        """Start to load the run's tokenizer, without waiting for it. The check of an earlier run's group ends at once."""
         before, self._encoder, self.unavailable = self._encoder, None, ""
         if before is not None:
             before.end()
@@ -71,7 +72,9 @@ class PromptCheck:
             self._give_up(f"its process cannot be started: {error}")
 
     def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
-        """Why these are not the tokens of the group's prompt; empty when they are, or when nobody can tell."""
+        """Return why these are not the tokens of the group's prompt; empty when they are, or when they cannot be
+        compared.
+        """
         encoder = self._encoder
         prompt_json = (
             self._prompt_of(run_id, group_id) if encoder is not None and encoder.run_id == run_id else None
@@ -98,8 +101,9 @@ class PromptCheck:
         return ""
 
     def validate_upload(self, arrived: Arrived) -> None:
-        """Makes it the fault of what has arrived that its prompt is not its lease's. What nobody foresaw is logged, and the prompt
-        passes uncompared: every other group waits for this thread."""
+        """Set the fault of an upload whose prompt is not its lease's. An unforeseen error is logged, and the prompt
+        passes uncompared, because every other group waits for this thread.
+        """
         if arrived.group is None:
             return
         try:
@@ -111,12 +115,12 @@ class PromptCheck:
             arrived.fault, arrived.group, arrived.record = fault, None, None
 
     def take_warnings(self) -> list[str]:
-        """Why the prompts of the run are not compared, once."""
+        """Return why the prompts of the run are not compared, once."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
     def close(self) -> None:
-        """Ends the child. Nothing is checked any more."""
+        """End the child. Nothing is checked any more."""
         if self._encoder is not None:
             self._encoder.end()
             self._encoder = None
@@ -125,7 +129,7 @@ class PromptCheck:
             self._reader = None
 
     def _prompt_of(self, run_id: str, group_id: int) -> str | None:
-        """The prompt on record; None for a group that nobody leased, which the handler refuses."""
+        """Return the prompt on record; None for a group that does not exist, which the handler refuses."""
         if group_id > MAX_GROUP_ID:
             return None
         if self._reader is None:
@@ -138,10 +142,10 @@ class PromptCheck:
 
 
 class Encoder:
-    """The child of one run, and the lines to and from it."""
+    """The child process of one run, and the lines to and from it."""
 
     def __init__(self, run_id: str, spec: RunSpec):
-        """Starts it; it loads the tokenizer by itself. Raises OSError."""
+        """Start the child, which loads the tokenizer by itself. Raises OSError."""
         self.run_id = run_id
         self._buffer, self._loaded = b"", False
         self._socket, theirs = socket.socketpair()
@@ -169,7 +173,9 @@ class Encoder:
             raise
 
     def encode(self, prompt_json: str) -> dict[str, Any]:
-        """What it says of a prompt. Raises OSError or ValueError when it does not answer, with the reason."""
+        """Return the child's answer for a prompt. Raises OSError or ValueError when it does not answer, with the
+        reason.
+        """
         if not self._loaded:
             ready = self._hear(LOAD_S)
             if "refused" in ready:
@@ -179,7 +185,7 @@ class Encoder:
         return self._hear(ANSWER_S)
 
     def end(self) -> None:
-        """Kills it; whoever waits for its answer goes on. From any thread."""
+        """Kill the child; a thread that waits for its answer goes on. From any thread."""
         self.process.kill()
         self.process.wait()
         with contextlib.suppress(OSError):  # it was ended before
@@ -191,7 +197,9 @@ class Encoder:
         self._socket.sendall(json.dumps(line).encode() + b"\n")
 
     def _hear(self, within_s: float) -> dict[str, Any]:
-        """The next line. Raises OSError when the child is gone or says nothing in time, ValueError for what is no answer."""
+        """Return the next line. Raises OSError when the child is gone or silent for too long, ValueError for a
+        malformed answer.
+        """
         self._socket.settimeout(within_s)
         while b"\n" not in self._buffer:
             content = self._socket.recv(1 << 16)
@@ -204,7 +212,9 @@ class Encoder:
 
 
 def _is_here(policy: PolicySection) -> bool:
-    """Whether the tokenizer can be read from this machine's disk: a folder, or a model of the hub that is in its cache."""
+    """Return whether the tokenizer can be read from this machine's disk: a folder, or a model of the hub that is in its
+    cache.
+    """
     name = policy.tokenizer_name or policy.model_name
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()

@@ -1,9 +1,9 @@
-"""The child of `PromptCheck`: encodes prompts as the rollout workers should, one JSON line in, one out.
+"""The child process of `PromptCheck`: encodes prompts as the rollout workers should, one JSON line in, one out.
 
     {"policy": {...}, "template": "auto"}    loads a tokenizer; {"ready": true} or {"refused": "why"}
     {"prompt": "..."}                        {"digest": "...", "tokens": 3} or {"refused": "why"}
 
-A process of its own, because a tokenizer is heavy and its chat template is the user's code.
+It is a separate process, because a tokenizer is heavy and its chat template is the user's code.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from paceline.groups import IntArray
 from paceline.spec import PolicySection
 
 CHANGES_WITH_TIME = "strftime_now"
-"""A chat template that calls this writes another prompt tomorrow."""
+"""Name in a chat template that makes the same prompt differ from day to day."""
 
 
 def prompt_digest(prompt_ids: IntArray) -> str:
-    """XXH3-128 over the token ids as little-endian int32."""
+    """Return XXH3-128 over the token ids as little-endian int32."""
     return xxhash.xxh3_128(prompt_ids.astype("<i4").tobytes()).hexdigest()
 
 
 class Encoder:
-    """One tokenizer at a time."""
+    """A tokenizer, one at a time."""
 
     def __init__(self) -> None:
         self._tokenizer: Any = None
         self._template = ""
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one line."""
+        """Return the answer to one line."""
         try:
             if "policy" in asked:
                 return self._load(asked)
@@ -56,16 +56,16 @@ class Encoder:
 
 
 class WithoutTorch(PathFinder):
-    """Finds modules as Python does, but torch: tokenizers need none, and to import it takes longer than all else here."""
+    """Finder of modules that leaves torch out: tokenizers need none, and its import takes longer than all else here."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Where a module is; nowhere for torch."""
+        """Return the spec of a module; None for torch."""
         return None if fullname.partition(".")[0] == "torch" else super().find_spec(fullname, path, target)
 
 
 def main() -> None:
-    """Answers until standard input ends."""
+    """Answer until standard input ends."""
     sys.meta_path[:] = [WithoutTorch if finder is PathFinder else finder for finder in sys.meta_path]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
