@@ -1,4 +1,4 @@
-"""What a run left beside the ledger: checkpoints and the exported model, held against their manifests. A part of `verify`."""
+"""Comparison of a run's checkpoints and exported model with their manifests. A part of `verify`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def checkpoints(record: Record, report: VerifyReport) -> None:
-    """Checkpoints stand where the chain says, are there, and have the manifest that was registered; the newest one (with
-    `deep`: each) has the files of its manifest."""
+    """Compare checkpoints with the chain, and their manifests with those that were registered; of the newest one (with
+    `deep`: of each) also the files of its manifest.
+    """
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
     rows = record.db.execute(
         "SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session", (record.run_id,)
@@ -43,7 +44,9 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
 
 
 def compare_checkpoint(report: VerifyReport, subject: str, known: Checkpoint, contents: bool) -> bool:
-    """Its folder is there with the manifest that was registered and the manifest's files; whether a manifest is there."""
+    """Compare a checkpoint's folder with the manifest that was registered, and with the manifest's files; return
+    whether a manifest is there.
+    """
     folder = Folder(known.path)
     if not folder.exists():
         report.problem(
@@ -65,7 +68,7 @@ def compare_checkpoint(report: VerifyReport, subject: str, known: Checkpoint, co
 def compare_files(
     report: VerifyReport, subject: str, folder: Folder, listed: list[dict[str, Any]], contents: bool
 ) -> None:
-    """The files of a manifest are there with their sizes and, with `contents`, their SHA-256."""
+    """Compare the files of a manifest by size and, with `contents`, by SHA-256."""
     present = folder.files()
     for file in listed:
         name, size_bytes = file["path"], file["size_bytes"]
@@ -82,7 +85,7 @@ def compare_files(
 
 
 def export(record: Record, report: VerifyReport) -> None:
-    """The exported model has the files that were written, where it is still in its place."""
+    """Compare the files of the exported model, where it is still in its place."""
     path = record.ledger.export_path(record.run_id)
     if not path:
         return

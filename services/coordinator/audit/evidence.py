@@ -1,7 +1,7 @@
-"""What others left behind of a run, held against the ledger's groups and batches: the second half of `verify`.
+"""Comparison of what ranks and workers sent with the ledger's groups and batches: the second half of `verify`.
 
-Ranks sent receipts, rollout workers sent arrays, reward workers sent rewards and the reference's answers. None of them reads
-the ledger's own sums, so agreement here means that what was trained is what was generated and scored.
+Ranks sent receipts, rollout workers sent arrays, reward workers sent rewards and the reference's log-probabilities.
+None of them reads the ledger's sums, so agreement here means that what was trained is what was generated and scored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 
 def receipts(record: Record, report: VerifyReport) -> None:
-    """Every session's receipts fit the batch, every trained step has those of all ranks of one session, and no
-    group was consumed in two steps. A session that died in a step, or is replaying it, has only some.
+    """Compare receipts with batches: every session's receipts fit the batch, every trained step has those of all ranks
+    of one session, and no group was trained in two steps. A session that died in a step, or is replaying it, has only
+    some.
     """
     rows = record.db.execute(
         "SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank", (record.run_id,)
@@ -61,7 +62,7 @@ def receipts(record: Record, report: VerifyReport) -> None:
 
 
 def payloads(record: Record, report: VerifyReport) -> None:
-    """The arrays that are still stored give the digest, the tokens, the age and the rewards' shape on record."""
+    """Compare the arrays that are still stored with digest, tokens, age and the rewards' shape on record."""
     groups = {g["group_id"]: g for g in record.groups}
     known = {
         row[0] for row in record.db.execute("SELECT group_id FROM groups WHERE run_id = ?", (record.run_id,))
@@ -107,8 +108,9 @@ def _compare_arrays(
 
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
-    """Header and arrays of a row of the table `payloads`, compared with their checksums wherever they are, as in a backup
-    within the row. Raises LedgerFault."""
+    """Return header and arrays of a row of the table `payloads`, after a comparison with their checksums wherever they
+    are, as in a backup within the row. Raises LedgerFault.
+    """
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -120,7 +122,7 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
 
 
 def references(record: Record, report: VerifyReport) -> None:
-    """Where the reward pool serves the reference, every scored group has an answer for each of its tokens."""
+    """Where the reward pool serves the reference, compare its log-probabilities with the tokens of every scored group."""
     serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
     found: set[int] = set()
     stored_rows = record.db.execute(
@@ -148,7 +150,7 @@ def references(record: Record, report: VerifyReport) -> None:
 def _compare_scores(
     report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]
 ) -> None:
-    """What was said of a group gives the digest that its batch and its receipts have."""
+    """Compare rewards and reference of a group with the digest that its batch and its receipts have."""
     if row is None or row["rewards"] is None or not row["scores_digest"]:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
@@ -159,7 +161,9 @@ def _compare_scores(
 def _compare_with_batch(
     record: Record, report: VerifyReport, subject: str, step: int, own: list[sqlite3.Row], whole: bool
 ) -> None:
-    """Receipts of one session name groups of the step's batch by their digests; together all of them, once."""
+    """Compare the receipts of one session with the groups of the step's batch: all of them, each once, by their
+    digests.
+    """
     groups = record.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}

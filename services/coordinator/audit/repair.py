@@ -1,9 +1,10 @@
-"""`paceline ledger verify --repair`: does what can be done about damage, says each thing, and leaves a copy of what was.
+"""`paceline ledger verify --repair`: repairs what can be repaired, reports each change, and leaves a copy of the file
+as it was.
 
-The coordinator must be stopped: the ledger's lock is taken. From the file up: a SQLite file that is broken is made anew of the
-rows that can be read; a row in which one bit has changed gets it back from its checksum; counters are counted again; groups
-whose arrays cannot be read and that nobody has trained go back to be generated again; checkpoints that are missing or damaged
-are marked, so that no session begins from them. What remains is for a backup, and `verify` says it.
+The coordinator must be stopped: the ledger's lock is taken. From the file up: a SQLite file that is broken is made anew
+of the rows that can be read; a row in which one bit has changed gets it back from its checksum; counters are counted
+again; groups whose arrays cannot be read and that no session has trained are generated again; checkpoints that are
+missing or damaged are marked, so that no session begins from them. The rest needs a backup, and `verify` reports it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Say = Callable[[str], None]
 
 
 def repair(path: Path, say: Say) -> None:
-    """Repairs the ledger at `path`; `say` is given a line for each thing that was done, or could not be.
+    """Repair the ledger at `path`; `say` is called with a line for each change, and for each problem that cannot be
+    repaired.
 
     Raises NotFound, Conflict when a coordinator has it, LedgerFault when nothing can be read.
     """
@@ -75,7 +77,7 @@ def _keep_copy(path: Path, say: Say) -> None:
 
 
 def _repair_file(path: Path, say: Say) -> None:
-    """Afterwards SQLite finds nothing wrong with the file."""
+    """Repair the SQLite file, so that SQLite's own check passes."""
     if _check(path) == []:
         return
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as db:
@@ -101,7 +103,7 @@ def _check(path: Path) -> list[str]:
 
 
 def _repair_rows(path: Path, say: Say) -> None:
-    """Puts back single bits, and takes out events that cannot be read."""
+    """Restore single bits, and remove events that cannot be read."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.text_factory = lambda content: content.decode(errors="surrogateescape")
         row_checksums.install(db)
@@ -123,7 +125,9 @@ def _repair_rows(path: Path, say: Say) -> None:
 
 
 def _with_spec_of_folder(path: Path, damaged: DamagedRow) -> DamagedRow:
-    """The run's folder has its spec too; where the row with it gives the checksum, that is what was written."""
+    """Take a damaged spec from the run's folder, which has it too; where the row with it matches the checksum, that is
+    what was written.
+    """
     with contextlib.suppress(*UNREADABLE):
         folder = Path(resolved(path.parent, damaged.values["directory"], damaged.values["run_id"]))
         spec = (folder / "spec.yaml").read_text()
@@ -155,7 +159,7 @@ def _delete(db: sqlite3.Connection, damaged: DamagedRow) -> None:
 
 
 def _of_key(damaged: DamagedRow) -> str:
-    """Compares bytes: a key's text may be no text any more."""
+    """Return the condition for a row's key. It compares bytes, because a damaged text may not be text any more."""
     return " AND ".join(f"CAST({column} AS BLOB) = CAST(? AS BLOB)" for column in damaged.table.key)
 
 
@@ -164,8 +168,9 @@ def _raw(cell: object) -> object:
 
 
 def _find_payloads(db: sqlite3.Connection, say: Say) -> None:
-    """Rows of payloads carry no checksum. One that names no group or no known kind belongs to a group without arrays, if one bit
-    alone tells their keys apart."""
+    """Correct the keys of payloads, whose rows carry no checksum. A row that names no group or no known kind belongs to
+    a group without arrays, if their keys differ in one bit.
+    """
     strays = db.execute(
         "SELECT p.rowid, p.run_id, p.group_id, p.kind FROM payloads p LEFT JOIN groups g USING (run_id, group_id)"
         " WHERE g.group_id IS NULL OR p.kind NOT IN ('result', 'prefix')"
@@ -187,7 +192,7 @@ def _find_payloads(db: sqlite3.Connection, say: Say) -> None:
 
 
 def _changed_bits(found: object, written: object) -> int:
-    """In how many bits two values of a key differ; many where they have not the same type and length."""
+    """Return the number of bits in which two values of a key differ; many where they have not the same type and length."""
     if isinstance(found, int) and isinstance(written, int):
         return (found ^ written).bit_count()
     if isinstance(found, str) and isinstance(written, str):
@@ -198,7 +203,7 @@ def _changed_bits(found: object, written: object) -> int:
 
 
 def _fill_gaps(db: sqlite3.Connection, say: Say) -> None:
-    """Events are numbered without a gap: who watches asks for those after the last one that it has."""
+    """Fill gaps between events, because a client asks for the events after the last one that it has."""
     for (run_id,) in db.execute("SELECT run_id FROM runs").fetchall():
         rows = db.execute(
             "SELECT sequence FROM events WHERE run_id = ? ORDER BY sequence", (run_id,)
@@ -235,7 +240,7 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
-    """Groups whose arrays cannot be read any more, if no session has trained them."""
+    """Admit the groups again whose arrays cannot be read any more, if no session has trained them."""
     ledger = exchange.ledger
     rows = exchange.ledger.db.execute(
         "SELECT p.* FROM payloads p JOIN groups g USING (run_id, group_id)"
@@ -254,7 +259,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
 
 
 def _count_again(ledger: Ledger, run_id: str, say: Say) -> None:
-    """Counters follow from the groups; what no group shows (tokens that no commit took) stays as it is."""
+    """Count again from the groups; counters that no group shows (tokens that no commit took) stay as they are."""
     groups = ledger.db.execute(
         "SELECT state, reason, tokens FROM groups WHERE run_id = ? AND class = 'train'", (run_id,)
     ).fetchall()

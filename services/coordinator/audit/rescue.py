@@ -1,8 +1,8 @@
-"""Makes a new SQLite file of what can still be read of a damaged one.
+"""A new SQLite file from the readable rows of a damaged one.
 
-Rows are read along the table's key from both ends; what lies between the places where either ends is asked for one by one,
-since a damaged page hides the pages after it only from who reads in order. Checksums are copied as they are, so that a row
-that is damaged itself is found afterwards.
+Rows are read along the table's key from both ends; rows between the two places where reading fails are read one by one,
+because a damaged page hides the pages after it only from a scan in order. Checksums are copied as they are, so that a
+row that is damaged itself is found afterwards.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION
 HEADER_BYTES = 100
 LOGS = ("-wal", "-shm")
 MAX_CUT_OFF = 1 << 40
-"""Bytes: a file whose header says more has a damaged header."""
+"""Most bytes that a file can lack: if its header states more, the header is damaged."""
 
 MAX_ASKED = 1_000_000
-"""Rows of a table that are asked for one by one."""
+"""Rows of a table that are read one by one."""
 
 
 def rescue(path: Path, say: Callable[[str], None]) -> None:
-    """Replaces the file at `path` by one with its readable rows. Raises LedgerFault when it shows no tables at all."""
+    """Replace the file at `path` by one with its readable rows. Raises LedgerFault when it shows no tables at all."""
     fresh = path.with_name(path.name + ".rescued")
     try:
         _make(fresh)
@@ -53,8 +53,9 @@ def _make(fresh: Path) -> None:
 
 
 def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
-    """Pages that were cut off read as zeros, which SQLite finds damaged only when it comes to them; a header is written where
-    there is none."""
+    """Extend a file that was cut off, because SQLite finds pages of zeros damaged only when it reads them; write a
+    header where there is none.
+    """
     size = path.stat().st_size
     header = path.read_bytes()[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
     whole = _page_size(header) * int.from_bytes(header[28:32], "big")
@@ -81,7 +82,7 @@ def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_schema(path: Path, fresh: Path) -> bool:
-    """Names and texts of the tables are the same in every ledger: one entry that is not is put right. Whether that helped."""
+    """Correct an entry of the list of tables, which is the same in every ledger; return whether the tables can be read."""
     query = "SELECT rowid, type, name, tbl_name, sql FROM sqlite_master"
     with contextlib.closing(sqlite3.connect(fresh)) as new:
         expected = {row[2]: row[1:] for row in new.execute(query)}
@@ -135,7 +136,7 @@ def _has_tables(path: Path) -> bool:
 
 
 def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> tuple[int, bool]:
-    """How many rows were copied, and whether some could not be read."""
+    """Copy a table; return the number of copied rows, and whether some could not be read."""
     key = row_checksums.tables()[name].key
     try:
         columns = [column[1] for column in old.execute(f"PRAGMA table_info({name})").fetchall()]
@@ -149,7 +150,7 @@ def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> 
     copied, incomplete = 0, False
 
     def take(rows: Iterator[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-        """Copies rows until one cannot be read; the last one's key."""
+        """Copy rows until one cannot be read; return the last one's key."""
         nonlocal copied, incomplete
         last = None
         try:
@@ -177,7 +178,9 @@ def _rows(db: sqlite3.Connection, query: str, values: tuple[Any, ...] = ()) -> I
 
 
 def _storable(cell: object) -> object:
-    """Text that is no UTF-8 any more is kept as its bytes: its checksum says that it is damaged either way."""
+    """Return the value to store. Text that is not UTF-8 any more is kept as its bytes: its checksum shows the damage
+    either way.
+    """
     if isinstance(cell, str):
         try:
             cell.encode()

@@ -1,4 +1,4 @@
-"""Reads what a run left in the ledger: the samples of a step, and all of them as a table. With or without a coordinator."""
+"""Reads a run's samples from the ledger: those of a step, or all of them as a table. With or without a coordinator."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, Any]]:
-    """The groups of a step's batch, in the batch's order: prompt, columns, and for each completion its text, tokens,
-    versions and rewards by function (null where a function said None).
+    """Return the groups of a step's batch, in the batch's order: prompt, columns, and for each completion its text,
+    tokens, versions and rewards by function (null where a function returned None).
 
     Raises NotFound: a step without batch, samples that the run did not keep.
     """
@@ -82,11 +82,12 @@ def _group(row: sqlite3.Row, arrays: Buffer, texts: Buffer) -> dict[str, Any]:
 
 
 def export_samples(ledger: Ledger, run_id: str, weights: list[float], destination: Path) -> int:
-    """Writes every completion that the run has trained on as a row of the Parquet file `destination`; returns how many.
+    """Write every completion that the run has trained on as a row of the Parquet file `destination`; return the number
+    of rows.
 
     Rows are in the order of training, a row group for each step, so memory holds one step. `weights` are those of the
-    reward functions, for `final_reward`. The file appears whole under its name or not at all. Raises NotFound: nothing was
-    trained, samples were not kept, no such folder.
+    reward functions, for `final_reward`. The file appears whole under its name or not at all. Raises NotFound: nothing
+    was trained, samples were not kept, no such folder.
     """
     import pyarrow.parquet
 
@@ -138,7 +139,7 @@ def _schema() -> Any:
 
 
 def _completion_rows(group: dict[str, Any], weights: list[float]) -> list[dict[str, Any]]:
-    """One row for each completion: sessions and versions by token, a chat and the columns as JSON."""
+    """Return a row for each completion: sessions and versions by token, a chat and the columns as JSON."""
     rows = []
     for index, completion in enumerate(group["completions"]):
         lengths = [end - start for start, end, _, _ in completion["spans"]]

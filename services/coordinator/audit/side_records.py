@@ -1,4 +1,4 @@
-"""Records beside a run's groups: prompts, events, evaluations, and what became of workers. A part of `verify`."""
+"""Comparison of the records beside a run's groups: prompts, events, evaluations, deaths and faults. A part of `verify`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def prompts(record: Record, report: VerifyReport) -> None:
-    """Every group has its prompt, and both of its columns can be read."""
+    """Check that every group has its prompt, and that both of its columns can be read."""
     rows = record.db.execute(
         "SELECT p.group_id, prompt_json, columns_json, class FROM prompts p"
         " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?",
@@ -31,7 +31,7 @@ def prompts(record: Record, report: VerifyReport) -> None:
 
 
 def events(record: Record, report: VerifyReport) -> None:
-    """Events are numbered without a gap, and each can be read."""
+    """Check that events are numbered without a gap, and that each can be read."""
     rows = record.db.execute(
         "SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence", (record.run_id,)
     ).fetchall()
@@ -47,7 +47,9 @@ def events(record: Record, report: VerifyReport) -> None:
 
 
 def evaluations(record: Record, report: VerifyReport) -> None:
-    """Results of evaluations can be read, and each group that is only measured belongs to one that is not done."""
+    """Check that results of evaluations can be read, and that each group that is only measured belongs to a pending
+    evaluation.
+    """
     rows = record.db.execute(
         "SELECT * FROM evaluations WHERE run_id = ? ORDER BY step", (record.run_id,)
     ).fetchall()
@@ -67,7 +69,7 @@ def evaluations(record: Record, report: VerifyReport) -> None:
 
 
 def deaths_and_faults(record: Record, report: VerifyReport) -> None:
-    """Deaths are of groups that are open, faults of sessions that have begun."""
+    """Check that deaths belong to open groups, and faults to sessions that have begun."""
     rows = record.db.execute(
         "SELECT d.group_id, state FROM deaths d LEFT JOIN groups g ON g.run_id = d.run_id AND g.group_id = d.group_id"
         " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))",

@@ -1,10 +1,10 @@
 """`paceline ledger verify`: compares records that were written independently of each other.
 
-Promise: it does not add up one table. Groups are held against the durable counters and the cursor, batches against
-the receipts that the ranks sent, digests against the stored arrays, rewards and reference, the hash chain against the batches
-and the checkpoints against the chain and their files on disk (evidence.py, artifacts.py, side_records.py). Before all of that
-comes the SQLite file itself (file_check.py). It reads one consistent snapshot and writes nothing, so it may run beside the
-coordinator; whatever damage it meets is a problem in the report, never an exception.
+Promise: it does not add up one table. Groups are compared with the durable counters and the cursor, batches with the
+receipts that the ranks sent, digests with the stored arrays, rewards and reference, the hash chain with the batches and
+the checkpoints with the chain and their files on disk (evidence.py, artifacts.py, side_records.py). Before all of that
+comes the SQLite file itself (file_check.py). It reads one consistent snapshot and writes nothing, so it may run beside
+the coordinator; whatever damage it meets is a problem in the report, never an exception.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATES_WITH_STEP = ("batched", "trained")
 
 
 def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
-    """Compares all records of a run; with `deep`, the contents of every checkpoint and not of the newest alone.
+    """Compare all records of a run; with `deep`, the contents of every checkpoint and not of the newest alone.
 
     `ledger` should be opened read-only. Raises NotFound for a run that a sound file does not have.
     """
@@ -41,7 +41,7 @@ def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
 
 
 def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
-    """Once, in one snapshot."""
+    """Make all comparisons once, in one snapshot."""
     report = VerifyReport()
     with tolerant(ledger.db):
         try:
@@ -65,7 +65,7 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
 
 
 def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Record | None:
-    """The run's rows; None where they cannot be read, which is a problem then. Raises NotFound."""
+    """Return the run's rows; None where they cannot be read, which is then a problem in the report. Raises NotFound."""
     if not report.found:
         ledger.run(run_id)
     with report.reading(f"run {run_id}", f"its row of the table runs, column spec_yaml, ({REMEDY})"):
@@ -86,7 +86,9 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Reco
 
 
 def _groups(record: Record, report: VerifyReport) -> None:
-    """No group lost: ids without gaps, every admitted one on record, as many in each end state as were counted."""
+    """Check that no group is lost: ids without gaps, every admitted one on record, as many in each end state as were
+    counted.
+    """
     groups, counters = record.groups, record.counters
     admitted = counters.get("groups:ever_admitted", 0)
     report.compare("groups", "{} are on record, {} were admitted", len(groups), admitted)
@@ -106,7 +108,7 @@ def _groups(record: Record, report: VerifyReport) -> None:
 
 
 def _slots(record: Record, report: VerifyReport) -> None:
-    """A step only where the state has one, and a place for one group at a time.
+    """Check that a group has a step only where its state has one, and that each slot belongs to one group at a time.
 
     The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
     """
@@ -135,7 +137,7 @@ def _slots(record: Record, report: VerifyReport) -> None:
 
 
 def _tokens(record: Record, report: VerifyReport) -> None:
-    """generated = trained + dropped + live, each recomputed from the groups."""
+    """Check that generated = trained + dropped + live, each computed from the groups."""
     counters, groups = record.counters, record.groups
     trained = sum(g["tokens"] for g in groups if g["state"] == "trained")
     live = sum(g["tokens"] for g in groups if g["state"] in OPEN_STATES)
@@ -159,7 +161,7 @@ def _tokens(record: Record, report: VerifyReport) -> None:
 
 
 def _batches(record: Record, report: VerifyReport) -> None:
-    """Every step has one batch of B groups; digests and chain follow from the groups, step by step."""
+    """Check that every step has one batch of B groups, and that digests and chain follow from the groups, step by step."""
     if not record.has_batches:
         report.compare("batches", "{} are on record, {} expected", len(record.batches), 0)
         return
@@ -196,7 +198,7 @@ def _batches(record: Record, report: VerifyReport) -> None:
 
 
 def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
-    """The chain's link before a batch's own: those of the batches that it has replaced come after the step before it."""
+    """Return the chain's link before a batch: the batches that it has replaced come after the step before it."""
     rows = record.db.execute(
         "SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision",
         (record.run_id, batch["step"]),
@@ -212,7 +214,7 @@ def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.R
 
 
 def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
-    """Counters `<what>:dropped:<reason>`, by reason."""
+    """Return the counters `<what>:dropped:<reason>`, by reason."""
     prefix = f"{what}:dropped:"
     return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
 
@@ -232,4 +234,4 @@ COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "checkpoints": artifacts.checkpoints,
     "export": artifacts.export,
 }
-"""By the subject of a problem that a comparison could not go on from."""
+"""Comparisons by the subject of the problem when a comparison cannot go on."""
