@@ -192,7 +192,7 @@ def _find_payloads(db: sqlite3.Connection, say: Say) -> None:
 
 
 def _changed_bits(found: object, written: object) -> int:
-    """Return the number of bits in which two values of a key differ; many where they have not the same type and length."""
+    """Return the number of bits in which two values of a key differ; many where type or length differ."""
     if isinstance(found, int) and isinstance(written, int):
         return (found ^ written).bit_count()
     if isinstance(found, str) and isinstance(written, str):

@@ -82,7 +82,7 @@ def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_schema(path: Path, fresh: Path) -> bool:
-    """Correct an entry of the list of tables, which is the same in every ledger; return whether the tables can be read."""
+    """Correct an entry of the list of tables, the same in every ledger; return whether the tables can be read."""
     query = "SELECT rowid, type, name, tbl_name, sql FROM sqlite_master"
     with contextlib.closing(sqlite3.connect(fresh)) as new:
         expected = {row[2]: row[1:] for row in new.execute(query)}

@@ -1,4 +1,4 @@
-"""Comparison of the records beside a run's groups: prompts, events, evaluations, deaths and faults. A part of `verify`."""
+"""Comparison of the records beside a run's groups: prompts, events, evaluations, deaths, faults. A part of `verify`."""
 
 from __future__ import annotations
 

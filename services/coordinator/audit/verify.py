@@ -161,7 +161,7 @@ def _tokens(record: Record, report: VerifyReport) -> None:
 
 
 def _batches(record: Record, report: VerifyReport) -> None:
-    """Check that every step has one batch of B groups, and that digests and chain follow from the groups, step by step."""
+    """Check that every step has one batch of B groups, and that digests and chain follow from the groups."""
     if not record.has_batches:
         report.compare("batches", "{} are on record, {} expected", len(record.batches), 0)
         return

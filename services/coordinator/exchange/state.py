@@ -251,7 +251,7 @@ class Exchange:
         return ahead
 
     def slots_changed(self) -> None:
-        """Clear the cache of `num_ahead`, because a group entered, or left, the open ones at a slot that was counted."""
+        """Clear the cache of `num_ahead`, because a group was opened or ended at a slot that was counted."""
         self._counted = (0, 0)
 
     def learner_waits(self, run: ActiveRun) -> bool:

@@ -1,4 +1,4 @@
-"""The split of a batch over the ranks, the same for every rank that asks: computed from the ledger once, then cached."""
+"""The split of a batch over the ranks, the same for every rank that asks: computed once, then cached."""
 
 from __future__ import annotations
 

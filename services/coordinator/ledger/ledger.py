@@ -249,7 +249,7 @@ class Ledger(LedgerFile):
         )
 
     def mean_result_bytes(self, run_id: str) -> float:
-        """Return the mean size of a group's result on the disk, over the newest that are kept; 0 while there is none."""
+        """Return the mean size of a group's result on the disk, of the newest that are kept; 0 without any."""
         row = self.db.execute(
             "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) AS size FROM"
             " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)",

@@ -53,7 +53,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
 
 
 def may_be_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
-    """Return whether ranks that wait for a batch may get one: called once for all of them. Fixes the batch that is due."""
+    """Return whether ranks that wait for a batch may get one; called once for all. Fixes the batch that is due."""
     row = exchange.ledger.run(run.run_id)
     if run.prompts is None or row["next_batch"] > row["next_step"]:
         return True

@@ -58,7 +58,7 @@ class PromptCheck:
         self._warnings: list[str] = []
 
     def begin(self, run_id: str, spec: RunSpec) -> None:
-        """Start to load the run's tokenizer, without waiting for it. The check of an earlier run's group ends at once."""
+        """Start to load the run's tokenizer, without waiting for it. A check of an earlier run's group ends at once."""
         before, self._encoder, self.unavailable = self._encoder, None, ""
         if before is not None:
             before.end()
