@@ -9,7 +9,7 @@ Whatever bytes arrive, they are answered or dropped, and the loops go on.
 A message passes these steps; all but those on the event loop are threads (pipeline_thread.py), so that none waits for
 another's turn:
 
-  receive   event loop: reads the socket; stops while MAX_PENDING_BYTES of groups wait for the disk
+  receive   event loop: reads the socket; stops while too many groups wait for the disk (receiver.py)
   check     decodes and hashes groups, while leases pass by (intake.py), and compares their prompts (prompt_check.py)
   store     writes and syncs them, several at once
   answer    event loop: one transaction after another, every other one for leases alone while there are any
@@ -26,22 +26,21 @@ import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from paceline.backoff import ExponentialBackoff
-from paceline.errors import LedgerFault, WireError
+from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.wire import Buffer
-from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.batches import damaged_groups, delivery
 from services.coordinator.exchange.state import Exchange, Notice, Outcome
-from services.coordinator.exchange.transport.dispatch import handle, handle_leases, is_introduction, turn_away
+from services.coordinator.exchange.transport.dispatch import handle, handle_leases
+from services.coordinator.exchange.transport.isolation import IsolatedHandler
+from services.coordinator.exchange.transport.parked import ParkedRequests
 from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
-from services.coordinator.exchange.transport.request_filter import RequestFilter
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message, Waiting, parse
-from services.coordinator.exchange.uploads.group_checks import Limits
+from services.coordinator.exchange.transport.receiver import Receiver
+from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Waiting
 from services.coordinator.exchange.uploads.intake import store, validate_upload
 from services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
@@ -55,16 +54,9 @@ LEASES_AT_ONCE = 16
 OTHERS_AT_ONCE = 16
 """Other requests that share a savepoint: a savepoint for each would cost as much as a statement."""
 
-MAX_RECEIVED_AT_ONCE = 64
-"""Messages that are read before other tasks have their turn."""
-
 MAX_SYNC_BYTES = 4 << 20
 """Size of the portions in which groups are stored. A larger sync moves more bytes a second, and makes everything that
 waits for the disk wait longer."""
-
-MAX_PENDING_BYTES = 128 << 20
-"""Bytes of groups in memory that are not committed; beyond it groups are not read from ZeroMQ. Less than a segment
-(`PayloadStore.removal_candidates`), except for one message."""
 
 STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
 """First and longest pause before groups are stored again for which no segment could be begun."""
@@ -135,12 +127,10 @@ class ExchangeServer:
         self._act = act
         self._socket = ExchangeSocket(host, port)
         self.port = self._socket.port
-        self._filter = RequestFilter(exchange)
-        self._parked: dict[tuple[str, str, int], Waiting] = {}
+        self._receiver = Receiver(exchange, self._socket, self._deliver)
+        self._handler = IsolatedHandler(exchange)
+        self._parked = ParkedRequests(exchange)
         self._wake: set[str] = set()
-        self._readable, self._room = asyncio.Event(), asyncio.Event()
-        self._pending_bytes = 0
-        """Size of results with bulk that are not answered."""
         self._leases: deque[Waiting] = deque()
         """Requests for leases. They come first, because a sampler without work waits for them."""
         self._others: deque[Waiting] = deque()
@@ -181,7 +171,7 @@ class ExchangeServer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for step in (
-                    self._receive,
+                    self._receiver.run,
                     self._checks.run,
                     self._stores.run,
                     self._answer,
@@ -200,73 +190,9 @@ class ExchangeServer:
         """Send what is queued, then close the socket."""
         self._socket.close()
 
-    # Receive
-
-    async def _receive(self) -> None:
-        """Read whenever the socket has something. Its descriptor signals changes only, so it is read until empty."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket.descriptor, self._readable.set)
-        try:
-            while True:
-                if self._pending_bytes >= MAX_PENDING_BYTES:
-                    loop.remove_reader(self._socket.descriptor)
-                    self._room.clear()
-                    await self._room.wait()
-                    loop.add_reader(self._socket.descriptor, self._readable.set)
-                self._readable.clear()
-                if self._read_some():
-                    await self._readable.wait()
-                else:
-                    await asyncio.sleep(0)
-        finally:
-            loop.remove_reader(self._socket.descriptor)
-
-    def _read_some(self) -> bool:
-        """Read some messages; return whether that was all that had arrived."""
-        for _ in range(MAX_RECEIVED_AT_ONCE):
-            if self._pending_bytes >= MAX_PENDING_BYTES or not self._socket.discard():
-                return False
-            message = self._socket.receive()
-            if message is None:
-                return True
-            self._take(message)
-        return False
-
-    def _check_connections(self) -> None:
-        """Check the connections, every TICK_S. A message that waits to be read may be the end of what is under way."""
-        all_read = self._pending_bytes < MAX_PENDING_BYTES and self._read_some()
-        self._socket.check_connections(all_read=all_read)
-        self._readable.set()
-
-    def _take(self, message: Message) -> None:
-        try:
-            waiting = parse(message)
-        except WireError as error:
-            seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
-            reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
-            self._socket.note_message(message, of_member=False)
-            self._socket.send(message.identity, reply)
-            return
-        refusal = turn_away(self._exchange, waiting.request)
-        introduction = is_introduction(waiting.request)
-        self._socket.note_message(message, of_member=refusal is None, first=introduction)
-        if refusal is None and introduction:
-            return
-        if refusal is None and (fault := self._filter.fault(waiting)):
-            refusal = self._exchange.refuse(waiting.request, fault)
-        if refusal is not None:  # before anything is kept of it: no bytes on the disk, no place to wait in
-            self._socket.send(waiting.identity, refusal.reply)
-            return
-        arrived = waiting.arrived
-        if arrived.has_bulk and self._filter.is_under_way(waiting):
-            return
-        if arrived.has_bulk and self._filter.is_known(waiting):
-            arrived.is_known, arrived.frames, waiting.size = True, [], 0
-        self._filter.let_in(waiting)
-        if arrived.has_bulk:
-            run = self._exchange.active
-            arrived.limits = Limits.of(run.spec) if run is not None else None
-            self._pending_bytes += waiting.size
+    def _deliver(self, waiting: Waiting) -> None:
+        """Put a received request into the queue of its next step."""
+        if waiting.arrived.has_bulk:
             self._checks.put(waiting)
             return
         if waiting.kind == "lease":
@@ -322,7 +248,7 @@ class ExchangeServer:
             if time.monotonic() - tick_s > TICK_S:
                 kinds |= {"task", "batch"}
                 tick_s, self._ticked = time.monotonic(), True
-                self._check_connections()
+                self._receiver.check_connections()
             if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self._parked):
                 await self._transact(kinds, woken)
                 await asyncio.sleep(0)  # everybody else has a turn
@@ -359,17 +285,15 @@ class ExchangeServer:
                     kinds.add("lease")
                 if "batch" in kinds - woken and not self._batch_may_be_served(now_s):
                     kinds.discard("batch")
-                leases = len(self._parked) if "lease" in kinds else PARKED_AT_ONCE * self._ticked
+                max_leases = len(self._parked) if "lease" in kinds else PARKED_AT_ONCE * self._ticked
                 self._ticked = False
-                for key, waiting in list(self._parked.items()):
-                    due = leases > 0 if waiting.kind == "lease" else waiting.kind in kinds
-                    if due or waiting.deadline_s <= now_s:
-                        leases -= waiting.kind == "lease"
-                        del self._parked[key]
-                        if waiting.kind == "lease":
-                            self._leases.append(waiting)
-                        else:
-                            self._finish_request(waiting, self._handle(waiting, now_s), now_s, done.answers)
+                for waiting in self._parked.take_due(kinds, max_leases, now_s):
+                    if waiting.kind == "lease":
+                        self._leases.append(waiting)
+                    else:
+                        self._finish_request(
+                            waiting, self._handler.handle(waiting, now_s), now_s, done.answers
+                        )
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
@@ -394,11 +318,10 @@ class ExchangeServer:
                     self._reads.put(ToRead(waiting, outcome))
                 else:
                     self._socket.send(waiting.identity, outcome.reply, outcome.read())
-            self._pending_bytes -= done.bulk_bytes
+            self._receiver.release(done.bulk_bytes)
             if done.notices:
                 self._notices.put_nowait(done.notices)
-        self._room.set()
-        self._readable.set()  # sending may have used up the descriptor's signal
+        self._receiver.poll()
 
     async def _act_on_notices(self) -> None:
         while True:
@@ -416,11 +339,11 @@ class ExchangeServer:
         while self._leases and len(asked) < LEASES_AT_ONCE and self._leases[0].request.member_id not in asked:
             waiting = self._leases.popleft()
             asked[waiting.request.member_id] = waiting
-        outcomes = self._together(
+        outcomes = self._handler.handle_together(
             lambda: handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
         )
         if outcomes is None:
-            outcomes = [self._handle(waiting, now_s) for waiting in asked.values()]
+            outcomes = [self._handler.handle(waiting, now_s) for waiting in asked.values()]
         for waiting, outcome in zip(asked.values(), outcomes, strict=True):
             self._finish_request(waiting, outcome, now_s, answers)
 
@@ -436,70 +359,17 @@ class ExchangeServer:
                 self._send_synced()
             return outcomes
 
-        outcomes = self._together(handle_some)
+        outcomes = self._handler.handle_together(handle_some)
         if outcomes is None:
-            outcomes = [self._handle(waiting, now_s) for waiting in taken]
+            outcomes = [self._handler.handle(waiting, now_s) for waiting in taken]
         return list(zip(taken, outcomes, strict=True))
-
-    def _together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
-        """Return the result of `answer` for several requests. None where one of them fails, and nothing is left of any:
-        `_handle` answers and counts that one, and the others are answered by themselves.
-        """
-        try:
-            with self._undone_alone():
-                return answer()
-        except (sqlite3.Error, LedgerFault):
-            raise
-        except Exception:
-            seldom.warning("together", "requests failed together, they are tried one by one")
-            return None
 
     def _finish_request(
         self, waiting: Waiting, outcome: Outcome, now_s: float, answers: list[tuple[Waiting, Outcome]]
     ) -> None:
-        """Answer a request, or park it when there is nothing to give yet. An earlier request of the same sender is
-        answered empty, because what is given now goes to the new one.
-        """
-        self._filter.finished(waiting)
-        earlier = self._parked.pop(waiting.key, None)
-        if earlier is not None and earlier.request.request_id != waiting.request.request_id:
-            answers.append((earlier, self._nothing(earlier)))
-        if not outcome.empty or waiting.deadline_s <= now_s:
-            answers.append((waiting, outcome))
-        else:
-            self._parked[waiting.key] = waiting
-
-    def _nothing(self, waiting: Waiting) -> Outcome:
-        """Return the answer that there is nothing yet."""
-        reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
-        if waiting.kind == "batch":
-            reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, waiting.request.batch.step
-        else:
-            getattr(reply, waiting.kind).SetInParent()
-        return Outcome(reply)
-
-    def _handle(self, waiting: Waiting, now_s: float) -> Outcome:
-        """Answer one request by itself: a fault in one must not undo the others of the transaction."""
-        try:
-            with self._undone_alone():
-                return handle(self._exchange, waiting.arrived, now_s)
-        except (sqlite3.Error, LedgerFault):
-            raise  # the ledger itself is in trouble: nothing may be acknowledged any more
-        except Exception as error:
-            told = unforeseen.note(f"a {waiting.kind} request", error)
-            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {told}")
-
-    @contextmanager
-    def _undone_alone(self) -> Iterator[None]:
-        """Run the body as a part of the transaction that is undone when it fails."""
-        notices = len(self._exchange.notices)
-        try:
-            with self._exchange.ledger.savepoint():
-                yield
-        except BaseException:
-            del self._exchange.notices[notices:]
-            self._exchange.slots_changed()
-            raise
+        """Answer a request, or park it when there is nothing to give yet."""
+        self._receiver.filter.finished(waiting)
+        answers += self._parked.finish(waiting, outcome, now_s)
 
     # Read
 
@@ -510,7 +380,7 @@ class ExchangeServer:
                 self._bell.set()
             else:
                 self._socket.send(each.waiting.identity, each.outcome.reply, each.frames)
-        self._readable.set()
+        self._receiver.poll()
 
     def _put_back(self, unread: ToRead) -> None:
         """Handle the damaged records of an unsent answer, and answer its request anew."""

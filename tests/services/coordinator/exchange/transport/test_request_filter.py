@@ -15,7 +15,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOUT
 from services.coordinator.exchange import scores
 from services.coordinator.exchange.state import Exchange, Outcome
-from services.coordinator.exchange.transport import request_filter
+from services.coordinator.exchange.transport import receiver, request_filter
 from services.coordinator.exchange.transport import server as exchange_server
 from services.coordinator.exchange.uploads.intake import Arrived
 
@@ -48,7 +48,7 @@ async def test_more_frames_than_a_kind_has_use_for_are_refused_and_not_parked(
         reply = await service.peer("sender", role).ask(request, [b"x" * 1000] * (frames + 1))
         assert reply.status == INVALID
         assert f"{frames} payload frames" in reply.message
-        assert service.server._parked == {}
+        assert len(service.server._parked) == 0
 
 
 @pytest.mark.parametrize("kind", ["lease", "task"])
@@ -92,7 +92,7 @@ async def test_texts_come_only_with_the_samples_that_they_are_of(world: World) -
         await worker.send(pb.ExchangeRequest(lease_return=returned), frames)
         await worker.ask(lease_that_is_refused(), number=2)  # so it has arrived
         assert sizes[0] > 1 << 20
-        assert server._pending_bytes == sizes[0]
+        assert server._receiver.pending_bytes == sizes[0]
 
 
 async def test_a_learner_has_so_many_ranks_at_most(world: World) -> None:
@@ -119,7 +119,7 @@ async def test_one_members_unanswered_requests_are_bounded_and_others_are_served
         assert (await other.receive()).status == OK
         assert [(await flood.receive()).request_id for _ in range(5)] == [1, 2, 3, 4, 5]
         assert (await flood.ask(lease())).status == OK  # what is answered counts no more
-        assert not service.server._filter._unanswered
+        assert not service.server._receiver.filter._unanswered
 
 
 async def test_whatever_room_is_said_the_answer_is_bounded(world: World) -> None:
@@ -160,15 +160,15 @@ async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
             request.again = True
             await again.send(request, frames, number=3)
             await again.ask(lease_that_is_refused(), number=4)
-            assert len(service.server._filter._under_way) == 1
+            assert len(service.server._receiver.filter._under_way) == 1
         reply = await again.receive()  # where it was sent from last
         assert (reply.request_id, reply.status) == (3, COMMITTED)
         stored = stored_bytes(service)
         reply = await again.ask(request, frames, number=5)
         assert reply.status == DUPLICATE
         assert stored_bytes(service) == stored
-        assert service.server._pending_bytes == 0
-        assert not service.server._filter._under_way
+        assert service.server._receiver.pending_bytes == 0
+        assert not service.server._receiver.filter._under_way
 
 
 def lease_that_is_refused() -> pb.ExchangeRequest:
@@ -199,7 +199,7 @@ def stored_bytes(service: Service) -> int:
 async def test_handed_back_samples_count_in_backpressure(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_server, "MAX_PENDING_BYTES", 1000)
+    monkeypatch.setattr(receiver, "MAX_PENDING_BYTES", 1000)
     async with serving(world) as service:
         worker, driver = service.rollout("worker"), Rollout(world, "worker")
         leases = (await worker.ask(lease(room=8))).lease.leases
@@ -217,16 +217,16 @@ async def test_handed_back_samples_count_in_backpressure(
                 await worker.send(pb.ExchangeRequest(lease_return=returned), frames, number=number)
             async with asyncio.timeout(DEADLINE_S):
                 await until_full(service)
-            assert service.server._pending_bytes < 2000  # the rest is not read
+            assert service.server._receiver.pending_bytes < 2000  # the rest is not read
         replies = [await worker.receive() for _ in leases]
         assert {reply.status for reply in replies} == {COMMITTED}
-        assert service.server._pending_bytes == 0
+        assert service.server._receiver.pending_bytes == 0
 
 
 async def until_full(service: Service) -> None:
     """Returns when the server has stopped reading."""
     pause = asyncio.Event()
-    while service.server._pending_bytes < exchange_server.MAX_PENDING_BYTES:
+    while service.server._receiver.pending_bytes < receiver.MAX_PENDING_BYTES:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(pause.wait(), 0.01)
 

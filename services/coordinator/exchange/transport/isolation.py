@@ -1,0 +1,60 @@
+"""Handling of requests in savepoints: what a request that fails has changed is undone alone, and the other requests of its
+transaction stay."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from paceline.errors import LedgerFault
+from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from services.coordinator.exchange.state import Exchange, Outcome
+from services.coordinator.exchange.transport.dispatch import handle
+from services.coordinator.exchange.transport.router_socket import Waiting
+
+seldom = RateLimitedLog(logging.getLogger(__name__))
+
+
+class IsolatedHandler:
+    """Calls handlers inside a transaction, for one request or for several that share a savepoint."""
+
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+
+    def handle(self, waiting: Waiting, now_s: float) -> Outcome:
+        """Answer one request by itself: a fault in one must not undo the others of the transaction."""
+        try:
+            with self._undone_alone():
+                return handle(self._exchange, waiting.arrived, now_s)
+        except (sqlite3.Error, LedgerFault):
+            raise  # the ledger itself is in trouble: nothing may be acknowledged any more
+        except Exception as error:
+            told = unforeseen.note(f"a {waiting.kind} request", error)
+            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {told}")
+
+    def handle_together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
+        """Return the result of `answer` for several requests. None where one of them fails, and nothing is left of any:
+        `handle` answers and counts that one, and the others are answered by themselves.
+        """
+        try:
+            with self._undone_alone():
+                return answer()
+        except (sqlite3.Error, LedgerFault):
+            raise
+        except Exception:
+            seldom.warning("together", "requests failed together, they are tried one by one")
+            return None
+
+    @contextmanager
+    def _undone_alone(self) -> Iterator[None]:
+        """Run the body as a part of the transaction that is undone when it fails."""
+        notices = len(self._exchange.notices)
+        try:
+            with self._exchange.ledger.savepoint():
+                yield
+        except BaseException:
+            del self._exchange.notices[notices:]
+            self._exchange.slots_changed()
+            raise

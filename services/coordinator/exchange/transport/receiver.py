@@ -1,0 +1,114 @@
+"""Receives requests from the exchange's socket and filters them, for as long as there is room for their groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from paceline.errors import WireError
+from paceline.rate_limited_log import RateLimitedLog
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange.state import Exchange
+from services.coordinator.exchange.transport.dispatch import is_introduction, turn_away
+from services.coordinator.exchange.transport.request_filter import RequestFilter
+from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message, Waiting, parse
+from services.coordinator.exchange.uploads.group_checks import Limits
+
+MAX_RECEIVED_AT_ONCE = 64
+"""Messages that are read before other tasks have their turn."""
+
+MAX_PENDING_BYTES = 128 << 20
+"""Bytes of groups in memory that are not committed; beyond it groups are not read from ZeroMQ. Less than a segment
+(`PayloadStore.removal_candidates`), except for one message."""
+
+seldom = RateLimitedLog(logging.getLogger(__name__))
+
+
+class Receiver:
+    """The first step of the pipeline, on the event loop; `deliver` takes the requests that are let in."""
+
+    def __init__(self, exchange: Exchange, socket: ExchangeSocket, deliver: Callable[[Waiting], None]):
+        self._exchange = exchange
+        self._socket = socket
+        self._deliver = deliver
+        self._readable, self._room = asyncio.Event(), asyncio.Event()
+        self.filter = RequestFilter(exchange)
+        self.pending_bytes = 0
+        """Size of results with bulk that are not answered."""
+
+    async def run(self) -> None:
+        """Read whenever the socket has something. Its descriptor signals changes only, so it is read until empty."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.descriptor, self._readable.set)
+        try:
+            while True:
+                if self.pending_bytes >= MAX_PENDING_BYTES:
+                    loop.remove_reader(self._socket.descriptor)
+                    self._room.clear()
+                    await self._room.wait()
+                    loop.add_reader(self._socket.descriptor, self._readable.set)
+                self._readable.clear()
+                if self._read_some():
+                    await self._readable.wait()
+                else:
+                    await asyncio.sleep(0)
+        finally:
+            loop.remove_reader(self._socket.descriptor)
+
+    def poll(self) -> None:
+        """Read the socket again, because sending may have used up its descriptor's signal."""
+        self._readable.set()
+
+    def release(self, size_bytes: int) -> None:
+        """Make room: results of this size are answered."""
+        self.pending_bytes -= size_bytes
+        self._room.set()
+
+    def check_connections(self) -> None:
+        """Check the connections, every TICK_S. A message that waits to be read may be the end of what is under way."""
+        all_read = self.pending_bytes < MAX_PENDING_BYTES and self._read_some()
+        self._socket.check_connections(all_read=all_read)
+        self._readable.set()
+
+    def _read_some(self) -> bool:
+        """Read some messages; return whether that was all that had arrived."""
+        for _ in range(MAX_RECEIVED_AT_ONCE):
+            if self.pending_bytes >= MAX_PENDING_BYTES or not self._socket.discard():
+                return False
+            message = self._socket.receive()
+            if message is None:
+                return True
+            self._take(message)
+        return False
+
+    def _take(self, message: Message) -> None:
+        try:
+            waiting = parse(message)
+        except WireError as error:
+            seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
+            reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
+            self._socket.note_message(message, of_member=False)
+            self._socket.send(message.identity, reply)
+            return
+        refusal = turn_away(self._exchange, waiting.request)
+        introduction = is_introduction(waiting.request)
+        self._socket.note_message(message, of_member=refusal is None, first=introduction)
+        if refusal is None and introduction:
+            return
+        if refusal is None and (fault := self.filter.fault(waiting)):
+            refusal = self._exchange.refuse(waiting.request, fault)
+        if refusal is not None:  # before anything is kept of it: no bytes on the disk, no place to wait in
+            self._socket.send(waiting.identity, refusal.reply)
+            return
+        arrived = waiting.arrived
+        if arrived.has_bulk and self.filter.is_under_way(waiting):
+            return
+        if arrived.has_bulk and self.filter.is_known(waiting):
+            arrived.is_known, arrived.frames, waiting.size = True, [], 0
+        self.filter.let_in(waiting)
+        if arrived.has_bulk:
+            run = self._exchange.active
+            arrived.limits = Limits.of(run.spec) if run is not None else None
+            self.pending_bytes += waiting.size
+        self._deliver(waiting)
