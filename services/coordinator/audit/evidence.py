@@ -39,22 +39,22 @@ def receipts(record: Record, report: VerifyReport) -> None:
         lives.setdefault((row["step"], row["session"]), []).append(row)
     step_of: dict[int, int] = {}
     complete: dict[int, int] = {}
-    for (step, session), own in lives.items():
+    for (step, session), received in lives.items():
         subject = f"step {step}, session {session}"
         with report.reading(subject, "a receipt"):
             if session > record.run["session"]:
                 report.problem(subject, "a receipt of a session that has not begun")
-            for row in own:
+            for row in received:
                 for group_id in json.loads(row["group_ids"]):
                     if step_of.setdefault(group_id, step) != step:
                         report.problem(
                             subject, f"group {group_id} was trained in step {step_of[group_id]} too"
                         )
-            whole = [row["rank"] for row in own] == list(range(own[0]["world_size"]))
+            whole = [row["rank"] for row in received] == list(range(received[0]["world_size"]))
             if whole:
                 complete[step] = session
             if record.has_batches:
-                _compare_with_batch(record, report, subject, step, own, whole)
+                _compare_with_batch(record, report, subject, step, received, whole)
     for step in range(record.run["next_step"]):
         if step not in complete:
             report.problem(f"step {step}", "it is trained, but no session has a receipt of every rank")
@@ -75,7 +75,7 @@ def payloads(record: Record, report: VerifyReport) -> None:
                 subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown"
             )
         if row is None or stored["kind"] != "result":
-            continue  # of an evaluation; of an attempt that was handed back; the reference's
+            continue  # an evaluation's, a prefix, or the reference's
         found.add(row["group_id"])
         with report.reading(subject, "its arrays"):
             _compare_arrays(record, report, subject, row, stored)
@@ -159,7 +159,7 @@ def _compare_scores(
 
 
 def _compare_with_batch(
-    record: Record, report: VerifyReport, subject: str, step: int, own: list[sqlite3.Row], whole: bool
+    record: Record, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
     """Compare the receipts of one session with the groups of the step's batch: all of them, each once, by their
     digests.
@@ -169,16 +169,16 @@ def _compare_with_batch(
     tokens = {g["group_id"]: g["tokens"] for g in groups}
     scores = {g["group_id"]: g["scores_digest"] for g in groups}
     ids: list[int] = []
-    for row in own:
+    for row in received:
         consumed = list(zip(json.loads(row["group_ids"]), json.loads(row["digests"]), strict=True))
         ids += [group_id for group_id, _ in consumed]
         wrong = [group_id for group_id, digest in consumed if digests.get(group_id) != digest]
         if wrong:
             report.problem(subject, f"rank {row['rank']} trained {wrong[:5]}, which the batch has otherwise")
-        said = json.loads(row["scores_digests"])
+        scores_digests = json.loads(row["scores_digests"])
         other = [
             group_id
-            for (group_id, _), digest in zip(consumed, said, strict=False)
+            for (group_id, _), digest in zip(consumed, scores_digests, strict=False)
             if digest and scores.get(group_id) and digest != scores[group_id]
         ]
         if other:

@@ -165,7 +165,7 @@ def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> 
     select = f"SELECT {', '.join(columns)} FROM {name} NOT INDEXED"
     first = take(_rows(old, f"{select} ORDER BY {', '.join(key)}"))
     if incomplete:
-        take(_rows(old, select))  # a table with an index of its own: in the order of its pages
+        take(_rows(old, select))  # without ORDER BY, a table is read in the order of its pages
         last = take(_rows(old, f"{select} ORDER BY {', '.join(f'{column} DESC' for column in key)}"))
         if first and last and len(key) == 2 and first[0] == last[0] and isinstance(first[1], int):
             for number in range(first[1] + 1, min(int(last[1]), first[1] + MAX_ASKED)):

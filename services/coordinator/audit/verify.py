@@ -33,7 +33,7 @@ def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
     report = _compare_all(ledger, run_id, deep)
     if not report.found:
         return report
-    # A coordinator that goes on may have pruned what the snapshot still refers to: what is wrong is so in the next one too.
+    # A coordinator may have pruned what the snapshot still refers to: a real problem is in the next snapshot too.
     again = _compare_all(ledger, run_id, deep)
     subjects = {problem.subject for problem in report.found}
     again.found = [problem for problem in again.found if problem.subject in subjects]
@@ -55,7 +55,8 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
                     "state": record.run["state"],
                     "steps": record.run["next_step"],
                 }
-                for name, comparison in COMPARISONS.items():  # what one cannot read does not keep the others
+                # A record that cannot be read ends one comparison, not the others.
+                for name, comparison in COMPARISONS.items():
                     with report.reading(name, "a record"):
                         comparison(record, report)
         finally:
@@ -124,16 +125,14 @@ def _slots(record: Record, report: VerifyReport) -> None:
     holders = Counter(g["slot"] for g in record.groups if g["state"] != "dropped")
     for slot, number in holders.items():
         if number > 1 or slot >= record.run["next_slot"]:
-            report.problem(f"place {slot}", f"{number} groups hold it, of {record.run['next_slot']} places")
+            report.problem(f"slot {slot}", f"{number} groups hold it, of {record.run['next_slot']} slots")
     free = record.db.execute("SELECT slot FROM free_slots WHERE run_id = ?", (record.run_id,)).fetchall()
     slots = sorted([*holders, *(row["slot"] for row in free)])
     if slots != list(range(record.run["next_slot"])):
         odd = sorted(Counter(slots).keys() ^ set(range(record.run["next_slot"]))) or [
             slot for slot, number in Counter(slots).items() if number > 1
         ]
-        report.problem(
-            "places", f"{odd[:5]} are not either held by a group or free, as every place has to be"
-        )
+        report.problem("slots", f"{odd[:5]} are not either held by a group or free, as every slot has to be")
 
 
 def _tokens(record: Record, report: VerifyReport) -> None:
@@ -221,7 +220,7 @@ def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
 
 COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "groups": _groups,
-    "places": _slots,
+    "slots": _slots,
     "tokens": _tokens,
     "batches": _batches,
     "receipts": evidence.receipts,

@@ -98,11 +98,11 @@ class LeaseAges:
         if not (has_free or (handing_in and is_known)):
             return ""  # the others do no better
         if self._refused.get(member_id, 0) >= MAX_REFUSED:
-            return f"the last {self._refused[member_id]} groups that it handed in were refused"
+            return f"the last {self._refused[member_id]} groups that it submitted were refused"
         waited_s = self._now_s - since_s
         median_s = statistics.median(others) if is_known else NO_MEDIAN_S / LIMIT_MULTIPLE
         limit_s = max(LIMIT_S, LIMIT_MULTIPLE * median_s)
         if waited_s <= limit_s:
             return ""
         needed = f"need {median_s:.0f} s from lease to result" if is_known else "have nothing to do"
-        return f"it has handed in nothing for {waited_s:.0f} s, and others {needed} (the limit is {limit_s:.0f} s)"
+        return f"it has submitted nothing for {waited_s:.0f} s, and others {needed} (the limit is {limit_s:.0f} s)"

@@ -50,8 +50,8 @@ class _Grants:
         self._granted: list[NewLease] = []
         """Leases that are not in the ledger yet."""
         if run.prompts is not None and not exchange.paused(run):
-            places = sum(max(1, room // self._group_size) for room in rooms)
-            wanted = places + quarantine.num_reserved(exchange)
+            num_groups = sum(max(1, room // self._group_size) for room in rooms)
+            wanted = num_groups + quarantine.num_reserved(exchange)
             self._free = _admitted(exchange, run, wanted)
             if len(self._free) < wanted or exchange.ledger.free_slots.exist(run.run_id):
                 admit(exchange, run, max(wanted, ADMITTED_AT_ONCE))
@@ -66,7 +66,7 @@ class _Grants:
         if version is None or run.prompts is None or request.member_id in exchange.overdue:
             return Outcome(reply, empty=True)
         if quarantine.suspects(exchange, run):
-            self.write()  # who holds what decides now
+            self.write()  # `choose` reads the groups that each worker holds
         payloads: list[Frame] = []
         room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
         measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
@@ -74,10 +74,11 @@ class _Grants:
             room -= self._lease(request.member_id, row, version, reply, payloads, pinned=version)
         if quarantine.suspects(exchange, run):
             self.write()
-        places = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
-        leasable = self._leasable(version, places + reserved) if places else []
+        num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
+        leasable = self._leasable(version, num_groups + reserved) if num_groups else []
         steps = {row["group_id"]: step for row, step in leasable}
-        for row in quarantine.choose(exchange, run, request.member_id, [row for row, _ in leasable], places):
+        free = [row for row, _ in leasable]
+        for row in quarantine.choose(exchange, run, request.member_id, free, num_groups):
             step = steps[row["group_id"]]
             if self._lease(request.member_id, row, version, reply, payloads, step=step):
                 self._free.remove((row, step))
@@ -128,7 +129,7 @@ class _Grants:
         if pinned:
             lease.pinned_version.session, lease.pinned_version.step = pinned
         with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
-            pass  # a moment, not a while: it marks when and to whom the group was given
+            pass  # without duration: it marks when and to whom the group was leased
         if prefix is not None:
             payloads.append(prefix.arrays)
             lease.prefix_frame = len(payloads)
@@ -201,7 +202,7 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
         held = set(request.lease.held.group_ids)
         if on_record[request.member_id] - held:
             _release_lost(exchange, run, request)
-        # Who is suspected may have said so before it fell silent; once it is heard of, it says so again.
+        # A suspected worker's claim may be outdated; it repeats the claim when it reconnects.
         if (
             held - on_record[request.member_id]
             and request.member_id not in exchange.suspected | exchange.overdue
@@ -236,7 +237,7 @@ def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sql
     admitted, last_slot, ahead = [], -2, 0
     for row in rows:
         slot = row["slot"]
-        # The one in the place before is open itself; only a gap has to be counted.
+        # The group in the slot before is open itself; only a gap has to be counted.
         ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
         last_slot = slot
         admitted.append((row, lease_step(next_batch, ahead, run.batch)))

@@ -34,7 +34,7 @@ def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None
         evaluation.unpin_member(exchange, run, member_id)
         exchange.overdue.add(member_id)
         scores = _scores(exchange, member_id)
-        nothing = "no task before it hands in scores" if scores else "no lease before it hands in a group"
+        nothing = "no task before it submits scores" if scores else "no lease before it submits a group"
         exchange.notice(
             "warning", message=f"{member_id} gets {nothing}, and others get the {taken} that it holds: {why}"
         )
@@ -46,7 +46,7 @@ def note_submission(exchange: Exchange, ages: LeaseAges, member_id: str, group_i
     if member_id in exchange.overdue:
         exchange.overdue.remove(member_id)
         what = "scores and gets tasks" if _scores(exchange, member_id) else "a group and gets leases"
-        exchange.notice("warning", message=f"{member_id} has handed in {what} again")
+        exchange.notice("warning", message=f"{member_id} has submitted {what} again")
 
 
 def _scores(exchange: Exchange, member_id: str) -> bool:

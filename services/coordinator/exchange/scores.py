@@ -141,8 +141,8 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
 
 
 def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
-    said = request.score
-    overdue.note_submission(exchange, exchange.task_ages, request.member_id, said.group_id, said.attempt)
+    score = request.score
+    overdue.note_submission(exchange, exchange.task_ages, request.member_id, score.group_id, score.attempt)
 
 
 def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:

@@ -267,7 +267,7 @@ class Exchange:
             return
         in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"] + 1
         self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
-        # Not once more with each drop beyond the limit, but again: what follows from it may have been lost in a crash.
+        # At every multiple of the limit, not once: a crash may have lost the notice before it was acted on.
         if in_a_row % (run.spec.grpo.max_generation_batches * run.batch) == 0:
             self.notice(
                 "failed",

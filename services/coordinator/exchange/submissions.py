@@ -61,7 +61,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         return exchange.refuse(request, f"group {result.group_id}: {fault}")
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
-    if row["attempt"] > 1:  # what an earlier one handed back
+    if row["attempt"] > 1:  # the prefix of an earlier attempt
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
     _note_submission(exchange, request)
@@ -80,7 +80,7 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
     if row is not None and row["state"] == State.ADMITTED and row["member_id"] == request.member_id:
-        # It was taken back already, and this worker must not take it up again.
+        # The lease was taken back already, and this worker must not get it again by `lease_again`.
         exchange.groups.clear_holder(run.run_id, returned.group_id)
     held = (returned.attempt, request.member_id)
     if row is None or row["state"] != State.LEASED or (row["attempt"], row["member_id"]) != held:
@@ -96,20 +96,20 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if returned.data_error:
         return _failed(exchange, run, request, row)
     if arrived.frames and row["class"] == "train":
-        begun = arrived.group
-        if begun is None or arrived.location is None:
+        prefix = arrived.group
+        if prefix is None or arrived.location is None:
             return exchange.refuse(request, arrived.fault)
         expected = run.spec.grpo.num_generations_per_prompt
-        if len(begun.completions) != expected:
+        if len(prefix.completions) != expected:
             return exchange.refuse(
                 request,
-                f"group {returned.group_id} came back with {len(begun.completions)} samples, not {expected}",
+                f"group {returned.group_id} came back with {len(prefix.completions)} samples, not {expected}",
             )
         fault = _fault(exchange, run, arrived, row, returned.attempt)
         if fault:
             return exchange.refuse(request, f"what was begun of group {returned.group_id}: {fault}")
         exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.location)
-        oldest = begun.oldest_step
+        oldest = prefix.oldest_step
         oldest = oldest if oldest >= 0 else row["lease_step"]
         exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)
     exchange.groups.release(run.run_id, returned.group_id, request.member_id, returned.attempt)
@@ -117,8 +117,8 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
-    said = request.group
-    overdue.note_submission(exchange, exchange.ages, request.member_id, said.group_id, said.attempt)
+    result = request.group
+    overdue.note_submission(exchange, exchange.ages, request.member_id, result.group_id, result.attempt)
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:

@@ -50,7 +50,7 @@ def _copy(ledger: Ledger, partial: Path) -> None:
     with contextlib.closing(sqlite3.connect(partial, isolation_level=None)) as copy:
         copy.row_factory = sqlite3.Row
         ledger.db.backup(copy)
-        copy.execute("PRAGMA journal_mode = MEMORY")  # what is lost with the power is only .partial
+        copy.execute("PRAGMA journal_mode = MEMORY")  # a power cut loses only the .partial file
         copy.execute("PRAGMA synchronous = OFF")
         copy.execute("BEGIN")
         rows = copy.execute("SELECT rowid, * FROM payloads WHERE segment IS NOT NULL ORDER BY segment, start")

@@ -71,7 +71,7 @@ class LedgerFile:
         if read_only:
             if not path.is_file():
                 raise NotFound(f"no ledger at {path}")
-            # The log beside a backup that no coordinator has opened yet is another ledger's: it is not to be read.
+            # The log beside a backup that no coordinator has opened yet is another ledger's, so it must not be read.
             alone = "&immutable=1" if restored_backup.is_backup(path) else ""
             self.db = sqlite3.connect(f"file:{path}?mode=ro{alone}", uri=True, isolation_level=None)
         else:
@@ -106,9 +106,8 @@ class LedgerFile:
         if self._log_fd is not None:
             os.close(self._log_fd)
         self.payloads.close()
-        for (
-            lock
-        ) in self._locks:  # after SQLite: a closed file loses the process all locks that SQLite has on it
+        # After SQLite, because a process that closes a file loses all its POSIX locks on it.
+        for lock in self._locks:
             lock.close()
 
     @contextmanager
@@ -252,8 +251,8 @@ class LedgerFile:
         if read_only:
             return
         self.db.execute("PRAGMA journal_mode = WAL")
-        # The log is synced by `sync`, before anybody is told; by SQLite itself before it is written over, and the file
-        # before the log is.
+        # `sync` syncs the log before an answer leaves. SQLite itself syncs it before it is overwritten, and the file
+        # before that.
         self.db.execute("PRAGMA synchronous = NORMAL")
         if version in UPGRADES:
             self._copy_before_upgrade(version)
@@ -261,8 +260,8 @@ class LedgerFile:
             script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
             script += row_checksums.seal_all() if version == SCHEMA_VERSION else ""
             self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
-        # A statement that sets off a trigger keeps what its pages were before it. In files of a shared folder for temporary
-        # files, that doubles what a group costs; after an upgrade, whose statements change every page.
+        # A statement that fires a trigger keeps the earlier content of its pages. In files of a shared folder for temporary
+        # files, that doubles the cost of a group. Set after an upgrade, because its statements change every page.
         self.db.execute("PRAGMA temp_store = MEMORY")
 
     def _copy_before_upgrade(self, version: int) -> None:
@@ -300,7 +299,7 @@ class LedgerFile:
 
 def _once(found: dict[str, Any], key: str, find: Callable[[], ValueT]) -> ValueT:
     if key not in found:
-        if len(found) >= MAX_CACHED:  # rows of runs that somebody looked through
+        if len(found) >= MAX_CACHED:  # a client that lists runs reads a row of each
             found.clear()
         found[key] = find()
     value: ValueT = found[key]

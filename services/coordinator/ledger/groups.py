@@ -132,12 +132,12 @@ class Groups:
     def lease(self, leases: Sequence[NewLease]) -> None:
         """Lease admitted groups, each for a new attempt."""
         changed = self._db.execute(
-            # The run is among the values, so that SQLite looks each group up instead of reading all that the run had.
-            "UPDATE groups SET state = 'leased', member_id = json_extract(lent.value, '$[2]'),"
-            " attempt = json_extract(lent.value, '$[3]'), lease_step = json_extract(lent.value, '$[4]'),"
-            " holders = json_extract(lent.value, '$[5]')"
-            " FROM json_each(?) AS lent WHERE run_id = json_extract(lent.value, '$[0]')"
-            " AND group_id = json_extract(lent.value, '$[1]') AND state = 'admitted'",
+            # The run is among the values, so that SQLite looks each group up instead of reading all groups of the run.
+            "UPDATE groups SET state = 'leased', member_id = json_extract(lease.value, '$[2]'),"
+            " attempt = json_extract(lease.value, '$[3]'), lease_step = json_extract(lease.value, '$[4]'),"
+            " holders = json_extract(lease.value, '$[5]')"
+            " FROM json_each(?) AS lease WHERE run_id = json_extract(lease.value, '$[0]')"
+            " AND group_id = json_extract(lease.value, '$[1]') AND state = 'admitted'",
             (json.dumps(leases),),
         )
         _check(changed, [lease.group_id for lease in leases], State.ADMITTED)
@@ -341,7 +341,7 @@ class Groups:
             raise LedgerFault(f"of the {totals['n']} groups of step {step} {changed.rowcount} are batched")
         return totals["n"], totals["tokens"]
 
-    # The other end
+    # End without training
 
     def drop(self, run_id: str, group_id: int, reason: str) -> None:
         """End an open group as dropped(reason)."""

@@ -226,12 +226,12 @@ class Ledger(LedgerFile):
         ).fetchone()
         return self.payloads.payload(row, last=last) if row else None
 
-    def add_payload(self, run_id: str, group_id: int, kind: str, place: Location) -> None:
+    def add_payload(self, run_id: str, group_id: int, kind: str, location: Location) -> None:
         """Record the location of a group's result; another kind of payload replaces an earlier one of its kind."""
         insert = "INSERT" if kind == "result" else "INSERT OR REPLACE"
         self.db.execute(
             f"{insert} INTO payloads VALUES (?, ?, ?, x'', x'', ?, ?, ?, ?, ?, ?)",
-            (run_id, group_id, kind, *place),
+            (run_id, group_id, kind, *location),
         )
 
     def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:

@@ -21,12 +21,12 @@ def is_due(ledger: Ledger, run_id: str, batch: int) -> bool:
 def prune(ledger: Ledger, run_id: str, batch: int) -> None:
     """Remove the payloads of up to GROUPS_AT_ONCE groups, when it is due. Inside a transaction."""
     pruned = ledger.counters(run_id).get(COUNTER, 0)
-    step, place = divmod(pruned, batch)
-    number = min(GROUPS_AT_ONCE, batch - place)
+    step, index = divmod(pruned, batch)
+    number = min(GROUPS_AT_ONCE, batch - index)
     removed = ledger.db.execute(
         "DELETE FROM payloads WHERE run_id = ? AND group_id IN (SELECT group_id FROM groups INDEXED BY step_groups"
         " WHERE run_id = ? AND step = ? AND rank_order >= ? AND rank_order < ?) RETURNING segment, start",
-        (run_id, run_id, step, place, place + number),
+        (run_id, run_id, step, index, index + number),
     )
     ledger.note_removed_records(removed)
     ledger.count(run_id, COUNTER, number)

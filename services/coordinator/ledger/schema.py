@@ -136,8 +136,8 @@ CREATE TABLE groups (
     seal INTEGER,
     PRIMARY KEY (run_id, group_id)
 ) WITHOUT ROWID;
--- What no index serves reads every group that the run ever had (tests/services/coordinator/exchange/test_costs.py). A partial index serves only
--- queries that have its condition word for word, and SQLite has to be told (INDEXED BY) not to prefer the primary key.
+-- A query that no index serves reads every group that the run ever had (tests/services/coordinator/exchange/test_costs.py). A partial index serves only
+-- queries that have its condition word for word, and INDEXED BY keeps SQLite from preferring the primary key.
 CREATE INDEX groups_by_state ON groups (run_id, class, state, slot, group_id);
 CREATE INDEX held_groups ON groups (member_id) WHERE state = 'leased';
 CREATE INDEX held_tasks ON groups (scorer_id) WHERE state = 'generated';

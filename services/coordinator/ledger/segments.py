@@ -221,8 +221,8 @@ class PayloadStore:
         with self._recent_lock:
             self._evict((segment, start))
 
-    def _evict(self, place: tuple[int, int]) -> None:
-        record = self._recent.pop(place, None)
+    def _evict(self, location: tuple[int, int]) -> None:
+        record = self._recent.pop(location, None)
         if record is not None:
             self._recent_bytes -= record.size
 
@@ -234,8 +234,8 @@ class PayloadStore:
         """Return segments that may be unused by now, up to MAX_CANDIDATES and IN_TURN others. Not the two newest,
         because between `append` and the transaction that refers to the record there are at most MAX_SEGMENT_BYTES.
         """
-        known = list(self._candidates)  # in one piece: the thread that appends adds to it
-        chosen = sorted(number for number in known if number < self._number - 1)[:MAX_CANDIDATES]
+        candidates = list(self._candidates)  # in one piece: the thread that appends adds to it
+        chosen = sorted(number for number in candidates if number < self._number - 1)[:MAX_CANDIDATES]
         self._candidates.difference_update(chosen)
         round_of_all = list(islice(self._rounds, IN_TURN))
         if len(round_of_all) < IN_TURN:
@@ -246,8 +246,8 @@ class PayloadStore:
         """Remove segments that nothing refers to any more, on a thread, once it has called `after`."""
         numbers = set(numbers)
         with self._recent_lock:
-            for place in [place for place in self._recent if place[0] in numbers]:
-                self._evict(place)  # of a group that no transaction wanted
+            for location in [location for location in self._recent if location[0] in numbers]:
+                self._evict(location)  # records that no transaction refers to
         for number in numbers:
             self._files.pop(number, None)
         self._numbers -= numbers
@@ -281,18 +281,18 @@ class PayloadStore:
                 raise UnopenedSegment(
                     f"no segment can be begun in {self.folder}: {error.strerror or error}"
                 ) from None
-        places, start = [], self._end.size
+        locations, start = [], self._end.size
         for header, arrays, header_crc, arrays_crc in records:
-            places.append(Location(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
+            locations.append(Location(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
             start += len(header) + len(arrays)
         self._end.append([part for record in records for part in (record.header, record.arrays)])
-        for place, record in zip(places, records, strict=True):
-            self._remember(place, record)
-        return places
+        for location, record in zip(locations, records, strict=True):
+            self._remember(location, record)
+        return locations
 
-    def _remember(self, place: Location, record: Record) -> None:
+    def _remember(self, location: Location, record: Record) -> None:
         with self._recent_lock:
-            self._recent[place.segment, place.start] = record
+            self._recent[location.segment, location.start] = record
             self._recent_bytes += record.size
             while self._recent_bytes > MAX_RECENT_BYTES:
                 self._evict(next(iter(self._recent)))

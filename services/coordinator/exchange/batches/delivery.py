@@ -17,38 +17,38 @@ from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedS
 
 def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
     """Return one rank's part of a step's batch, as often as it asks; fix the batch when it is due."""
-    asked, row = request.batch, exchange.ledger.run(run.run_id)
+    wanted, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return exchange.stale(
             request, f"session {request.session} has passed, the newest is {row['session']}"
         )
-    if asked.world_size == 0 or asked.rank >= asked.world_size:
-        return exchange.refuse(request, f"rank {asked.rank} of {asked.world_size} ranks cannot be")
+    if wanted.world_size == 0 or wanted.rank >= wanted.world_size:
+        return exchange.refuse(request, f"rank {wanted.rank} of {wanted.world_size} ranks cannot be")
     session_faults.note_session(exchange, run, request.session)
-    fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not take away what was given
-    if asked.step > row["next_step"] or (exchange.paused(run) and asked.step >= fixed):
+    fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not take a served batch away
+    if wanted.step > row["next_step"] or (exchange.paused(run) and wanted.step >= fixed):
         return _wait(exchange, request)
     if exchange.withheld(run):
         return _wait(exchange, request)
-    if run.prompts is not None and asked.step == row["next_batch"]:
-        exchange.first_asked_s.setdefault(asked.step, now_s)
+    if run.prompts is not None and wanted.step == row["next_batch"]:
+        exchange.first_asked_s.setdefault(wanted.step, now_s)
         if not fix_if_due(exchange, run, now_s):
             return _wait(exchange, request)
     if run.prompts is None:
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
-        reply.batch.state, reply.batch.step = pb.BATCH_STATE_READY, asked.step
-        reply.batch.traceparent = step_traceparent(run.run_id, asked.step)
-        session_faults.note_served(exchange, run, request.session, asked.step, asked.world_size)
+        reply.batch.state, reply.batch.step = pb.BATCH_STATE_READY, wanted.step
+        reply.batch.traceparent = step_traceparent(run.run_id, wanted.step)
+        session_faults.note_served(exchange, run, request.session, wanted.step, wanted.world_size)
         return Outcome(reply)
     try:
         part = _part(exchange, run, request)
     except DamagedRecord as damaged:
         damaged_groups.put_back(exchange, run, damaged)
-        return _wait(exchange, request)  # the ranks that ask next get what is fixed anew
+        return _wait(exchange, request)  # later requests get the batch that is fixed anew
     except UnopenedSegment as fault:
         exchange.note_unopened(fault)
         return _wait(exchange, request)
-    session_faults.note_served(exchange, run, request.session, asked.step, asked.world_size)
+    session_faults.note_served(exchange, run, request.session, wanted.step, wanted.world_size)
     return part
 
 
@@ -124,19 +124,19 @@ def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
 
 
 def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
-    asked = request.batch
-    batch = exchange.ledger.batches.get(run.run_id, asked.step)
+    wanted = request.batch
+    batch = exchange.ledger.batches.get(run.run_id, wanted.step)
     assert batch is not None
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
-    reply.batch.state, reply.batch.step, reply.batch.chain = pb.BATCH_STATE_READY, asked.step, batch["chain"]
-    reply.batch.traceparent = step_traceparent(run.run_id, asked.step)
+    reply.batch.state, reply.batch.step, reply.batch.chain = pb.BATCH_STATE_READY, wanted.step, batch["chain"]
+    reply.batch.traceparent = step_traceparent(run.run_id, wanted.step)
     reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
     payloads: list[Frame] = []
-    for group in exchange.splits.get(run.run_id, asked.step, asked.world_size)[asked.rank]:
+    for group in exchange.splits.get(run.run_id, wanted.step, wanted.world_size)[wanted.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
             return exchange.refuse(
-                request, f"step {asked.step} is before the oldest checkpoint, its samples are gone"
+                request, f"step {wanted.step} is before the oldest checkpoint, its samples are gone"
             )
         reply.batch.groups.add(
             group_id=group["group_id"],

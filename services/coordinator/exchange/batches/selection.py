@@ -44,7 +44,8 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
         return False
     replaced = exchange.ledger.batches.last_replaced(run.run_id, step)
     revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
-    with_scores = all(group["scores_digest"] for group in chosen)  # not where an older Paceline scored one
+    # Groups that an older Paceline scored have none.
+    with_scores = all(group["scores_digest"] for group in chosen)
     digest = batch_digest(chosen, with_scores=with_scores)
     wait_s = now_s - exchange.first_asked_s.get(step, now_s)
     batch = NewBatch(

@@ -40,7 +40,7 @@ def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
     """
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
-        last = Training(*in_hand)  # as another life of the coordinator wrote it down
+        last = Training(*in_hand)  # recorded in an earlier term
     if last is not None and last.session < session:
         exchange.training = None
         record(exchange, run, last.session, last.step, SILENT, WORDS[SILENT], world_size=last.world_size)

@@ -125,7 +125,7 @@ class Connections:
         """Cut off connections with too much under way, and those that no member uses; return the reasons, a sentence
         each. Unless every whole message has been read, no connection is cut off for what a waiting message may explain.
         """
-        said, strangers_bytes, memory = [], 0, _resident_bytes()
+        reasons, strangers_bytes, memory = [], 0, _resident_bytes()
         strangers = sum(not connection.of_member for connection in self._by_descriptor.values())
         under_way = {
             descriptor: connection.under_way(_bytes_received(descriptor), memory, all_read)
@@ -143,10 +143,10 @@ class Connections:
                 strangers -= not connection.of_member
                 strangers_bytes -= 0 if connection.of_member else size
                 if self.cut(descriptor):
-                    said.append(reason)
+                    reasons.append(reason)
                 del self._by_descriptor[descriptor]
-        self._trim(bool(said))
-        return said
+        self._trim(bool(reasons))
+        return reasons
 
     def _trim(self, cut: bool) -> None:
         """Return the memory that ZeroMQ had kept to the system: else the next attack would reuse it, and no growth

@@ -58,10 +58,12 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
         return exchange.refuse(request, str(error))
 
 
-def handle_leases(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]:
+def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outcome]:
     """Answer requests for leases of different workers, as `handle` does."""
-    refusals = [turn_away(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in asked]
-    welcome = [arrived.request for arrived, refusal in zip(asked, refusals, strict=True) if refusal is None]
+    refusals = [turn_away(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests]
+    welcome = [
+        arrived.request for arrived, refusal in zip(requests, refusals, strict=True) if refusal is None
+    ]
     given = iter(leases.grant(exchange, exchange.active, welcome) if exchange.active and welcome else ())
     return [next(given) if refusal is None else refusal for refusal in refusals]
 
@@ -124,13 +126,13 @@ def _not_its_part(exchange: Exchange, arrived: Arrived) -> Outcome | None:
         )
     if role != common_pb2.ROLE_LEARNER or kind not in ROLES:
         return None
-    said = request.batch if kind == "batch" else request.receipt
-    rank = said.rank
+    body = request.batch if kind == "batch" else request.receipt
+    rank = body.rank
     is_newest = request.session == exchange.ledger.run(request.run_id)["session"]
-    if is_newest and exchange.ranks and said.world_size != exchange.ranks:
+    if is_newest and exchange.ranks and body.world_size != exchange.ranks:
         return exchange.refuse(
             request,
-            f"rank {rank} of {said.world_size} is none of the learner that trains, which has {exchange.ranks} ranks",
+            f"rank {rank} of {body.world_size} is none of the learner that trains, which has {exchange.ranks} ranks",
         )
     if rank != member.rank:
         return exchange.refuse(

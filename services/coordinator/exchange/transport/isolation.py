@@ -31,8 +31,8 @@ class IsolatedHandler:
         except (sqlite3.Error, LedgerFault):
             raise  # the ledger itself is in trouble: nothing may be acknowledged any more
         except Exception as error:
-            told = unforeseen.note(f"a {waiting.kind} request", error)
-            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {told}")
+            logged = unforeseen.note(f"a {waiting.kind} request", error)
+            return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {logged}")
 
     def handle_together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
         """Return the result of `answer` for several requests. None where one of them fails, and nothing is left of any:

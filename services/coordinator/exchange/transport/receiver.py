@@ -98,7 +98,7 @@ class Receiver:
             return
         if refusal is None and (fault := self.filter.fault(waiting)):
             refusal = self._exchange.refuse(waiting.request, fault)
-        if refusal is not None:  # before anything is kept of it: no bytes on the disk, no place to wait in
+        if refusal is not None:  # before anything of it is stored or parked
             self._socket.send(waiting.identity, refusal.reply)
             return
         arrived = waiting.arrived

@@ -85,15 +85,17 @@ class RequestFilter:
         run, request, kind = self._exchange.active, waiting.request, waiting.kind
         if not request.again or run is None or run.run_id != request.run_id:
             return False
-        said = getattr(request, kind)
-        row = self._exchange.group(run, said.group_id)
+        submission = getattr(request, kind)
+        row = self._exchange.group(run, submission.group_id)
         if row is None:
             return True
         if kind == "group":
-            return row["state"] not in (State.ADMITTED, State.LEASED) and bool(row["digest"] == said.digest)
+            return row["state"] not in (State.ADMITTED, State.LEASED) and bool(
+                row["digest"] == submission.digest
+            )
         if kind == "score":
             return bool(row["state"] != State.GENERATED)
-        return bool(row["state"] != State.LEASED or row["attempt"] != said.attempt)
+        return bool(row["state"] != State.LEASED or row["attempt"] != submission.attempt)
 
     def let_in(self, waiting: Waiting) -> None:
         """Count a request that is let in."""
@@ -117,6 +119,6 @@ class RequestFilter:
 
 def _key(waiting: Waiting) -> Key:
     request, kind = waiting.request, waiting.kind
-    said = getattr(request, kind)
-    digest = "" if kind == "lease_return" else said.digest
-    return request.run_id, kind, request.member_id, said.group_id, said.attempt, digest
+    submission = getattr(request, kind)
+    digest = "" if kind == "lease_return" else submission.digest
+    return request.run_id, kind, request.member_id, submission.group_id, submission.attempt, digest

@@ -86,7 +86,7 @@ class ExchangeSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        # Every reply was asked for; their number is bounded by the requests.
+        # Every reply answers a request, so the number of requests bounds theirs.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         # No bound: where ZeroMQ has stopped to read a connection, the peer ends it, and a PING of the peer's was among what
         # had come, ZeroMQ ends the process (an assertion, as of 4.3.5). So `connections` bounds what is not read.
@@ -122,7 +122,7 @@ class ExchangeSocket:
         frame = socket.recv(zmq.NOBLOCK, copy=False)  # there is one: a message comes whole
         header, descriptor = frame.bytes, _source(frame)
         payloads: list[Buffer] = []
-        while frame.more:  # which costs less than to ask the socket
+        while frame.more:  # cheaper than a call of the socket
             frame = socket.recv(zmq.NOBLOCK, copy=False)
             payloads.append(frame.buffer)
             if len(payloads) > MAX_FRAMES:
@@ -214,7 +214,7 @@ def _source(frame: zmq.Frame) -> int:
 def parse(message: Message) -> Waiting:
     """Return the request in a message. Raises WireError."""
     arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
-    # In this order: not-a-number becomes the limit.
+    # In this order, NaN becomes the limit.
     wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
     deadline_s = time.monotonic() + wait_s
     return Waiting(message.identity, arrived, deadline_s, message.size, len(message.header))

@@ -251,7 +251,7 @@ class ExchangeServer:
                 self._receiver.check_connections()
             if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self._parked):
                 await self._transact(kinds, woken)
-                await asyncio.sleep(0)  # everybody else has a turn
+                await asyncio.sleep(0)  # other tasks have a turn
 
     async def _transact(self, kinds: set[str], woken: set[str]) -> None:
         """Run one transaction for what is there; its answers wait for their sync. Parked requests of the `kinds` are
@@ -335,16 +335,20 @@ class ExchangeServer:
 
     def _give_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
         """Answer the next requests for leases, of different workers."""
-        asked: dict[str, Waiting] = {}
-        while self._leases and len(asked) < LEASES_AT_ONCE and self._leases[0].request.member_id not in asked:
+        by_member: dict[str, Waiting] = {}
+        while (
+            self._leases
+            and len(by_member) < LEASES_AT_ONCE
+            and self._leases[0].request.member_id not in by_member
+        ):
             waiting = self._leases.popleft()
-            asked[waiting.request.member_id] = waiting
+            by_member[waiting.request.member_id] = waiting
         outcomes = self._handler.handle_together(
-            lambda: handle_leases(self._exchange, [waiting.arrived for waiting in asked.values()])
+            lambda: handle_leases(self._exchange, [waiting.arrived for waiting in by_member.values()])
         )
         if outcomes is None:
-            outcomes = [self._handler.handle(waiting, now_s) for waiting in asked.values()]
-        for waiting, outcome in zip(asked.values(), outcomes, strict=True):
+            outcomes = [self._handler.handle(waiting, now_s) for waiting in by_member.values()]
+        for waiting, outcome in zip(by_member.values(), outcomes, strict=True):
             self._finish_request(waiting, outcome, now_s, answers)
 
     def _handle_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:

@@ -141,22 +141,23 @@ def fault_of_group(
     if fault:
         return fault
     try:
-        begun = _beginning(exchange, run, row)
+        prefix = _prefix_of(exchange, run, row)
     except (DamagedRecord, UnopenedSegment):
-        return ""  # what it was, nobody can tell now; the result replaces it
+        return ""  # the prefix cannot be compared; the result replaces it
     if held is not None and newest > held:
-        lost = attempt > 1 and begun is None and exchange.ledger.counters(run.run_id).get("failures:damaged")
-        if not lost and (begun is None or newest > begun.newest):
+        lost = attempt > 1 and prefix is None and exchange.ledger.counters(run.run_id).get("failures:damaged")
+        if not lost and (prefix is None or newest > prefix.newest):
             return f"version {tuple(newest)} in spans is newer than {tuple(held)}, the newest that {member_id} acknowledged"
-    if begun is None or attempt <= begun.attempt:  # leased before that was handed back
+    if prefix is None or attempt <= prefix.attempt:  # leased before the prefix was returned
         return ""
-    return _fault_of_continuation(begun, group)
+    return _fault_of_continuation(prefix, group)
 
 
 def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: int) -> str:
     """Return why the newest session and step of a group's tokens are not the run's; empty where they are."""
     row = exchange.ledger.run(run.run_id)
-    if session > row["session"] or step > row["published_step"]:  # else there is no need to ask each worker's
+    # Each worker's version is compared only where these are not enough.
+    if session > row["session"] or step > row["published_step"]:
         known = exchange.newest_version()
         if session > (bound := max(row["session"], known.session)):
             return f"session {session} in spans is beyond the newest, {bound}"
@@ -165,7 +166,7 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
     return ""
 
 
-class Beginning(NamedTuple):
+class Prefix(NamedTuple):
     """The prefix that an earlier worker returned of a group."""
 
     attempt: int
@@ -179,7 +180,7 @@ class Beginning(NamedTuple):
         return Version(*max((span[:2] for c in self.completions for span in c.spans), default=(0, 0)))
 
 
-def _beginning(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Beginning | None:
+def _prefix_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Prefix | None:
     """Return the prefix of a group that is on record; None without one. Raises DamagedRecord, UnopenedSegment."""
     if row["attempt"] < 2:
         return None
@@ -189,14 +190,14 @@ def _beginning(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Beginnin
     header, arrays = stored.read()
     returned = parse_message(pb.LeaseReturn, header)
     reasons = returned.finish_reasons
-    return Beginning(returned.attempt, *decode_completions(arrays, reasons, [""] * len(reasons)))
+    return Prefix(returned.attempt, *decode_completions(arrays, reasons, [""] * len(reasons)))
 
 
-def _fault_of_continuation(begun: Beginning, group: Group) -> str:
+def _fault_of_continuation(prefix: Prefix, group: Group) -> str:
     """Return why a group does not go on from its lease's prefix; empty where it does."""
-    if not np.array_equal(begun.prompt_ids, group.prompt_ids):
+    if not np.array_equal(prefix.prompt_ids, group.prompt_ids):
         return "prompt_ids are not those that the lease came with"
-    for index, (before, now) in enumerate(zip(begun.completions, group.completions, strict=True)):
+    for index, (before, now) in enumerate(zip(prefix.completions, group.completions, strict=True)):
         size = len(before.token_ids)
         if before.finish_reason != "abort" and len(now.token_ids) != size:
             return f"completion {index} has {len(now.token_ids)} tokens, but was finished with {size}"

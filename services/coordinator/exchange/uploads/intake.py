@@ -89,8 +89,8 @@ def validate_upload(arrived: Arrived) -> None:
     except WireError as error:
         arrived.fault = str(error)
     except Exception as error:  # whatever bytes come, the other groups are stored
-        told = unforeseen.note(f"a look at a {arrived.kind}", error)
-        arrived.fault = f"the coordinator failed on it: {told}"
+        logged = unforeseen.note(f"the check of a {arrived.kind}", error)
+        arrived.fault = f"the coordinator failed on it: {logged}"
 
 
 def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
@@ -98,8 +98,8 @@ def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
     good = [arrived for arrived in results if arrived.record is not None]
     if good:
         records = [arrived.record for arrived in good if arrived.record is not None]
-        for arrived, place in zip(good, payloads.append(records), strict=True):
-            arrived.location = place
+        for arrived, location in zip(good, payloads.append(records), strict=True):
+            arrived.location = location
 
 
 def _decode(arrived: Arrived) -> Group:
@@ -107,11 +107,11 @@ def _decode(arrived: Arrived) -> Group:
     result, frames = arrived.request.group, arrived.frames
     if len(frames) != 2:
         raise WireError(f"a group result has two payload frames, not {len(frames)}")
-    said, arrays = parse_message(pb.Texts, frames[1]), CompletionArrays.of(frames[0])
+    texts, arrays = parse_message(pb.Texts, frames[1]), CompletionArrays.of(frames[0])
     arrived.max_id = check_arrays(arrays, arrived.limits)
-    check_texts(len(frames[1]), len(arrays.token_ids), said.finish_reasons, FINISHED)
-    unread = [""] * len(said.texts)  # what the texts are, nobody here needs to know
-    group = Group(result.group_id, *split_completions(arrays, said.finish_reasons, unread))
+    check_texts(len(frames[1]), len(arrays.token_ids), texts.finish_reasons, FINISHED)
+    unread = [""] * len(texts.texts)  # no check here needs the texts
+    group = Group(result.group_id, *split_completions(arrays, texts.finish_reasons, unread))
     if group.digest(like=result.digest) != result.digest:
         raise WireError(f"the digest of group {result.group_id} does not match its arrays")
     if group.num_tokens == 0:
@@ -123,7 +123,7 @@ def _decode_begun(arrived: Arrived) -> Group:
     """Return the unfinished samples of a returned lease. Raises WireError."""
     returned, frames = arrived.request.lease_return, arrived.frames
     if len(frames) != 1:
-        raise WireError(f"a lease is handed back with one payload frame at most, not {len(frames)}")
+        raise WireError(f"a lease is returned with one payload frame at most, not {len(frames)}")
     arrays, reasons = CompletionArrays.of(frames[0]), returned.finish_reasons
     arrived.max_id = check_arrays(arrays, arrived.limits)
     size_bytes = sum(map(len, returned.texts))

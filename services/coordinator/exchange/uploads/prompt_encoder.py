@@ -37,19 +37,19 @@ class Encoder:
         self._tokenizer: Any = None
         self._template = ""
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to one line."""
         try:
-            if "policy" in asked:
-                return self._load(asked)
-            ids = encode_prompt(self._tokenizer, asked["prompt"], self._template)
+            if "policy" in request:
+                return self._load(request)
+            ids = encode_prompt(self._tokenizer, request["prompt"], self._template)
             return {"digest": prompt_digest(ids), "tokens": len(ids)}
         except Exception as error:  # a chat template may raise anything
             return {"refused": f"{type(error).__name__}: {error}"[:500]}
 
-    def _load(self, asked: dict[str, Any]) -> dict[str, Any]:
-        self._tokenizer = load_tokenizer(PolicySection.model_validate(asked["policy"]))
-        self._template = asked["template"]
+    def _load(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._tokenizer = load_tokenizer(PolicySection.model_validate(request["policy"]))
+        self._template = request["template"]
         if CHANGES_WITH_TIME in str(self._tokenizer.chat_template):
             raise InvalidInput("the chat template writes the date, so a prompt is not the same twice")
         return {"ready": True}
@@ -68,7 +68,7 @@ def main() -> None:
     """Answer until standard input ends."""
     sys.meta_path[:] = [WithoutTorch if finder is PathFinder else finder for finder in sys.meta_path]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     os.nice(10)  # services and engine come first
     encoder = Encoder()
     for line in sys.stdin:

@@ -71,7 +71,7 @@ def _check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
         with report.reading(f"table {name}"):
             if name not in row_checksums.SEALED:
                 for _ in db.execute(f"SELECT * FROM {name} NOT INDEXED"):
-                    pass  # it can be read; in a backup it has the bulk of all groups
+                    pass  # every row is read; in a backup the table has the bulk of all groups
                 continue
             for damaged in damaged_rows(db, name):
                 report.problem(damaged.name, _describe(damaged))
@@ -121,7 +121,7 @@ def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:
     for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
         try:
             info = db.execute(f'PRAGMA {kind}_info("{name}")').fetchall()
-            # Beside the columns: what follows the last bracket, WITHOUT ROWID or an index's condition.
+            # Beside the columns: the text after the last bracket, WITHOUT ROWID or an index's condition.
             tail = " ".join(str(sql).rpartition(")")[2].split())
             found[name] = [*sorted(tuple(column)[1 if kind == "table" else 0 :] for column in info), (tail,)]
         except UNREADABLE:

@@ -95,7 +95,7 @@ TAMPERED = {
         "step 9: it has groups, but no batch",
     ),
     "another size": ("UPDATE groups SET step = 2 WHERE group_id = 2", "groups, B is 2"),
-    "two at one place": ("UPDATE groups SET slot = 1 WHERE group_id = 4", "place 1: 2 groups hold it"),
+    "two in one slot": ("UPDATE groups SET slot = 1 WHERE group_id = 4", "slot 1: 2 groups hold it"),
     "tokens that were never generated": (
         "UPDATE groups SET tokens = 10 WHERE group_id = 2",
         "in trained groups",

@@ -1,4 +1,4 @@
-"""A worker that holds leases and hands in nothing, while others do, loses them; one that works, or waits with all, never does."""
+"""A worker that holds leases and submits nothing, while others do, loses them; one that works, or waits with all, never does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Time:
         self.found: list[str] = []
 
     def run(self, seconds: int, *busy: str, lease_s: int = 2) -> None:
-        """`busy` workers hand in a group every `lease_s` seconds, one lease each."""
+        """`busy` workers submit a group every `lease_s` seconds, one lease each."""
         for _ in range(seconds):
             self.now_s += 1.0
             group = int(self.now_s)
@@ -273,7 +273,7 @@ def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) 
     assert [member_id for member_id, _ in found] == ["idle"]
     take_overdue(world, "idle")
     assert (
-        "idle gets no task before it hands in scores, and others get the 2"
+        "idle gets no task before it submits scores, and others get the 2"
         in world.kinds("warning")[-1]["message"]
     )
     assert idle.tasks() == []
@@ -281,7 +281,7 @@ def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) 
     assert [(task.group_id, task.attempt) for task in again] == [(0, 2), (1, 2)]
     assert busy.score(again[0]) == COMMITTED
     assert idle.score(first) == DUPLICATE  # late, and not the first
-    assert "idle has handed in scores and gets tasks again" in world.kinds("warning")[-1]["message"]
+    assert "idle has submitted scores and gets tasks again" in world.kinds("warning")[-1]["message"]
     assert idle.score(second) == COMMITTED  # late, but the first
     assert world.exchange.overdue == set()
 
@@ -299,7 +299,7 @@ def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> Non
 
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "OVERDUE_CHECK_S", 0.0)
-    monkeypatch.setattr(overdue, "find", lambda *_: [Overdue("idle", "it has handed in nothing for 99 s")])
+    monkeypatch.setattr(overdue, "find", lambda *_: [Overdue("idle", "it has submitted nothing for 99 s")])
     plane = Plane(tmp_path)
     await plane.start()
     try:
@@ -310,8 +310,8 @@ async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pyte
         await plane.watch_until(
             run.run_id,
             "warning",
-            message="idle gets no lease before it hands in a group, and others get the 0 that it holds: "
-            "it has handed in nothing for 99 s",
+            message="idle gets no lease before it submits a group, and others get the 0 that it holds: "
+            "it has submitted nothing for 99 s",
         )
         assert plane.coordinator.exchange.overdue == {"idle"}
     finally:
