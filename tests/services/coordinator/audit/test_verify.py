@@ -163,7 +163,7 @@ TAMPERED = {
         "UPDATE payloads SET arrays = X'00', segment = NULL WHERE group_id = 2",
         "group 2: its arrays cannot be read",
     ),
-    "a place": (
+    "a location": (
         "UPDATE payloads SET start = start + 1 WHERE group_id = 2",
         "group 2: its arrays cannot be read",
     ),
@@ -286,8 +286,8 @@ UNREADABLE = {
         "UPDATE groups SET tokens = 'x' WHERE group_id = 2",
         "tokens: a record cannot be read",
     ),
-    "a free place": ("INSERT INTO free_slots VALUES ('test-1', 1)", "places: [1] are not either"),
-    "a place that nobody has": ("DELETE FROM free_slots", "are not either"),
+    "a free slot": ("INSERT INTO free_slots VALUES ('test-1', 1)", "slots: [1] are not either"),
+    "a slot that no group has": ("DELETE FROM free_slots", "are not either"),
     "a death": ("INSERT INTO deaths VALUES ('test-1', 2, 'w')", "workers died with it"),
     "the kind of arrays": ("UPDATE payloads SET kind = 'resulu' WHERE group_id = 2", "'resulu'"),
 }
