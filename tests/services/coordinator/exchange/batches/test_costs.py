@@ -128,7 +128,7 @@ def test_segments_are_looked_at_a_bounded_number_at_a_time(
     monkeypatch.setattr(Path, "glob", lambda *_: pytest.fail("the folder is read"))
     for _ in range(40):
         texts = statements(world, lambda: _removed(world))
-        assert len(texts) <= segments.MAX_LOOKED_AT + segments.IN_TURN
+        assert len(texts) <= segments.MAX_CANDIDATES + segments.IN_TURN
     monkeypatch.undo()
     left = sorted(int(path.stem) for path in folder.glob("*.seg"))
     assert left == [1, 2, 3, 4, 698, 699]
