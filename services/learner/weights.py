@@ -152,7 +152,7 @@ class _WeightChannelFactory:
     # To the control plane
 
     def _announce(self, version: Version, gather_s: float) -> None:
-        staged = worker_pb2.StagedReport(run_id=self._run_id, gather_s=gather_s, wait_s=gather_s)
+        staged = worker_pb2.StagedReport(run_id=self._run_id, gather_s=gather_s)
         staged.version.session, staged.version.step = version
         self._rank.report(worker_pb2.ConnectRequest(staged=staged))
 

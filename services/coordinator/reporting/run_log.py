@@ -110,7 +110,7 @@ class RunLog:
         """Note that a version is staged for the members of a roster."""
         self._weights |= {
             "weights/gather_s": seconds(report.gather_s),
-            "weights/wait_s": seconds(report.wait_s),
+            "weights/wait_s": seconds(max(report.wait_s, report.gather_s)),
         }
         self._write_versions(self._versions.stage(report, epoch, members))
 
