@@ -15,39 +15,39 @@ from paceline.errors import PacelineError
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Return the number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Elementwise sum, in place."""
+    """Return the elementwise sum, in place."""
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.SUM)
     return values
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """Elementwise maximum, in place."""
+    """Return the elementwise maximum, in place."""
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values
 
 
 def any_over_ranks(facts: Sequence[bool], device: torch.device) -> list[bool]:
-    """Each fact, if it is true on any rank."""
+    """Return, for each fact, whether it is true on any rank."""
     facts_F = torch.tensor([int(fact) for fact in facts], device=device)
     return [bool(fact) for fact in max_over_ranks(facts_F).tolist()]
 
 
 class FailedElsewhere(PacelineError):
-    """Another rank could not do its part of something that all of them need."""
+    """Another rank could not do its part of work that all ranks need."""
 
 
 def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
-    """Does this rank's `work`, which has no collective in it, and returns when every rank has done its own.
+    """Do this rank's `work`, which has no collective in it, and return when every rank has done its part.
 
-    Raises what `work` raised, and FailedElsewhere on the ranks whose own work succeeded: no rank stays behind in a
-    collective that another one never comes to.
+    Raises what `work` raised, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a
+    collective that another rank never enters.
     """
     error: Exception | None = None
     try:
@@ -58,11 +58,11 @@ def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None
     if error is not None:
         raise error
     if failed:
-        raise FailedElsewhere("another rank cannot do its part; its own report says why")
+        raise FailedElsewhere("another rank cannot do its part; its report says why")
 
 
 def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
-    """All distinct numbers that any rank has, ascending."""
+    """Return all distinct numbers that any rank has, ascending."""
     own = sorted(set(numbers))
     if world_size() == 1:
         return own
@@ -77,7 +77,7 @@ def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
 
 
 def rows_of_all_ranks(own_RK: Tensor) -> tuple[Tensor, int]:
-    """(the rows of all ranks in order of rank, where this rank's begin); any number of rows of K numbers each."""
+    """Return (the rows of all ranks in order of rank, where this rank's begin); any number of rows of K numbers each."""
     if world_size() == 1:
         return own_RK, 0
     counts = [torch.zeros(1, dtype=torch.int64, device=own_RK.device) for _ in range(world_size())]
@@ -93,7 +93,7 @@ def rows_of_all_ranks(own_RK: Tensor) -> tuple[Tensor, int]:
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """Rank 0's `data` on every rank; what the others pass is ignored."""
+    """Return rank 0's `data` on every rank; the other ranks' argument is ignored."""
     if world_size() == 1:
         return data
     length = torch.tensor([len(data)])
@@ -107,7 +107,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's `data` on every rank, in order of rank; over `group`, whose tensors may be on CPUs (None: the default)."""
+    """Return every rank's `data` on every rank, in order of rank; over `group`, whose tensors may be on CPUs (None: the default)."""
     if world_size() == 1:
         return [data]
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]

@@ -25,7 +25,7 @@ def call_function(
     kwargs: Mapping[str, Any],
     run: Callable[[Awaitable[Any]], Any],
 ) -> list[float | None]:
-    """[C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
+    """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
 
     All arguments go by name; a function without `**` gets only those that it names; `kwargs` win over columns of the
     same name. `run` waits for the result of an async function. Raises InvalidRewards, and what the function raises.

@@ -25,7 +25,7 @@ RewardFunction = Callable[..., Any]
 
 
 def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The function that `function` names, checked to take `kwargs`.
+    """Return the function that `function` names, checked to take `kwargs`.
 
     Raises InvalidInput: unknown built-in (with the nearest name), a file that fails to import (with its error), no such
     function in it, something that cannot be called, kwargs that the function does not have; Unreadable: no such file, or
@@ -103,7 +103,7 @@ class NeighbourFinder(PathFinder):
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module of that name in one of the folders; None for what is inside a package."""
+        """Return the module of that name in one of the folders; None for what is inside a package."""
         return super().find_spec(fullname, cls.folders, target) if path is None else None
 
 
@@ -115,7 +115,7 @@ def _find_neighbours_in(folder: Path) -> None:
 
 
 def describe_error(error: BaseException, path: Path | None = None) -> str:
-    """One line: the last line of the traceback and where it was raised, in file `path` if it passed through there."""
+    """Return one line: the last line of the traceback and where it was raised, in file `path` if it passed through there."""
     last_line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError):  # its own traceback ends in the importer
         return f"{last_line} ({Path(error.filename or '?').name}:{error.lineno})"

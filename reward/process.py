@@ -75,11 +75,11 @@ class RewardProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether it is started and, as far as is known, alive."""
+        """Return whether it is started and, as far as is known, alive."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Starts a new process (ending the one before) and loads the functions.
+        """Start a new process (ending the one before) and loads the functions.
 
         Raises InvalidInput when a function cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while
         importing).
@@ -111,7 +111,7 @@ class RewardProcess:
             raise kind(str(reply["refused"]))
 
     async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
-        """Sends `frames` and gives the one reply. Raises ProcessTimeout, ProcessDied; the process is gone then.
+        """Send `frames` and gives the one reply. Raises ProcessTimeout, ProcessDied; the process is gone then.
 
         Also when cancelled, for a process in the middle of a call cannot be used by the next caller.
         """
@@ -156,7 +156,7 @@ class RewardProcess:
             half.cancel()
 
     def kill(self) -> None:
-        """Ends the process and all that it started, now; `close` or `start` waits until it is gone."""
+        """End the process and all that it started, now; `close` or `start` waits until it is gone."""
         if self._process is not None and self._process.returncode is None:
             _kill_group(self._process.pid)
         self._process = None
@@ -165,7 +165,7 @@ class RewardProcess:
         self._reader = self._writer = None
 
     async def close(self) -> None:
-        """Kills the process and waits for its end."""
+        """Kill the process and waits for its end."""
         self.kill()
         watch, self._watch = self._watch, None
         if watch is not None:
@@ -177,7 +177,7 @@ class RewardProcess:
 
 
 def processor_seconds(pid: int) -> float:
-    """What a process and its children have had so far, those that ended included; 0 for one that is gone."""
+    """Return what a process and its children have had so far, those that ended included; 0 for one that is gone."""
     used_s = 0.0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -188,7 +188,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def wants_to_work(pid: int) -> bool:
-    """Whether a process or one of its children would go on if it were let: it waits for a processor or the disk, or it was
+    """Return whether a process or one of its children would go on if it were let: it waits for a processor or the disk, or it was
     stopped. One that sleeps waits for something by its own will."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -203,7 +203,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def describe_end(returncode: int | None) -> str:
-    """How a process ended, for people: the signal or the exit code, and the likely cause."""
+    """Return how a process ended, for people: the signal or the exit code, and the likely cause."""
     if returncode is None:
         return "closed its connection"
     if returncode == -signal.SIGKILL:

@@ -26,7 +26,7 @@ MAX_FRAME_BYTES = 256 * 2**20
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The frame of `message`; NumPy scalars and arrays become numbers and lists.
+    """Return the frame of `message`; NumPy scalars and arrays become numbers and lists.
 
     Raises InvalidInput when something in it has no JSON form, or it is larger than MAX_FRAME_BYTES.
     """
@@ -42,7 +42,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The message in `body`. Raises WireError when it is not a JSON object."""
+    """Return the message in `body`. Raises WireError when it is not a JSON object."""
     try:
         message = json.loads(body)
     except ValueError as error:
@@ -53,7 +53,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """The next message, waiting for it; for the process. Raises EOFError when the runner is gone.
+    """Return the next message, waiting for it; for the process. Raises EOFError when the runner is gone.
 
     Waits without a deadline: an idle process has nothing else to do, and the runner's end shows as EOF.
     """
@@ -62,7 +62,7 @@ def receive(connection: socket.socket) -> dict[str, Any]:
 
 
 async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message; for the runner, which sets the deadline. Raises EOFError when the process is gone, WireError."""
+    """Return the next message; for the runner, which sets the deadline. Raises EOFError when the process is gone, WireError."""
     (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if size_bytes > MAX_FRAME_BYTES:
         raise WireError(f"a reward process announced {size_bytes} bytes, at most {MAX_FRAME_BYTES} are read")

@@ -32,7 +32,7 @@ class ReferenceModel:
     """A frozen causal language model, whole, on the first GPU that this process sees, else on the CPU."""
 
     def __init__(self, policy: PolicySection, temperature: float) -> None:
-        """Loads policy.model_name in policy.precision. Raises InvalidInput when there is no such model, or its head is none
+        """Load policy.model_name in policy.precision. Raises InvalidInput when there is no such model, or its head is none
         that log-probabilities can be had from in chunks."""
         import torch
 
@@ -44,7 +44,7 @@ class ReferenceModel:
         self._model = _load(policy.model_name, dtype).to(self._device)
 
     def logprobs(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
-        """[T] for each completion: the log-probability of its tokens after the prompt, in nats, float32.
+        """Return [T] for each completion: the log-probability of its tokens after the prompt, in nats, float32.
 
         Rows are padded at their end, which a causal model does not see; completions of like length share a pass of at most
         policy.train_mb_tokens tokens, or of one completion. Raises InvalidInput for one that does not fit into memory or
@@ -115,7 +115,7 @@ class ReferenceScorer:
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        """Loads nothing before it is entered, and nothing at all where the run does not want it of the reward pool."""
+        """Load nothing before it is entered, and nothing at all where the run does not want it of the reward pool."""
         self._spec = spec
         self._thread = ThreadPoolExecutor(1, "reference")
         self._model: ReferenceModel | None = None

@@ -62,7 +62,7 @@ class RewardRunner:
         return len(self._processes)
 
     async def start(self) -> None:
-        """Starts the processes. Raises InvalidInput when a function cannot be loaded, Unavailable when a process was killed
+        """Start the processes. Raises InvalidInput when a function cannot be loaded, Unavailable when a process was killed
         or took too long meanwhile; nothing runs then."""
         if self._state != "new":
             raise Conflict(f"the reward runner is {self._state}; make a new one")
@@ -116,7 +116,7 @@ class RewardRunner:
             self._free.put_nowait(process)
 
     async def close(self) -> None:
-        """Ends all processes. Calls that still run end with a failure or Conflict."""
+        """End all processes. Calls that still run end with a failure or Conflict."""
         self._state = "closed"
         await asyncio.gather(*(process.close() for process in self._processes))
 
@@ -151,7 +151,7 @@ class RewardRunner:
         return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s))
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
-        """Starts a process that an earlier failure ended; a file may have become unloadable, or be away, since."""
+        """Start a process that an earlier failure ended; a file may have become unloadable, or be away, since."""
         if process.usable:
             return None
         try:

@@ -44,7 +44,7 @@ class LoadedFunction:
 
 
 def main() -> None:
-    """Serves the socket whose descriptor is argv[2] until the runner, process argv[3], closes it."""
+    """Serve the socket whose descriptor is argv[2] until the runner, process argv[3], closes it."""
     connection_fd, runner_pid = int(sys.argv[2]), int(sys.argv[3])
     die_with_parent(
         runner_pid, signal.SIGKILL
@@ -105,7 +105,7 @@ def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner)
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether a connection is at the bottom of it: a fault of what the function calls, not of it or of the data."""
+    """Return whether a connection is at the bottom of it: a fault of what the function calls, not of it or of the data."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
@@ -126,7 +126,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _memory_limit(loaded: LoadedFunction) -> Iterator[None]:
-    """Lets the function's own additions to the address space, over all its calls, reach its limit and no more."""
+    """Let the function's own additions to the address space, over all its calls, reach its limit and no more."""
     mapped_bytes = _mapped_bytes()
     if mapped_bytes is None:
         yield

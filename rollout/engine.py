@@ -67,7 +67,7 @@ class SamplingParams:
 
     @classmethod
     def from_spec(cls, generation: GenerationSection) -> SamplingParams:
-        """What `policy.generation` asks for."""
+        """Return what `policy.generation` asks for."""
         return cls(
             max_new_tokens=generation.max_new_tokens,
             min_new_tokens=generation.min_new_tokens,
@@ -79,7 +79,7 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, params: common_pb2.SamplingParams) -> SamplingParams:
-        """The parameters of a lease, in which every field is set."""
+        """Return the parameters of a lease, in which every field is set."""
         return cls(
             max_new_tokens=params.max_new_tokens,
             min_new_tokens=params.min_new_tokens,
@@ -91,7 +91,7 @@ class SamplingParams:
 
     @classmethod
     def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
-        """The parameters of a caller's request; zero or unset length, temperature and stop ids are those of `default`."""
+        """Return the parameters of a caller's request; zero or unset length, temperature and stop ids are those of `default`."""
         return cls(
             max_new_tokens=params.max_new_tokens or default.max_new_tokens,
             min_new_tokens=params.min_new_tokens,
@@ -142,23 +142,23 @@ class Engine(Protocol):
         """Sequences that it wants in hand now, running and waiting; may change with every step."""
 
     async def ready(self) -> None:
-        """Waits until it can take weights. Raises EngineDied if it did not start, Unavailable if it was closed."""
+        """Wait until it can take weights. Raises EngineDied if it did not start, Unavailable if it was closed."""
 
     async def watch(self) -> None:
-        """Waits until it is closed. Raises EngineDied as soon as it died, whether or not anybody waits for a token."""
+        """Wait until it is closed. Raises EngineDied as soon as it died, whether or not anybody waits for a token."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """The completion of `request`, its `text` left empty, a prefix included. Cancelling aborts the request.
+        """Return the completion of `request`, its `text` left empty, a prefix included. Cancelling aborts the request.
 
         Raises InvalidInput: the prompt leaves no room or holds unknown tokens, or the id is in use.
         Raises Unavailable: no weights yet, closed, or logits that are not finite. Raises EngineDied: the engine stopped on an error.
         """
 
     def abort(self, request_id: str) -> None:
-        """Makes its `generate` return what exists, with finish_reason `abort`. An unknown id is no error."""
+        """Make its `generate` return what exists, with finish_reason `abort`. An unknown id is no error."""
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
-        """Puts `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, where the
+        """Put `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, where the
         run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.weights.lora_names`.
 
         Returns the pause in seconds during which no token was sampled because of it. The tensors must not change
@@ -168,7 +168,7 @@ class Engine(Protocol):
         """
 
     async def close(self) -> None:
-        """Ends the engine. Requests that are left return what exists, with finish_reason `abort`."""
+        """End the engine. Requests that are left return what exists, with finish_reason `abort`."""
 
 
 def check_prefix(prefix: Completion) -> None:
@@ -188,7 +188,7 @@ def check_prefix(prefix: Completion) -> None:
 
 
 def empty_completion() -> Completion:
-    """What exists of a request that was aborted before its first token."""
+    """Return what exists of a request that was aborted before its first token."""
     return Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
 
 

@@ -12,7 +12,7 @@ from rollout.engine import Engine
 
 
 def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> Engine:
-    """The engine that `policy.generation.backend` names, for the model in `policy`, on `device`.
+    """Return the engine that `policy.generation.backend` names, for the model in `policy`, on `device`.
 
     With `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without, only the structure is
     read from there, and `generate` is refused until `update_weights` was called. An adapter's base is always read.

@@ -23,7 +23,7 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[Float64Array, Float64Array]:
-    """([N] advantages, [N] returns = advantages + values).
+    """Return ([N] advantages, [N] returns = advantages + values).
 
     δ_t = r_t + γ·V(s_{t+1}) - V(s_t), A_t = δ_t + γλ·A_{t+1}, within each sequence (Schulman et al. 2016, arXiv 1506.02438).
 
@@ -51,7 +51,7 @@ def gae(
 def value_losses(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, cliprange: float | None
 ) -> tuple[Tensor, Tensor]:
-    """([N] ½·max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²), [N] True where the bound took the gradient away).
+    """Return ([N] ½·max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²), [N] True where the bound took the gradient away).
 
     PPO's value loss with clipping (Schulman et al. 2017's code; TRL, NeMo RL); without a bound ½(V - R)².
     """

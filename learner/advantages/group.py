@@ -22,14 +22,14 @@ NEMO_STD_EPSILON = 1e-6
 
 
 def weighted_rewards(rewards_CF: FloatArray, weights_F: FloatArray | list[float]) -> Float64Array:
-    """One reward per completion: Σ_f weight_f · reward_f over the functions that gave a number.
+    """Return one reward per completion: Σ_f weight_f · reward_f over the functions that gave a number.
 
     Args:
-        rewards_CF: [C, F], NaN where a function said None.
+        rewards_CF: [C, F], NaN where a function gave None.
         weights_F: [F].
 
     Returns:
-        [C] float64, NaN where every function said None.
+        [C] float64, NaN where every function gave None.
     """
     rewards_CF = np.asarray(rewards_CF, np.float64)
     totals_C: Float64Array = np.nansum(rewards_CF * np.asarray(weights_F, np.float64), axis=1)
@@ -38,7 +38,7 @@ def weighted_rewards(rewards_CF: FloatArray, weights_F: FloatArray | list[float]
 
 
 def advantages(totals_C: FloatArray, preset: Preset) -> Float64Array:
-    """Advantage of each completion relative to its group, over the n completions that have a reward.
+    """Return the advantage of each completion relative to its group, over the n completions that have a reward.
 
     - `trl`: (r - mean) / (std + 1e-4), std with n - 1 (TRL, `scale_rewards="group"`).
     - `nemo`: (r - mean of the others) / (std of the others + 1e-6), std with n - 2; where that std is 0 the
@@ -61,7 +61,7 @@ def advantages(totals_C: FloatArray, preset: Preset) -> Float64Array:
 
 
 def group_preset(name: str) -> Preset:
-    """The name as one of the presets that need nothing but the group. ValueError if it is not one."""
+    """Return the name as a preset that needs nothing but the group. Raises ValueError for another name."""
     for preset in get_args(Preset):
         if preset == name:
             return cast(Preset, preset)
@@ -69,7 +69,7 @@ def group_preset(name: str) -> Preset:
 
 
 def clipped(advantages_S: FloatArray, low: float | None, high: float | None) -> Float64Array:
-    """Advantages held within [low, high]; None is no bound."""
+    """Return the advantages clipped to [low, high]; None is no bound."""
     if low is None and high is None:
         return np.asarray(advantages_S, np.float64)
     return np.clip(np.asarray(advantages_S, np.float64), low, high)
@@ -77,7 +77,7 @@ def clipped(advantages_S: FloatArray, low: float | None, high: float | None) -> 
 
 def _relative_to_group(rewards_N: Float64Array, preset: Preset) -> Float64Array:
     centred_N: Float64Array = rewards_N - rewards_N.mean()
-    # What n values miss of their leave-one-out mean: r - (S - r)/(n-1) = (r - S/n)·n/(n-1).
+    # Difference to the leave-one-out mean: r - (S - r)/(n-1) = (r - S/n)·n/(n-1).
     leave_one_out_N: Float64Array = centred_N * len(rewards_N) / (len(rewards_N) - 1)
     match preset:
         case "dr_grpo":
@@ -94,7 +94,7 @@ def _relative_to_group(rewards_N: Float64Array, preset: Preset) -> Float64Array:
 
 
 def _leave_one_out_std(rewards_N: Float64Array) -> Float64Array:
-    """Sample std of the other rows, for each row; 0 where only one other row exists."""
+    """Return the sample std of the other values, for each value; 0 where only one other exists."""
     n = len(rewards_N)
     if n < 3:
         return np.zeros(n)

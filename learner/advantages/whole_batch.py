@@ -33,17 +33,17 @@ MIN_VARIANCE = 1e-8
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """The global batch as its advantages see it."""
+    """The rewards of the global batch, from which its advantages are computed."""
 
     group_ids_S: npt.NDArray[np.int64]
     rewards_SF: Float64Array
-    """NaN where a function said None."""
+    """NaN where a function gave None."""
     penalties_S: Float64Array
     """β · the sum of the sequence's KL estimates, in units of the reward; 0 without KL in the reward."""
 
 
 def batch_advantages(batch: ScoredBatch, spec: RunSpec) -> Float64Array:
-    """[S] advantages, before clipping; for REINFORCE++ the base that `whitened_token_advantages` takes, NaN where
+    """Return [S] advantages, before clipping; for REINFORCE++ the base that `whitened_token_advantages` takes, NaN where
     there is no reward.
 
     - group presets: as `advantages`, of reward - β·ΣKL (RLOO in TRL).
@@ -82,7 +82,7 @@ def batch_advantages(batch: ScoredBatch, spec: RunSpec) -> Float64Array:
 def whitened_token_advantages(
     bases: list[Tensor], penalties: list[Tensor | None], sequences: list[Tensor], device: torch.device
 ) -> list[Tensor]:
-    """REINFORCE++: A_t = base - Σ_{i≥t} penalty_i, whitened over all tokens of the global batch.
+    """Return REINFORCE++'s A_t = base - Σ_{i≥t} penalty_i, whitened over all tokens of the global batch.
 
     Args:
         bases: one [N] per micro-batch of this rank; NaN for tokens of sequences without a reward, which get 0.
@@ -97,7 +97,7 @@ def whitened_token_advantages(
 
 
 def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> list[Tensor]:
-    """(A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, the variance divided by their
+    """Return (A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, the variance divided by their
     number (OpenRLHF); 0 for the others.
 
     Args:
@@ -118,7 +118,7 @@ def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> l
 
 
 def clip_advantages(advantages_S: Float64Array, spec: RunSpec) -> Float64Array:
-    """Held within grpo.advantage_clip_low and advantage_clip_high."""
+    """Return the advantages clipped to grpo.advantage_clip_low and advantage_clip_high."""
     return clipped(advantages_S, spec.grpo.advantage_clip_low, spec.grpo.advantage_clip_high)
 
 
@@ -137,7 +137,7 @@ def _sample_std(values_S: Float64Array) -> float:
 
 
 def _moments(values: list[Tensor], device: torch.device, mean: float, power: int) -> Tensor:
-    """Σ (x - mean)^power over all values."""
+    """Return Σ (x - mean)^power over all values."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for value_N in values:
         total = total + (value_N - mean).pow(power).sum()
@@ -145,9 +145,9 @@ def _moments(values: list[Tensor], device: torch.device, mean: float, power: int
 
 
 def _sums_to_the_end(values_N: Tensor, sequence_N: Tensor) -> Tensor:
-    """[N] Σ_{i≥t} of the values of the token's own sequence."""
+    """Return [N] Σ_{i≥t} of the values in the token's sequence."""
     backwards_N = values_N.double().flip(0).cumsum(0).flip(0)
-    # What the cumulative sum holds of later sequences: its value right after the sequence's last token.
+    # The cumulative sum right after the sequence's last token is the part of later sequences.
     ends_N = torch.searchsorted(sequence_N, sequence_N, right=True)
     padded = torch.cat((backwards_N, backwards_N.new_zeros(1)))
     return (backwards_N - padded[ends_N]).to(values_N.dtype)

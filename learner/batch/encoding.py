@@ -1,4 +1,4 @@
-"""From an example's texts to the sequence that trains: tokens, and the limit on their number."""
+"""Tokens of an example: its texts become training samples, within the limit on their number."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.spec import RunSpec
 
 
 class ExampleEncoder:
-    """The tokenizer with a run's settings. Every method raises InvalidInput for what the chat template refuses or what is
-    longer than the model allows."""
+    """The tokenizer with a run's settings. Every method raises InvalidInput for a text that the chat template refuses or that
+    is longer than the model allows."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -24,7 +24,7 @@ class ExampleEncoder:
     def completion(
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel | None = None
     ) -> TrainingSample:
-        """The completion after its prompt; all of its tokens train."""
+        """Return the completion after its prompt; all of its tokens train."""
         prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, self._template)
         self._check_length(np.concatenate((prompt_ids, ids)))
         return TrainingSample(number, prompt_ids, ids, label=label)
@@ -32,7 +32,7 @@ class ExampleEncoder:
     def cut_completion(
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
-        """The completion after the prompt, cut off where it would not fit."""
+        """Return the completion after the prompt, cut off where it would not fit."""
         prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, self._template)
         room = max(self._limit - len(prompt_ids), 0)
         return TrainingSample(number, prompt_ids, ids[:room], label=label)
@@ -40,13 +40,13 @@ class ExampleEncoder:
     def scored_text(
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
-        """The whole text as a prompt with one place after it, where the model's answer is the score."""
+        """Return the whole text as a prompt with one token after it, at which the model's output is the score."""
         ids = encode_for_scoring(self._tokenizer, prompt, completion, self._template)
         self._check_length(ids)
         return TrainingSample(number, ids, np.zeros(1, np.int32), label=label)
 
     def conversation(self, number: int, messages: list[Any]) -> TrainingSample:
-        """The whole conversation; the tokens of the assistant's messages train."""
+        """Return the whole conversation; the tokens of the assistant's messages train."""
         ids, mask = encode_conversation(self._tokenizer, messages)
         first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
         self._check_length(ids)

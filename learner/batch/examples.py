@@ -1,6 +1,6 @@
 """Batches from a data set, for the algorithms that do not sample. The same step always gets the same examples.
 
-The order is a permutation of the rows in every epoch, a function of the seed alone; rank r of w takes every w-th
+The order is a permutation of the rows in every epoch, and depends on the seed alone; rank r of w takes every w-th
 example of the step, so that any number of ranks trains the same batch. An example is never split: a prompt with its
 chosen and rejected completions is on one rank, its sequences share a group id, the chosen one comes first.
 """
@@ -18,8 +18,8 @@ from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 
 
-class Asked(NamedTuple):
-    """Completions after a prompt, by the rows that they are in. They differ where KTO measures its KL."""
+class RowPair(NamedTuple):
+    """Row of a prompt, and row of the completions after it. The two differ where KTO measures its KL."""
 
     prompt: int
     completions: int
@@ -33,12 +33,12 @@ class SampleMaker(Protocol):
 
     @property
     def measures_mismatched(self) -> bool:
-        """Whether each example also has a sample with the completion of another one."""
+        """Return whether each example also has a sample with the completion of another one."""
 
     def samples(
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
-        """The samples of a row, with `number` as their group id.
+        """Return the samples of a row, with `number` as their group id.
 
         Args:
             reference_S: Σ_t log π_ref of each sample, if it is known.
@@ -52,7 +52,7 @@ class SampleMaker(Protocol):
         encoder: ExampleEncoder,
         reference_S: Sequence[float] | None,
     ) -> TrainingSample:
-        """The prompt of `row` with the completion of `other`."""
+        """Return the prompt of `row` with the completion of `other`."""
 
 
 class ExampleSource:
@@ -74,50 +74,50 @@ class ExampleSource:
         shuffled = spec.data.shuffle and not validation
         self._order = PromptSource(self._rows, spec.data, spec.seed, shuffle=shuffled)
         self._validation = validation
-        self._reference: dict[Asked, list[float]] | None = None
+        self._reference: dict[RowPair, list[float]] | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def of_step(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """This rank's examples of a step. Raises InvalidInput for one that is longer than the model allows."""
+        """Return this rank's examples of a step. Raises InvalidInput for one that is longer than the model allows."""
         first = step * self._count
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 
     def held_out(self, rank: int, world_size: int) -> list[TrainingSample]:
-        """This rank's share of the examples that one measurement uses. Raises InvalidInput as `of_step`."""
+        """Return this rank's share of the examples that one measurement uses. Raises InvalidInput as `of_step`."""
         return self._examples(list(range(rank, self._count, world_size)))
 
     def rows_used(self) -> list[int]:
-        """Rows that the run (or a measurement) will see, ascending."""
+        """Return the rows that the run (or a measurement) will use, ascending."""
         return sorted({self._order.index(cursor) for cursor in range(min(self._drawn, len(self)))})
 
-    def asked(self) -> list[Asked]:
-        """The completions that the run (or a measurement) will ask the reference about, ascending, each once."""
-        own = {Asked(row, row) for row in self.rows_used()}
+    def row_pairs(self) -> list[RowPair]:
+        """Return the pairs whose completions the run (or a measurement) compares with the reference, ascending, each once."""
+        pairs = {RowPair(row, row) for row in self.rows_used()}
         if self._maker.measures_mismatched:
-            own |= {
-                Asked(self._order.index(c), self._order.index(self._other(c))) for c in range(self._drawn)
+            pairs |= {
+                RowPair(self._order.index(c), self._order.index(self._other(c))) for c in range(self._drawn)
             }
-        return sorted(own)
+        return sorted(pairs)
 
     def of_row(self, row: int) -> list[TrainingSample]:
-        """What a row trains. Raises InvalidInput as `of_step`."""
-        return self.about(Asked(row, row), row)
+        """Return the samples of a row. Raises InvalidInput as `of_step`."""
+        return self.of_pair(RowPair(row, row), row)
 
-    def about(self, asked: Asked, number: int) -> list[TrainingSample]:
-        """The sequences of `asked`, with `number` as their id. Raises InvalidInput as `of_step`."""
+    def of_pair(self, pair: RowPair, number: int) -> list[TrainingSample]:
+        """Return the samples of `pair`, with `number` as their group id. Raises InvalidInput as `of_step`."""
         try:
-            if asked.completions != asked.prompt:
-                return [self._mismatched(asked, number)]
+            if pair.completions != pair.prompt:
+                return [self._mismatched(pair, number)]
             return self._maker.samples(
-                self._rows[asked.prompt], number, self._encoder, self._reference_sums(asked)
+                self._rows[pair.prompt], number, self._encoder, self._reference_sums(pair)
             )
         except InvalidInput as error:
-            raise InvalidInput(f"row {asked.prompt} of {self._name}: {error}") from None
+            raise InvalidInput(f"row {pair.prompt} of {self._name}: {error}") from None
 
-    def know_reference(self, logprobs: dict[Asked, list[float]]) -> None:
-        """Σ_t log π_ref of each completion, in the order of `about`; sequences carry them from now on."""
+    def set_reference(self, logprobs: dict[RowPair, list[float]]) -> None:
+        """Set Σ_t log π_ref of each completion, in the order of `of_pair`; samples carry them from now on."""
         self._reference = logprobs
 
     @property
@@ -133,7 +133,7 @@ class ExampleSource:
         return self._count * (1 if self._validation else self._section.max_num_steps)
 
     def _other(self, cursor: int) -> int:
-        """The example of the same batch whose completion KTO's KL is measured on, after this one's prompt."""
+        """Return the example of the same batch whose completion KTO's KL is measured on, after this one's prompt."""
         first = cursor - cursor % self._count
         return first + (cursor + 1 - first) % self._count
 
@@ -141,15 +141,17 @@ class ExampleSource:
         sequences: list[TrainingSample] = []
         for cursor in cursors:
             row = self._order.index(cursor)
-            sequences += self.about(Asked(row, row), cursor)
+            sequences += self.of_pair(RowPair(row, row), cursor)
             if self._maker.measures_mismatched:
-                sequences.append(self._mismatched(Asked(row, self._order.index(self._other(cursor))), cursor))
+                sequences.append(
+                    self._mismatched(RowPair(row, self._order.index(self._other(cursor))), cursor)
+                )
         return sequences
 
-    def _mismatched(self, asked: Asked, number: int) -> TrainingSample:
-        row, other = self._rows[asked.prompt], self._rows[asked.completions]
-        return self._maker.mismatched_sample(row, other, number, self._encoder, self._reference_sums(asked))
+    def _mismatched(self, pair: RowPair, number: int) -> TrainingSample:
+        row, other = self._rows[pair.prompt], self._rows[pair.completions]
+        return self._maker.mismatched_sample(row, other, number, self._encoder, self._reference_sums(pair))
 
-    def _reference_sums(self, asked: Asked) -> list[float] | None:
-        """The reference's sums for the completions of `asked`; None where it is asked in the step."""
-        return None if self._reference is None else self._reference[asked]
+    def _reference_sums(self, pair: RowPair) -> list[float] | None:
+        """Return the reference's sums for the completions of `pair`; None where it is asked in the step."""
+        return None if self._reference is None else self._reference[pair]

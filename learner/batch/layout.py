@@ -1,4 +1,4 @@
-"""Where the sequences of a packed row begin and end."""
+"""Boundaries of the sequences in a packed batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Where the sequences of one packed row [1, T] begin and end."""
+    """Boundaries of the sequences in one packed row [1, T]."""
 
     runs: tuple[tuple[int, int], ...]
     """(count, length) of each run of neighbouring sequences with equal length, in row order."""
@@ -23,7 +23,7 @@ class SequenceLayout:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceLayout:
-        """The layout of sequences with these lengths (each > 0), end to end."""
+        """Return the layout of sequences with these lengths (each > 0), end to end."""
         runs = tuple((len(list(same)), length) for length, same in itertools.groupby(lengths))
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         return cls(runs, starts.to(device, non_blocking=True), max(lengths))

@@ -10,23 +10,23 @@ from collections.abc import Sequence
 
 
 def pack_whole(lengths: Sequence[int], unit_ids: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """As `pack`, but items with the same unit id (a prompt's completions) stay together, in input order."""
+    """Pack as `pack`, but keep items with the same unit id (a prompt's completions) together, in input order."""
     units: dict[int, list[int]] = {}
     for index, unit in enumerate(unit_ids):
         if lengths[index] > 0:
             units.setdefault(unit, []).append(index)
     members = list(units.values())
-    packed = pack([sum(lengths[i] for i in own) for own in members], budget_tokens)
+    packed = pack([sum(lengths[i] for i in unit) for unit in members], budget_tokens)
     return [[i for unit in micro_batch for i in members[unit]] for micro_batch in packed]
 
 
 def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """Index lists whose lengths add up to at most `budget_tokens`: first fit, longest first.
+    """Return index lists whose lengths add up to at most `budget_tokens`: first fit, longest first.
 
     First-fit decreasing needs at most 11/9 of the fewest possible micro-batches plus one (Johnson 1973). Within a
     micro-batch the indices go from long to short (equal lengths in input order), so equal lengths are neighbours,
-    which is what lets attention run on them as one dense tensor. A sequence longer than the budget gets a
-    micro-batch of its own; an empty one (length 0) gets none.
+    so that attention can run on them as one dense tensor. A sequence longer than the budget is alone in its
+    micro-batch; an empty one (length 0) is in none.
     """
     if budget_tokens <= 0:
         raise ValueError(f"budget_tokens is {budget_tokens}; it must be positive")

@@ -24,14 +24,14 @@ from paceline.spec import RunSpec
 
 
 class PreferenceLabel(NamedTuple):
-    """What a preference data set says of a completion. Sequences of one prompt share their group id."""
+    """Label of a completion in a preference data set. Sequences of one prompt share their group id."""
 
     good: bool
-    """Chosen or desirable, against rejected or undesirable."""
+    """True for chosen or desirable, False for rejected or undesirable."""
     margin: float = 0.0
-    """By how much the chosen completion is better (`rm`)."""
+    """Least difference of the scores of the chosen and the rejected completion (`rm`)."""
     mismatched: bool = False
-    """A completion of another prompt: nothing is trained on it, KTO's KL is measured on it."""
+    """True for a completion of another prompt, which does not train: KTO measures its KL on it."""
     reference_logprob: float | None = None
     """Σ_t log π_ref, precomputed; None asks the reference in the step."""
 
@@ -52,13 +52,13 @@ class TrainingSample:
     rewards_F: FloatArray | None = None
     """[F] rewards as given, NaN for None: `learner.step.assign_advantages` computes advantages from them."""
     trained_T: np.ndarray | None = None
-    """[T] bool: which completion tokens train; None is all. The others are read, and nothing more."""
+    """[T] bool: True for completion tokens that train; None is all. The others are only context."""
     label: PreferenceLabel | None = None
-    """What the data set says of the completion; None where it says nothing (`grpo`, `sft`)."""
+    """Label of the completion in the data set; None where it has none (`grpo`, `sft`)."""
     reference_logprobs_T: FloatArray | None = None
-    """[T] log π_ref (of a teacher or of the policy as it was), where the reward pool has asked for it."""
+    """[T] log π_ref (of a teacher or of the policy as it was), where the reward pool serves it."""
     truncated: bool = False
-    """Cut off at its token limit: the value of its last state stands for what was still to come (`gae`)."""
+    """True when cut off at its token limit: the value of its last state stands for the missing rewards (`gae`)."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
@@ -144,13 +144,13 @@ class PackedBatch:
     versions_N: Tensor | None = None
     """int64: step of the version that sampled the token; None for supervised data."""
     reference_N: Tensor | None = None
-    """log π_ref where it came with the batch; None where it is asked in the step, or nobody needs it."""
+    """log π_ref where it came with the batch; None where it is computed in the step, or not needed."""
     labels_S: tuple[PreferenceLabel, ...] = ()
-    """What the data set says of each sequence; empty where it says nothing."""
+    """Label of each sequence in the data set; empty where it has none."""
 
 
 def pack_row(sequences: Sequence[TrainingSample], device: torch.device) -> PackedBatch:
-    """Lays sequences (each with at least one completion token that trains) end to end, in the given order."""
+    """Lay sequences (each with at least one completion token that trains) end to end, in the given order."""
     row_lengths_S = np.array([s.num_row_tokens for s in sequences])
     lengths_S = np.array([s.num_trained_tokens for s in sequences])
     ends_S = np.cumsum(row_lengths_S)
@@ -193,6 +193,6 @@ def pack_row(sequences: Sequence[TrainingSample], device: torch.device) -> Packe
 
 
 def _trained(values_T: np.ndarray | None, sequence: TrainingSample) -> np.ndarray:
-    """The values at the tokens that train."""
+    """Return the values at the tokens that train."""
     assert values_T is not None
     return values_T if sequence.trained_T is None else values_T[sequence.trained_T]

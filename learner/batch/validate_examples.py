@@ -1,9 +1,9 @@
-"""Before the first step: every row that a run will use becomes tokens, and fits.
+"""Validation of a run's examples before its first step: every row becomes tokens, and fits.
 
-Promise: a row that cannot be trained ends the run before it begins, by name and on every rank, and not in the middle of the
-training or on the one rank that draws it, while the others wait in a collective.
+Promise: a row that cannot be trained ends the run before it begins, with its number and on every rank, not in the middle of
+the training on the one rank that draws it, while the others wait in a collective.
 
-A collective call: each rank looks at every w-th row, and then they agree.
+A collective call: each rank checks every w-th row, then all ranks agree on the first bad one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from paceline.errors import InvalidInput
 
 
 def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
-    """Raises InvalidInput, on every rank, for the first row that is longer than the model allows or that the chat template
-    refuses."""
+    """Check every row that the run will use.
+
+    Raises:
+        InvalidInput: a row is longer than the model allows, or the chat template refuses it; on every rank for the same row.
+    """
     rows = source.rows_used()
     bad = next((i for i in range(rank, len(rows), world_size()) if _is_bad(source, rows[i])), len(rows))
     first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())

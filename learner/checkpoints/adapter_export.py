@@ -21,7 +21,7 @@ def export_adapter(
     *,
     replace: bool = False,
 ) -> Path:
-    """Writes `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads.
+    """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads.
 
     Raises Conflict when `directory` exists; with `replace` only when it is no export.
     """

@@ -100,7 +100,7 @@ def save(
     critic: Critic | None = None,
     chain_hash: str = "",
 ) -> Checkpoint | None:
-    """Writes the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
+    """Write the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
 
     `chain_hash` is the position in the ledger's hash chain. The learning rate is a function of the step, so there
     is no scheduler state. Returns the checkpoint on rank 0, once everything is
@@ -118,7 +118,7 @@ def save(
 
 
 def prepare(directory: Location, session: int, step: int) -> Folder:
-    """The empty folder of a checkpoint to be, made by rank 0. Raises Conflict when it exists and is complete."""
+    """Return the empty folder of a checkpoint to be, made by rank 0. Raises Conflict when it exists and is complete."""
     folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
         if folder.exists(CHECKPOINT_MANIFEST):
@@ -131,7 +131,7 @@ def prepare(directory: Location, session: int, step: int) -> Folder:
 def whole_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, critic: Critic | None = None
 ) -> dict[str, Any]:
-    """All that a checkpoint holds of this rank; the tensors are those that training goes on with."""
+    """Return all that a checkpoint holds of this rank; the tensors are those that training goes on with."""
     return _state(model, optimizer) | _value_state(critic) | {"rng": {str(_rank()): _generators(model)}}
 
 
@@ -145,7 +145,7 @@ def write(
     group: dist.ProcessGroup | None = None,
     num_threads: int | None = None,
 ) -> Checkpoint | None:
-    """Writes `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
+    """Write `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
 
     `num_threads` are those that computed the state, when another thread calls. Returns the checkpoint on rank 0 and None
     on the others. Raises Unavailable.
@@ -174,7 +174,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     critic: Critic | None = None,
 ) -> CheckpointManifest:
-    """Puts a checkpoint into `model`, `optimizer` and `critic` and returns its manifest. A collective call of all ranks.
+    """Put a checkpoint into `model`, `optimizer` and `critic` and returns its manifest. A collective call of all ranks.
 
     Works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
     it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
@@ -206,7 +206,7 @@ def verify(
     ranks: int = 1,
     device: torch.device | None = None,
 ) -> Verified:
-    """Compares the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
+    """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
 
     Raises NotFound, Conflict or Unavailable as `load` does: of several findings the gravest, on every rank.
     """
@@ -247,7 +247,7 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
 def _gravest_of_ranks(
     own: PacelineError | None, path: Location, device: torch.device | None
 ) -> PacelineError | None:
-    """This rank's own finding, or, where another rank's is graver, one of that kind."""
+    """Return this rank's own finding, or, where another rank's is graver, one of that kind."""
     kinds = [kind for kind, _ in FINDINGS]
     place = -1 if own is None else kinds.index(type(own))
     gravest = int(max_over_ranks(torch.tensor([place], dtype=torch.int32, device=device)).item())
@@ -258,14 +258,14 @@ def _gravest_of_ranks(
 
 
 def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
-    """(session, step) and folder of what has the name of a checkpoint and is not torn, oldest first."""
+    """Return (session, step) and folder of what has the name of a checkpoint and is not torn, oldest first."""
     return [
         (_position(folder), folder) for folder in _folders(directory) if folder.exists(CHECKPOINT_MANIFEST)
     ]
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
-    """Deletes the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; returns which.
+    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; returns which.
 
     `keep` has paths as `str(checkpoint.path)` gives them. What is newer may be in the making, and stays, as do those of `spared`.
     """
@@ -306,7 +306,7 @@ def _value_state(critic: Critic | None) -> dict[str, Any]:
 
 
 def read_state(verified: Verified, state: dict[str, Any]) -> None:
-    """Fills the tensors of `state` from a checkpoint that `verify` has looked at. A collective call of all ranks.
+    """Fill the tensors of `state` from a checkpoint that `verify` has looked at. A collective call of all ranks.
 
     Raises Misfit when the checkpoint has not what `state` asks for, Unavailable when its files cannot be read now.
     """
@@ -371,7 +371,7 @@ def _restore_generators(model: nn.Module, states: Mapping[str, torch.Tensor]) ->
 
 
 def _folders(directory: Location) -> list[Folder]:
-    """The folders of checkpoints, complete or torn, oldest (session, step) first."""
+    """Return the folders of checkpoints, complete or torn, oldest (session, step) first."""
     return sorted((f for f in Folder(directory).folders() if NAME.fullmatch(f.name)), key=_position)
 
 

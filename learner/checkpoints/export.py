@@ -54,7 +54,7 @@ def export_pretrained(
     scoring: bool = False,
     replace: bool = False,
 ) -> Path:
-    """Writes `tensors` (a whole state dict by Hugging Face names, as `gather_weights` gives it) as a model folder.
+    """Write `tensors` (a whole state dict by Hugging Face names, as `gather_weights` gives it) as a model folder.
 
     Config and generation config come from `model_name`, the tokenizer from `tokenizer_name` or else from there too,
     if it has one. `dtype` None keeps the tensors' own. Raises Conflict when `directory` exists (with `replace`: and is no
@@ -83,7 +83,7 @@ def export_checkpoint(
     scoring: bool = False,
     adapter_only: bool = False,
 ) -> Path:
-    """The same from a checkpoint's folder, in one process and without a process group.
+    """Return the same from a checkpoint's folder, in one process and without a process group.
 
     An adapter is merged into its base; with `adapter_only` it is written alone, as peft has it. Host memory must hold
     the float32 weights. Raises also what `learner.checkpoints.checkpoint.verify` raises.
@@ -129,7 +129,7 @@ def check_has_adapter(policy: PolicySection) -> None:
 def checkpoint_weights(
     checkpoint: Location, expected_sha256: str, policy: PolicySection, *, scoring: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
+    """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
 
     An adapter is merged into its base. Raises what `learner.checkpoints.checkpoint.verify` raises.
     """
@@ -145,7 +145,7 @@ def checkpoint_weights(
 
 
 def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySection) -> PreTrainedModel:
-    """The base with the checkpoint's adapter."""
+    """Return the base with the checkpoint's adapter."""
     verified = verify(checkpoint, expected_sha256)
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_pretrained(policy.model_name, dtype=torch.float32)
@@ -158,7 +158,7 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
 def compare_weights(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> tuple[list[str], float]:
-    """Names of the tensors whose bits differ (or that only one side has), and the largest absolute difference."""
+    """Return names of the tensors whose bits differ (or that only one side has), and the largest absolute difference."""
     names = sorted(one.keys() ^ other.keys())
     largest = 0.0
     for name in sorted(one.keys() & other.keys()):
@@ -176,7 +176,7 @@ def compare_weights(
 
 
 def _skeleton(model_name: str, scoring: bool) -> PreTrainedModel:
-    """The model's modules without memory for weights."""
+    """Return the model's modules without memory for weights."""
     options = {"num_labels": 1} if scoring else {}
     config = AutoConfig.from_pretrained(model_name, **options)
     kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM

@@ -40,7 +40,7 @@ def written_beside(directory: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Removes what exports of processes that are dead have left in `folder`."""
+    """Remove what exports of processes that are dead have left in `folder`."""
     for path in folder.glob(".*"):
         match = LEFT_OVER.fullmatch(path.name)
         if match is None or not path.is_dir() or _lives(int(match["pid"])):
@@ -84,7 +84,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _lives(pid: int) -> bool:
-    """Whether another process of this number is there; this one is not in the middle of an export when it asks."""
+    """Return whether another process of this number is there; this one is not in the middle of an export when it asks."""
     if pid == os.getpid():
         return False
     try:

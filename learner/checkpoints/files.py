@@ -24,7 +24,7 @@ LATE_PAUSES_S = (0.5, 1.0, 2.0)
 def files_of_all_ranks(
     folder: Folder, rank: int, group: dist.ProcessGroup | None
 ) -> tuple[CheckpointFile, ...]:
-    """Every rank's files as that rank wrote them. A collective call; what it returns and raises is for rank 0.
+    """Return every rank's files as that rank wrote them. A collective call; what it returns and raises is for rank 0.
 
     Raises Unavailable when a rank could not read its own, when the metadata name others, or when rank 0 does not see them all.
     """
@@ -54,7 +54,7 @@ def files_of_all_ranks(
 
 
 def _own(folder: Folder, rank: int) -> str:
-    """This rank's files as JSON: a list, or a text that says why not."""
+    """Return this rank's files as JSON: a list, or a text that says why not."""
     try:
         names = [
             name

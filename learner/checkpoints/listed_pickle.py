@@ -61,7 +61,7 @@ class ListedUnpickler(pickle.Unpickler):
     allowed: ClassVar[dict[str, set[str]]] = METADATA
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if it is on the list."""
+        """Return the class of that name, if it is on the list."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name in self.allowed.get(module, ()) or is_dtype:
             return super().find_class(module, name)
@@ -80,5 +80,5 @@ class _PlanUnpickler(ListedUnpickler):
 
 
 def restrict_rank_objects() -> None:
-    """Lets torch's collectives over Python objects decode checkpoint plans and nothing else, in this process."""
+    """Let torch's collectives over Python objects decode checkpoint plans and nothing else, in this process."""
     collectives._unpickler = _PlanUnpickler

@@ -53,7 +53,7 @@ class CheckpointManifest(BaseModel):
 
 
 def hash_files(folder: Folder, names: Collection[str] | None = None) -> tuple[CheckpointFile, ...]:
-    """The files of these names (None: all) below `folder`, ordered by path."""
+    """Return the files of these names (None: all) below `folder`, ordered by path."""
     sizes = {name: size for name, size in sorted(folder.files().items()) if names is None or name in names}
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         digests = list(pool.map(folder.sha256, sizes))
@@ -64,14 +64,14 @@ def hash_files(folder: Folder, names: Collection[str] | None = None) -> tuple[Ch
 
 
 def write_manifest(folder: Folder, manifest: CheckpointManifest) -> str:
-    """Writes the manifest as one object after everything else is durable, and returns its SHA-256."""
+    """Write the manifest as one object after everything else is durable, and returns its SHA-256."""
     data = manifest.model_dump_json(indent=1).encode()
     folder.write(CHECKPOINT_MANIFEST, data)
     return hashlib.sha256(data).hexdigest()
 
 
 def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
-    """The manifest and its SHA-256. Raises NotFound without one, Conflict when it cannot be read."""
+    """Return the manifest and its SHA-256. Raises NotFound without one, Conflict when it cannot be read."""
     try:
         data = folder.read(CHECKPOINT_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -26,7 +26,7 @@ METADATA = ".metadata"
 
 
 def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
-    """What `.metadata` says, of a checkpoint that has these files. Raises Conflict for anything else than metadata."""
+    """Return what `.metadata` says, of a checkpoint that has these files. Raises Conflict for anything else than metadata."""
     try:
         metadata = ListedUnpickler(io.BytesIO(data)).load()
         named = files_of(metadata)
@@ -42,7 +42,7 @@ def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
 
 
 def files_of(metadata: Metadata) -> set[str]:
-    """The files that hold the state."""
+    """Return the files that hold the state."""
     return {str(info.relative_path) for info in metadata.storage_data.values()}
 
 

@@ -49,7 +49,7 @@ class CheckpointWriter:
         chain_hash: str = "",
         critic: Critic | None = None,
     ) -> None:
-        """Copies the state after `step` steps and starts to write it. A collective call, after `finish`.
+        """Copy the state after `step` steps and starts to write it. A collective call, after `finish`.
 
         Raises Conflict when that checkpoint exists and is complete.
         """
@@ -71,16 +71,16 @@ class CheckpointWriter:
 
     @property
     def in_progress(self) -> bool:
-        """Whether a checkpoint was begun that nobody has finished."""
+        """Return whether a checkpoint was begun that nobody has finished."""
         return self._thread is not None
 
     @property
     def ready(self) -> bool:
-        """Whether `finish` would return at once, on this rank."""
+        """Return whether `finish` would return at once, on this rank."""
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self) -> Checkpoint | None:
-        """Waits for the checkpoint that was begun, if any, and returns it on rank 0.
+        """Wait for the checkpoint that was begun, if any, and returns it on rank 0.
 
         Raises Unavailable when it could not be written (a full disk), which leaves it torn.
         """

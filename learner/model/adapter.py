@@ -1,6 +1,6 @@
-"""A LoRA adapter on the policy: put on, switched off for the reference, taken off for publishing and export.
+"""A LoRA adapter on the policy: added, switched off for the reference, removed for publishing and export.
 
-The promise: the base's weights never change and have no gradient; what is trained, checkpointed and published is A and
+Promise: the base's weights never change and have no gradient; what is trained, checkpointed and published is A and
 B of each adapted layer, nothing else. The modules are peft's, injected in place, so the model stays a transformers
 model and is sharded like any other.
 """
@@ -23,9 +23,9 @@ BASE = ".base_layer."
 
 
 def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
-    """Freezes `model` and puts an adapter on the layers that `lora` names: A random by `seed`, B zero.
+    """Freeze `model` and put an adapter on the layers that `lora` names: A random by `seed`, B zero.
 
-    Raises InvalidInput when no layer is meant, or one that is no plain linear layer inside the model.
+    Raises InvalidInput when no layer is named, or a layer that is no plain linear layer inside the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -58,13 +58,13 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether `add_adapter` was called on it."""
+    """Return whether `add_adapter` was called on it."""
     return hasattr(model, "base_fingerprint")
 
 
 @contextlib.contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The base model alone, which is π_ref. Does nothing to a model without an adapter."""
+    """Switch the adapter off, so that the model is π_ref. Do nothing to a model without an adapter."""
     layers = [layer for _, layer in _adapted(model)] if has_adapter(model) else []
     # Not peft's enable_adapters, which also takes the gradient away from parameters that FSDP holds.
     for layer in layers:
@@ -77,7 +77,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A and B of every adapted layer by the names that travel, and the base's fingerprint. The tensors are live."""
+    """Return A and B of every adapted layer by the names that travel, and the base's fingerprint. The tensors are live."""
     weights: dict[str, Tensor] = {}
     for name, layer in _adapted(model):
         name_a, name_b = wire_names(name)
@@ -87,7 +87,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The architecture's own state dict from a whole one of the adapted `model`; tied names stay one tensor."""
+    """Return the architecture's own state dict from a whole one of the adapted `model`; tied names stay one tensor."""
     merged_by_name: dict[str, Tensor] = {}
     for name, tensor in state.items():
         layer_name = name.removesuffix(f"{BASE}weight")
@@ -101,7 +101,7 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def is_part_of_adapter(name: str) -> bool:
-    """Whether a state-dict name is A's or B's of some layer."""
+    """Return whether a state-dict name is A's or B's of some layer."""
     return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
 
 
@@ -121,5 +121,5 @@ def _refuse_targets(model: nn.Module, lora: LoraSection, unfit: Callable[[nn.Mod
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return str(error).strip().splitlines()[0]

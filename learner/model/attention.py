@@ -1,4 +1,4 @@
-"""Attention over packed rows: many sequences laid end to end in one row, none of which sees another.
+"""Attention over packed rows: many sequences laid end to end in one row, none of which attends to another.
 
 Promise: everything outside attention runs on exactly the real tokens, no mask is ever built, and no token attends
 across a sequence's border. Registered with transformers as the implementation `paceline_packed`; the layout of the
@@ -27,7 +27,7 @@ from learner.batch.layout import SequenceLayout
 IMPLEMENTATION = "paceline_packed"
 
 UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "s_aux", "sinks")
-"""What some architectures pass to attention and neither path computes."""
+"""Arguments that some architectures pass to attention, and neither path supports."""
 
 
 def packed_attention(
@@ -42,7 +42,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row, in the shape transformers asks of an implementation.
+    """Compute causal attention within each sequence of a packed row, with the signature that transformers requires.
 
     Dropout is not applied: a policy's log-probabilities must be those of the sampler.
 
@@ -51,7 +51,7 @@ def packed_attention(
         key: [1, K, T, D], K dividing H (grouped queries).
         value: [1, K, T, D].
         layout: the row's sequences.
-        sliding_window: tokens that a token sees, itself included; None sees all before it.
+        sliding_window: tokens that a token attends to, itself included; None: all before it.
 
     Returns:
         ([1, T, H, D], None).
@@ -91,7 +91,7 @@ def _flash(
 
 @functools.cache
 def _flash_asks_for_gqa() -> bool:
-    """Older releases of PyTorch take grouped queries without being told."""
+    """Return whether flash attention needs an argument for grouped queries, as newer releases of PyTorch do."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -125,7 +125,7 @@ def _by_runs(
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L] bool: token i sees tokens (i - window, i]."""
+    """Return [L, L] bool: token i sees tokens (i - window, i]."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
     return ones.tril() & ones.triu(1 - window)
 

@@ -16,7 +16,7 @@ from paceline.onednn import is_faster, product
 
 
 def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every float32 `nn.Linear` of the model a forward through oneDNN, if this machine gains by it."""
+    """Give every float32 `nn.Linear` of the model a forward through oneDNN, if this machine gains by it."""
     if not is_faster(device, dtype):
         return
     for module in model.modules():
@@ -53,7 +53,7 @@ class _OneDnnProduct(torch.autograd.Function):
 
 
 def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
-    """[O, I] leftᵀ·right. The kernel copies a transposed first operand but not a second, so the narrower one is first."""
+    """Return [O, I] leftᵀ·right. The kernel copies a transposed first operand but not a second, so the narrower one is first."""
     if left_NO.shape[1] > right_NI.shape[1]:
         return product(right_NI.T, left_NO.T).T
     return product(left_NO.T, right_NI.T)

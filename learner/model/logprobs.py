@@ -27,7 +27,7 @@ def chunked_logprobs(
     with_entropy: bool = True,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(h·Wᵀ / temperature)[target], and the entropy of that distribution.
+    """Return log softmax(h·Wᵀ / temperature)[target], and the entropy of that distribution.
 
     Args:
         hidden_NH: [N, H] last hidden states at the positions that predict the targets.
@@ -39,7 +39,7 @@ def chunked_logprobs(
         entropy_gradient: entropy_N has a gradient too (for an entropy bonus); needs with_entropy.
 
     Returns:
-        (logprobs_N with gradient, entropy_N without unless asked for), float32, in nats.
+        (logprobs_N with gradient, entropy_N with one only with entropy_gradient), float32, in nats.
     """
     logprobs_N, entropy_N = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, targets_N, 1.0 / temperature, chunk_tokens, with_entropy, entropy_gradient

@@ -40,7 +40,7 @@ from paceline.spec import PolicySection
 
 
 def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """The model to train, with float32 masters, on `device`, sharded over the default process group if there is one.
+    """Return the model to train, with float32 masters, on `device`, sharded over the default process group if there is one.
 
     With policy.lora_cfg it is frozen and has an adapter, whose first values follow from `seed`.
 
@@ -56,7 +56,7 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
 
 
 def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrainedModel:
-    """As `load_policy`, with a head of one score in place of the LM head: what `rm` trains.
+    """Return the model as `load_policy` does, with a head of one score in place of the LM head (`rm`).
 
     A model that has such a head keeps it; else its weights are drawn from torch's generator, so seed all ranks alike.
     Its forward gives (scores, zeros) where a policy's gives (log-probabilities, entropies).
@@ -68,7 +68,7 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
 
 
 def _prepared(model: Any, policy: PolicySection, device: torch.device) -> PreTrainedModel:
-    """Ready to train: activation checkpointing where asked for, placed."""
+    """Return the model ready to train: with activation checkpointing where the spec wants it, on its device."""
     if policy.activation_checkpointing:
         for layer in _decoder_layers(model):
             # Around the layer's forward, so that FSDP's hooks stay outside and do not run again in the recomputation.
@@ -78,7 +78,7 @@ def _prepared(model: Any, policy: PolicySection, device: torch.device) -> PreTra
 
 
 def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedModel:
-    """The model as it was before training, frozen, in the compute type: π_ref of a KL penalty, or a teacher."""
+    """Return the model as it was before training, frozen, in the compute type: π_ref of a KL penalty, or a teacher."""
     model: Any = _load(policy.model_name, compute_dtype(policy, device))
     model.requires_grad_(False).eval()
     return _placed(model, policy, device, resharded=True)
@@ -92,8 +92,8 @@ def row_logprobs(
     chunk_tokens: int,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """([N] log-probabilities of the row's completion tokens, [N] entropies), float32, in nats; the entropies have a
-    gradient only where asked for."""
+    """Return ([N] log-probabilities of the row's completion tokens, [N] entropies), float32, in nats; the entropies have a
+    gradient only with `entropy_gradient`."""
     logprobs_N, entropy_N = model(
         row=row, temperature=temperature, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient
     )
@@ -101,7 +101,7 @@ def row_logprobs(
 
 
 def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
-    """The type of forward and backward, from policy.precision."""
+    """Return the type of forward and backward, from policy.precision."""
     dtype: torch.dtype = getattr(torch, resolved_dtype(policy.precision, device.type))
     return dtype
 
@@ -123,7 +123,7 @@ def _forward(
 
 
 def _score(model: Any, row: PackedBatch, **_: Any) -> tuple[Tensor, Tensor]:
-    """Scores at the places where a policy predicts."""
+    """Return the scores at the positions where a policy predicts."""
     hidden_1RH = model.base_model(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
     ).last_hidden_state
@@ -150,14 +150,14 @@ def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrained
         raise InvalidInput(f"policy.model_name {name!r}: its head is not a plain matrix")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # the sampler has none, and the ratio compares with the sampler
+            module.p = 0.0  # the sampler has no dropout, and the ratio compares with the sampler
     # An instance attribute: FSDP's hooks run around it, as around any forward, so the LM head is gathered inside it.
     model.forward = partial(_score if scoring else _forward, model)
     return model  # type: ignore[no-any-return]
 
 
 def _check_architecture(config: PretrainedConfig, name: str) -> None:
-    """Refuses what would train on wrong numbers in silence."""
+    """Refuse architectures that would train on wrong numbers without an error."""
     check_head(config, name)
     foreign = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
         "full_attention",
@@ -171,7 +171,7 @@ def _check_architecture(config: PretrainedConfig, name: str) -> None:
 
 
 def _placed(model: Any, policy: PolicySection, device: torch.device, resharded: bool) -> PreTrainedModel:
-    """On the device; sharded where that does anything."""
+    """Return the model on the device; sharded where sharding has an effect."""
     dtype = compute_dtype(policy, device)
     use_onednn_linear(model, device, dtype)
     if not _needs_sharding(policy, device):
@@ -198,12 +198,12 @@ def _needs_sharding(policy: PolicySection, device: torch.device) -> bool:
 
 
 def _offloads(policy: PolicySection, device: torch.device) -> bool:
-    """On a CPU the parameters are in host memory as they are."""
+    """Return whether to offload: on a CPU the parameters are in host memory anyway."""
     return policy.cpu_offload and device.type == "cuda"
 
 
 def _mesh(device: torch.device) -> DeviceMesh:
-    """All ranks of the default process group; a group of one is made where there is none."""
+    """Return all ranks of the default process group; a group of one is made where there is none."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]

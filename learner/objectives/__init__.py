@@ -14,7 +14,7 @@ from paceline.spec import RunSpec
 
 
 def objective_of(spec: RunSpec) -> Objective:
-    """The objective of the spec's algorithm."""
+    """Return the objective of the spec's algorithm."""
     match spec.algorithm:
         case "grpo":
             return Grpo(spec)

@@ -1,4 +1,4 @@
-"""What every objective has: the arrays that a loss reads, what it returns, and how samples and metrics are made.
+"""Base of the objectives: the arrays that a loss reads, its result, and the making of samples and metrics.
 
 Promise: with denominators counted over the global batch, the losses of all micro-batches on all ranks add up to the loss of
 the batch, however it was split (the reduction `bnpo` excepted, by its definition), and so do the metric sums.
@@ -29,7 +29,7 @@ from paceline.spec import PolicySection
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """What a loss is computed from. Log-probabilities are in nats, at the sampler's temperature."""
+    """Inputs of a loss. Log-probabilities are in nats, at the sampler's temperature."""
 
     current_N: Tensor
     """log π, with gradient."""
@@ -82,23 +82,23 @@ class LossResult:
     sums: dict[str, Tensor]
     """Scalars that add up over micro-batches and ranks; `metrics_from_sums` reads them."""
     token_losses_N: Tensor
-    """Detached, before the reduction: tells which sequence went wrong."""
+    """Detached losses before the reduction: they show the sequence that is not finite."""
 
 
 class Objective(ABC):
-    """One algorithm: its samples, its loss and its metrics. The defaults are those of training on single texts."""
+    """One algorithm: its samples, its loss and its metrics. The defaults fit training on single texts."""
 
     temperature: float = 1.0
-    """Log-probabilities are taken at this temperature."""
+    """Temperature of all log-probabilities."""
     with_entropy_gradient: bool = False
-    """Whether the loss reads the entropy's gradient."""
+    """True when the loss reads the entropy's gradient."""
     keeps_prompts_whole: bool = False
-    """Whether all sequences of a prompt go into one micro-batch."""
+    """True when all sequences of a prompt must be in one micro-batch."""
     measures_mismatched: bool = False
-    """Whether the batch has samples that do not train: the mean of their Σ_t log π - log π_ref is `TokenArrays.batch_kl`."""
+    """True when the batch has samples that do not train: the mean of their Σ_t log π - log π_ref is `TokenArrays.batch_kl`."""
 
     def load_model(self, policy: PolicySection, device: torch.device, seed: int) -> PreTrainedModel:
-        """The model that trains."""
+        """Return the model that trains."""
         return load_policy(policy, device, seed)
 
     def samples(
@@ -108,7 +108,7 @@ class Objective(ABC):
         encoder: ExampleEncoder,
         reference_S: Sequence[float] | None,
     ) -> list[TrainingSample]:
-        """The samples of a row of the data set (`learner.batch.examples.SampleMaker`)."""
+        """Return the samples of a row of the data set (`learner.batch.examples.SampleMaker`)."""
         raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
 
     def mismatched_sample(
@@ -119,34 +119,34 @@ class Objective(ABC):
         encoder: ExampleEncoder,
         reference_S: Sequence[float] | None,
     ) -> TrainingSample:
-        """The prompt of `row` with the completion of `other`, where `measures_mismatched`."""
+        """Return the prompt of `row` with the completion of `other`, where `measures_mismatched`."""
         raise ValueError(f"{type(self).__name__} measures nothing on mismatched completions")
 
     @abstractmethod
     def dummy(self) -> list[TrainingSample]:
-        """Samples of one token that have all that the loss or a reference reads; they count nothing."""
+        """Return samples of one token that have everything that the loss or a reference reads; their weight is zero."""
 
     def set_aside(self, batch: Sequence[TrainingSample]) -> tuple[list[TrainingSample], list[TrainingSample]]:
-        """(samples that train, samples that are only measured)."""
+        """Split a batch into (samples that train, samples that are only measured)."""
         return list(batch), []
 
     @abstractmethod
     def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
-        """The share of a micro-batch in the loss."""
+        """Return the micro-batch's share of the loss."""
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """Metrics of a batch, from the sums of its micro-batches and ranks over this many updates."""
+        """Return the metrics of a batch, from the sums of its micro-batches and ranks over this many updates."""
         return metrics_from_sums(sums)
 
 
 def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
-    """A completion of one token, as a data set has it."""
+    """Return a completion of one token, as a data set has it."""
     zero = np.zeros(1, np.int32)
     return TrainingSample(-1, zero, zero, label=label)
 
 
 def token_sums(tokens: TokenArrays) -> dict[str, Tensor]:
-    """Number of tokens, and the sums of their entropy and log-probability."""
+    """Return the number of tokens, and the sums of their entropy and log-probability."""
     return {
         "tokens": torch.ones_like(tokens.current_N).sum(),
         "entropy": detached_sum(tokens.entropy_N),
@@ -155,12 +155,12 @@ def token_sums(tokens: TokenArrays) -> dict[str, Tensor]:
 
 
 def detached_sum(values_N: Tensor) -> Tensor:
-    """The sum in float64, without gradient."""
+    """Return the sum in float64, without gradient."""
     return values_N.detach().sum(dtype=torch.float64)
 
 
 def metrics_from_sums(sums: dict[str, float]) -> dict[str, float]:
-    """Metrics of a batch from the sums of all its micro-batches and ranks.
+    """Return the metrics of a batch from the sums of all its micro-batches and ranks.
 
     `ratio_behaviour` mean of π/μ; `kl_behaviour` k3 estimate of KL(μ‖π) from μ's samples: mean of ratio - 1 - log
     ratio; `effective_sample_size` (Σw)²/(N·Σw²) with w = π_prox/μ, not truncated, per token and per sequence;

@@ -1,4 +1,4 @@
-"""Sums over whole completions, from a micro-batch's tokens: what losses of judged completions are made of."""
+"""Sums over whole completions, from a micro-batch's tokens, for the losses of labeled completions."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from learner.objectives.base import LossResult, TokenArrays, dummy_sample
 
 
-def judged_dummies() -> list[TrainingSample]:
-    """A good and a bad completion of one token, with the reference's answer."""
+def labeled_dummies() -> list[TrainingSample]:
+    """Return a good and a bad completion of one token, with the reference's log-probability."""
     return [dummy_sample(PreferenceLabel(good, reference_logprob=0.0)) for good in (True, False)]
 
 
 def completion_sums(values_N: Tensor, tokens: TokenArrays) -> Tensor:
-    """[S] sum over each sequence's tokens."""
+    """Return [S] sum over each sequence's tokens."""
     return values_N.new_zeros(tokens.num_sequences).index_add(0, tokens.sequence_N, values_N)
 
 
 def completion_lengths(tokens: TokenArrays) -> Tensor:
-    """[S] tokens of each sequence, as float."""
+    """Return [S] tokens of each sequence, as float."""
     return completion_sums(torch.ones_like(tokens.current_N), tokens)
 
 
 def reference_sums(tokens: TokenArrays, row: PackedBatch) -> Tensor:
-    """[S] Σ_t log π_ref of each sequence: precomputed, or from the reference's answer."""
+    """Return [S] Σ_t log π_ref of each sequence: precomputed, or from the reference's log-probabilities."""
     known = [label.reference_logprob for label in row.labels_S]
     if known and all(value is not None for value in known):
         return torch.tensor(known, dtype=torch.float32, device=row.targets_N.device)
     if tokens.reference_N is None:
-        raise ValueError("the loss needs the reference's log-probabilities; it was not asked for this batch")
+        raise ValueError("the loss needs the reference's log-probabilities; this batch has none")
     return completion_sums(tokens.reference_N, tokens)
 
 
 def completion_result(
     loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays, per_sequence_S: Tensor
 ) -> LossResult:
-    """The result of a loss that is made of one number for each sequence, which shows the broken one."""
+    """Return the result of a loss with one number for each sequence, which shows the sequence that is not finite."""
     suspects_N = per_sequence_S.detach()[tokens.sequence_N]
     return LossResult(loss, {"loss": loss.detach().double(), **sums}, suspects_N)

@@ -1,4 +1,4 @@
-"""Ratios of policies and what corrects for the sampler's age: weights and masks from log ρ = log π_prox - log μ.
+"""Ratios of policies, and the corrections for the sampler's age: weights and masks from log ρ = log π_prox - log μ.
 
 Promise: whatever the log-probabilities, an infinite one included, no ratio is infinite and no gradient is NaN where a
 bound or a mask drops the token; weights and masks are detached.
@@ -21,30 +21,30 @@ MAX_EXPONENT = 80.0
 
 
 def bounded_exp(log_N: Tensor) -> Tensor:
-    """exp with its exponent held within ±80."""
+    """Return exp with its exponent clipped to ±80."""
     return log_N.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
 
 
 def per_sequence(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """[S] sums over each sequence's tokens."""
+    """Return [S] sums over each sequence's tokens."""
     return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
 
 
 def at_level(
     log_ratio_N: Tensor, level: str, sequence_N: Tensor, lengths_N: Tensor, num_sequences: int
 ) -> Tensor:
-    """[N] log-ratios as they are (`token`), or the sequence's at each of its tokens: the mean over its tokens
+    """Return [N] log-ratios as they are (`token`), or the sequence's at each of its tokens: the mean over its tokens
     (`sequence`, GSPO: Zheng et al. 2025) or the sum (`sequence_product`, RLOO in TRL)."""
     if level == "token":
         return log_ratio_N
-    # A clamp per token, lest inf - inf in a sum make a NaN of what is only improbable.
+    # Each token is clamped, because inf - inf in a sum would make a NaN of a sequence that is only improbable.
     log_ratio_N = log_ratio_N.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     summed_N = per_sequence(log_ratio_N, sequence_N, num_sequences)[sequence_N]
     return summed_N if level == "sequence_product" else summed_N / lengths_N
 
 
 def log_linear_proximal(current_N: Tensor, behaviour_N: Tensor, ages_N: Tensor) -> Tensor:
-    """[N] log π_prox without asking the model: log μ + α·(log π - log μ), detached.
+    """Return [N] log π_prox without asking the model: log μ + α·(log π - log μ), detached.
 
     α = (v_prox - v_μ)/(v_θ - v_μ) in [0, 1], where step s trains from v_prox = s to v_θ = s + 1; with age = s - v_μ that
     is age/(age + 1), and 0 for a token of the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`).
@@ -56,7 +56,7 @@ def log_linear_proximal(current_N: Tensor, behaviour_N: Tensor, ages_N: Tensor) 
 def importance_weights(
     log_rho_N: Tensor, sequence_N: Tensor, num_sequences: int, config: LossSection
 ) -> tuple[Tensor, Tensor]:
-    """([N] weights, [N] True where a bound acted), from ρ or its product over the sequence, within [min, max].
+    """Return ([N] weights, [N] True where a bound acted), from ρ or its product over the sequence, within [min, max].
 
     - `tis`: clip(ρ, min, max) (Yao et al. 2025).
     - `icepop`: ρ where it is within, else 0 (Ling team 2025); the token stays in the denominators.
@@ -87,14 +87,14 @@ def kept_tokens(
     m2_limit: float | None,
     config: LossSection,
 ) -> Tensor:
-    """[N] False where a mask drops the token from the policy loss (not from the KL, nor from the denominators).
+    """Return [N] False where a mask drops the token from the policy loss (not from the KL, nor from the denominators).
 
     - geometric_mask: exp(mean log ρ) of the sequence outside its bounds (SkyRL, NeMo RL).
     - veto: any ρ of the sequence outside its bounds.
     - m2_limit: (log ρ)² above it (M2PO; `m2_limit_of` finds it over the global batch).
     - off_policy_mask_threshold: A < 0 and the mean of log μ - log π above it (DeepSeek-V3.2, equation 9).
 
-    A token that is not a number is always kept: it must stop the step, not vanish in a mask.
+    A token that is not a number is always kept, because it must stop the step and not vanish in a mask.
 
     Args:
         behind_N: log μ - log π, in nats.
@@ -117,15 +117,15 @@ def kept_tokens(
 
 
 def second_moments(log_rho_N: Tensor) -> Tensor:
-    """[N] (log ρ)² in float32, finite: what M2PO's threshold is about."""
+    """Return [N] (log ρ)² in float32, finite, which M2PO's threshold bounds."""
     return log_rho_N.detach().clamp(-MAX_EXPONENT, MAX_EXPONENT).float().square()
 
 
 def m2_limit_of(values_N: Tensor, threshold: float, total: Callable[[Tensor], Tensor]) -> float:
-    """The largest limit such that the mean of the values up to it is at most `threshold`; inf when all may stay.
+    """Return the largest limit such that the mean of the values up to it is at most `threshold`; inf when all may stay.
 
     M2PO (Zheng et al. 2025, arXiv 2510.01161) drops the largest (log ρ)² until the mean of the rest is within the
-    threshold. Equal values stay or go together, so the split over ranks cannot matter. Found by bisecting the bit
+    threshold. Equal values stay or go together, so the split over ranks cannot matter. The limit is found by bisecting the bit
     patterns of non-negative float32 numbers, which are in the numbers' order: 32 sums of two floats.
 
     Args:

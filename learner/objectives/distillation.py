@@ -14,16 +14,16 @@ from paceline.spec import RunSpec
 
 
 class Distillation(Grpo):
-    """Rewards train nothing: advantages depend on the current policy, so the loss computes them."""
+    """Rewards are not used: advantages depend on the current policy, so the loss computes them."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
         self._section = spec.distillation
 
     def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
-        """The policy loss with the teacher's advantages: the same corrections for the sampler's age."""
+        """Return the policy loss with the teacher's advantages, and the same corrections for the sampler's age."""
         if tokens.reference_N is None:
-            raise ValueError("the teacher was not asked for this batch")
+            raise ValueError("this batch has no log-probabilities of the teacher")
         section = self._section
         advantages_N = distillation_advantages(
             tokens.current_N,
@@ -32,13 +32,13 @@ class Distillation(Grpo):
             section.mixed_kl_weight,
             section.max_forward_ratio,
         )
-        judged = replace(tokens, advantages_N=advantages_N, reference_N=None)
-        result = policy_loss(judged, counts, self._loss_fn)
+        with_advantages = replace(tokens, advantages_N=advantages_N, reference_N=None)
+        result = policy_loss(with_advantages, counts, self._loss_fn)
         kl = detached_sum(tokens.current_N - tokens.reference_N)
         return replace(result, sums={**result.sums, "kl_teacher": kl})
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """`kl_teacher`: mean log π/π_T of the sampled tokens."""
+        """Return the metrics with `kl_teacher`: mean log π/π_T of the sampled tokens."""
         metrics = super().metrics(sums, num_updates)
         if sums["tokens"]:
             metrics["kl_teacher"] = sums["kl_teacher"] / sums["tokens"]
@@ -48,7 +48,7 @@ class Distillation(Grpo):
 def distillation_advantages(
     current_N: Tensor, teacher_N: Tensor, kind: str, mixed_weight: float, max_ratio: float
 ) -> Tensor:
-    """[N] the advantage of a sampled token, detached, so that -A·∇log π estimates the gradient of a KL at its place.
+    """Return [N] the advantage of a sampled token, detached, so that -A·∇log π estimates the gradient of a KL at its place.
 
     With Δ = log π_T - log π: `reverse` A = Δ, the gradient of KL(π‖π_T); `forward` A = min(exp(Δ), max_ratio) - 1, that of
     KL(π_T‖π) (E[∇log π] is 0, so the 1 is a baseline that changes nothing in the mean); `mixed` is

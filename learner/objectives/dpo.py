@@ -37,7 +37,7 @@ class Dpo(PairObjective):
         self._section = spec.dpo
 
     def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
-        """preference_loss_weight · preference_loss + sft_loss_weight · mean over prompts of -Σ_t log π(chosen)."""
+        """Return preference_loss_weight · preference_loss + sft_loss_weight · mean over prompts of -Σ_t log π(chosen)."""
         section, pairs = self._section, pairs_of(row, counts.prompts)
         current_S, lengths_S = completion_sums(tokens.current_N, tokens), completion_lengths(tokens)
         log_ratios_S = current_S - reference_sums(tokens, row)
@@ -90,7 +90,7 @@ def preference_loss(
     label_smoothing: float = 0.0,
     average: bool = False,
 ) -> Tensor:
-    """Σ weight · loss(d), d = chosen - rejected log-ratio; with `average`, each divided by its length first.
+    """Return Σ weight · loss(d), d = chosen - rejected log-ratio; with `average`, each divided by its length first.
 
     - `sigmoid`: -log σ(βd) (DPO, Rafailov et al. 2023).
     - `conservative`: -(1-ε)·log σ(βd) - ε·log σ(-βd), ε the chance of a flipped label (Mitchell 2023).

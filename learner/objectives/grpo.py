@@ -11,7 +11,7 @@ from paceline.spec import RunSpec
 
 
 class Grpo(Objective):
-    """Samples come from groups (`learner.batch.samples.sequences_from_groups`)."""
+    """GRPO and its relatives. Samples come from groups (`learner.batch.samples.sequences_from_groups`)."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._loss_fn = spec.loss_fn

@@ -14,7 +14,7 @@ from learner.objectives.base import Denominators, LossResult, Objective, TokenAr
 from learner.objectives.completions import (
     completion_result,
     completion_sums,
-    judged_dummies,
+    labeled_dummies,
     reference_sums,
 )
 from paceline.data.examples import read_verdict
@@ -61,10 +61,10 @@ class Kto(Objective):
         return encoder.cut_completion(number, prompt, completion, label)
 
     def dummy(self) -> list[TrainingSample]:
-        return judged_dummies()
+        return labeled_dummies()
 
     def set_aside(self, batch: Sequence[TrainingSample]) -> tuple[list[TrainingSample], list[TrainingSample]]:
-        """Mismatched completions are measured, the others train."""
+        """Measure mismatched completions, and train the others."""
         measured = [s for s in batch if s.label is not None and s.label.mismatched]
         return [s for s in batch if s.label is None or not s.label.mismatched], measured
 
@@ -95,7 +95,7 @@ class Kto(Objective):
         return completion_result(loss, sums, tokens, log_ratios_S)
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """`batch_kl`; `accuracy` of completions on the right side of z, `margin` difference of the good and the bad ones'
+        """Return the metrics with `batch_kl`; `accuracy` of completions on the right side of z, `margin` difference of the good and the bad ones'
         mean reward, `chosen_reward`, `rejected_reward` these means."""
         metrics = super().metrics(sums, num_updates)
         metrics |= {"batch_kl": sums["batch_kl"]} if "batch_kl" in sums else {}
@@ -119,7 +119,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Mean over the global batch of weight · (1 - σ(±β·(log-ratio - z))), + where desirable (Ethayarajh et al. 2024).
+    """Return the mean over the global batch of weight · (1 - σ(±β·(log-ratio - z))), + where desirable (Ethayarajh et al. 2024).
 
     Args:
         batch_kl: mean log-ratio of mismatched prompts and completions over the global batch; z = max(0, batch_kl) is

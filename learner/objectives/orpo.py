@@ -21,7 +21,7 @@ class Orpo(PairObjective):
         self._beta = spec.orpo.odds_ratio_weight
 
     def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
-        """Mean over prompts of the chosen completion's mean -log π per token, plus the odds-ratio term."""
+        """Return the mean over prompts of the chosen completion's mean -log π per token, plus the odds-ratio term."""
         pairs = pairs_of(row, counts.prompts)
         means_S = completion_sums(tokens.current_N, tokens) / completion_lengths(tokens)
         likelihood = -(pairs.weights_P * means_S[pairs.chosen_P]).sum()
@@ -33,7 +33,7 @@ class Orpo(PairObjective):
 
 
 def orpo_loss(mean_chosen_P: Tensor, mean_rejected_P: Tensor, weights_P: Tensor, *, beta: float) -> Tensor:
-    """Σ weight · [-β·log σ(log odds(chosen) - log odds(rejected))] (Hong et al. 2024), odds(p) = p/(1-p).
+    """Return Σ weight · [-β·log σ(log odds(chosen) - log odds(rejected))] (Hong et al. 2024), odds(p) = p/(1-p).
 
     Args:
         mean_chosen_P: mean log π over the completion's tokens, below 0: p is a per-token geometric mean.
@@ -44,7 +44,7 @@ def orpo_loss(mean_chosen_P: Tensor, mean_rejected_P: Tensor, weights_P: Tensor,
 
 
 def _log1mexp(log_p: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, accurate at both ends (Mächler 2012); x is held below -1e-7, where float32 ends."""
+    """Return log(1 - exp(x)) for x < 0, accurate at both ends (Mächler 2012); x is held below -1e-7, where float32 ends."""
     log_p = log_p.clamp(max=-1e-7)
     near_zero = log_p > -0.6931471805599453
     # Each branch gets an argument that is safe for it, or its unused gradient would be NaN.

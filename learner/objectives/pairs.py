@@ -19,7 +19,7 @@ from learner.batch.encoding import ExampleEncoder
 from learner.batch.examples import Row
 from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from learner.objectives.base import Denominators, Objective
-from learner.objectives.completions import judged_dummies
+from learner.objectives.completions import labeled_dummies
 from paceline.data.examples import read_preference
 from paceline.spec import DataSection
 
@@ -53,14 +53,14 @@ class PairObjective(Objective):
     def encode(
         self, encoder: ExampleEncoder, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
-        """The sample of one completion."""
+        """Return the sample of one completion."""
         return encoder.completion(number, prompt, completion, label)
 
     def dummy(self) -> list[TrainingSample]:
-        return judged_dummies()
+        return labeled_dummies()
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """`preference_loss` and `sft_loss` parts of the loss; `accuracy` of pairs whose chosen completion has the higher
+        """Return the metrics with `preference_loss` and `sft_loss`, the parts of the loss; `accuracy` of pairs whose chosen completion has the higher
         reward (half counts where both are equal), `margin` mean difference of rewards, `chosen_reward`, `rejected_reward`
         their means."""
         metrics = super().metrics(sums, num_updates)
@@ -89,18 +89,18 @@ class Pairs:
 
 
 def pairs_of(row: PackedBatch, num_prompts: int) -> Pairs:
-    """Each rejected completion with the chosen one of its prompt. ValueError for a prompt that lacks either."""
+    """Return each rejected completion with the chosen one of its prompt. Raises ValueError for a prompt that lacks either."""
     chosen: dict[int, int] = {}
     rejected: dict[int, list[int]] = {}
-    for place, (prompt, label) in enumerate(zip(row.group_ids_S, row.labels_S, strict=True)):
+    for index, (prompt, label) in enumerate(zip(row.group_ids_S, row.labels_S, strict=True)):
         if label.good:
-            chosen[prompt] = place
+            chosen[prompt] = index
         else:
-            rejected.setdefault(prompt, []).append(place)
+            rejected.setdefault(prompt, []).append(index)
     if chosen.keys() != rejected.keys():
         broken = sorted(chosen.keys() ^ rejected.keys())
         raise ValueError(f"examples {broken} have only chosen or only rejected completions in a micro-batch")
-    places = [(prompt, place) for prompt, worse in rejected.items() for place in worse]
+    pairs = [(prompt, index) for prompt, worse in rejected.items() for index in worse]
 
     def integers(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=row.targets_N.device)
@@ -109,15 +109,15 @@ def pairs_of(row: PackedBatch, num_prompts: int) -> Pairs:
         return torch.tensor(values, dtype=torch.float32, device=row.targets_N.device)
 
     return Pairs(
-        integers([chosen[prompt] for prompt, _ in places]),
-        integers([place for _, place in places]),
-        floats([1 / (num_prompts * len(rejected[prompt])) for prompt, _ in places]),
-        floats([row.labels_S[chosen[prompt]].margin for prompt, _ in places]),
+        integers([chosen[prompt] for prompt, _ in pairs]),
+        integers([index for _, index in pairs]),
+        floats([1 / (num_prompts * len(rejected[prompt])) for prompt, _ in pairs]),
+        floats([row.labels_S[chosen[prompt]].margin for prompt, _ in pairs]),
     )
 
 
 def pair_sums(rewards_S: Tensor, pairs: Pairs, counts: Denominators) -> dict[str, Tensor]:
-    """Sums for `PairObjective.metrics`. They count prompts: the pairs of one prompt share a weight of 1."""
+    """Sum for `PairObjective.metrics`. They count prompts: the pairs of one prompt share a weight of 1."""
     weights_P = pairs.weights_P.double() * counts.prompts
     chosen_P, rejected_P = rewards_S[pairs.chosen_P].double(), rewards_S[pairs.rejected_P].double()
     won_P = (chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P).double()

@@ -25,7 +25,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSection) -> LossResult:
-    """The policy loss that the config describes.
+    """Return the policy loss that the config describes.
 
     loss_t = keep · w · f(r, A) + β·KL_t, reduced by `token_weights`, minus entropy_bonus · mean entropy, where
     f is `policy_losses`' (config.policy_loss), r = π/π_prox or π/μ (config.ratio_anchor), w and keep come from
@@ -88,7 +88,7 @@ def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSec
 
 
 def proximal_logprobs(tokens: TokenArrays, config: LossSection) -> Tensor:
-    """[N] log π_prox, detached: given, interpolated (`log_linear`), or π itself where this is the only update."""
+    """Return [N] log π_prox, detached: given, interpolated (`log_linear`), or π itself where this is the only update."""
     if config.proximal_policy == "log_linear":
         if tokens.behaviour_N is None or tokens.ages_N is None:
             raise ValueError("the log-linear proximal policy needs behaviour log-probabilities and ages")
@@ -97,7 +97,7 @@ def proximal_logprobs(tokens: TokenArrays, config: LossSection) -> Tensor:
 
 
 def kl_to_reference(current_N: Tensor, reference_N: Tensor, ratio_N: Tensor, kind: str) -> Tensor:
-    """[N] estimates of KL(π‖π_ref) from samples of π, with Δ = log π_ref - log π (Schulman 2020).
+    """Return [N] estimates of KL(π‖π_ref) from samples of π, with Δ = log π_ref - log π (Schulman 2020).
 
     - `k1` = -Δ. No gradient on average as a loss: the spec refuses it with β > 0.
     - `k2` = Δ²/2. Its on-policy gradient is that of the reverse KL.

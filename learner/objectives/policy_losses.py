@@ -1,4 +1,4 @@
-"""What each policy objective makes of ratio and advantage, token by token, before weights, masks and reduction.
+"""Policy losses of each token from ratio and advantage, before weights, masks and reduction.
 
 Promise: pure functions of one signature, (PolicyTerms, LossSection) → PolicyLosses, with value and gradient equal to
 the formula in the docstring; a gradient is finite whatever the ratio. docs/objectives.md compares them.
@@ -40,14 +40,14 @@ class PolicyTerms:
 
 @dataclass(frozen=True)
 class PolicyLosses:
-    """Per token: the loss, and whether the objective's bound took part of the gradient away."""
+    """Loss of each token, and True where the bound took part of the gradient away."""
 
     losses_N: Tensor
     clipped_N: Tensor
 
 
 def policy_losses(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """The objective that loss_fn.policy_loss names."""
+    """Return the losses by the function that loss_fn.policy_loss names."""
     match config.policy_loss:
         case "clip":
             return clip(terms, config)
@@ -82,7 +82,7 @@ def clip(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def unclipped(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """-r·A: the importance-weighted policy gradient, REINFORCE where r is 1. `config` has nothing that applies."""
+    """-r·A: the importance-weighted policy gradient, REINFORCE where r is 1. `config` is not read."""
     losses_N = -bounded_exp(terms.log_ratio_N) * terms.advantages_N
     return PolicyLosses(losses_N, torch.zeros_like(losses_N, dtype=torch.bool))
 
@@ -98,9 +98,9 @@ def cispo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def sapo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """-(4/τ)·σ(τ·(r - 1))·A, with τ of its own for A > 0 and for the others (Gao et al. 2025, arXiv 2511.20347).
+    """-(4/τ)·σ(τ·(r - 1))·A, with one τ for A > 0 and one for the others (Gao et al. 2025, arXiv 2511.20347).
 
-    At r = 1 the slope in r is that of -r·A; away from it the sigmoid lets go gradually instead of clipping.
+    At r = 1 the slope in r is that of -r·A; away from it the gradient of the sigmoid falls gradually instead of being clipped.
     """
     ratio_N = bounded_exp(terms.log_ratio_N)
     temperature_N = _by_sign(
@@ -143,5 +143,5 @@ def vespo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def _by_sign(positive_N: Tensor, positive: float, other: float, like_N: Tensor) -> Tensor:
-    """One of two constants per token, in the type of `like_N` (`torch.where` on two floats rounds to float32)."""
+    """Return one of two constants per token, in the type of `like_N` (`torch.where` on two floats rounds to float32)."""
     return torch.where(positive_N, torch.full_like(like_N, positive), torch.full_like(like_N, other))

@@ -1,4 +1,4 @@
-"""From token losses to one number, always over the global batch (`bnpo` excepted)."""
+"""Reduction of token losses to one number, always over the global batch (`bnpo` excepted)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from learner.objectives.base import Denominators, LossResult, TokenArrays
 
 
 def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str) -> Tensor:
-    """[N] weight of each token's loss, so that a reduction is Σ_t weight_t · loss_t.
+    """Return [N] weight of each token's loss, so that a reduction is Σ_t weight_t · loss_t.
 
     - `grpo`: 1 / (B · length of the sequence): mean over sequences of the mean over tokens (Shao et al. 2024).
     - `dapo`: 1 / tokens of the batch (Yu et al. 2025).
@@ -44,7 +44,7 @@ def reduced(
     reduction: str,
     entropy_bonus: float = 0.0,
 ) -> LossResult:
-    """Σ_t weight_t · loss_t, minus entropy_bonus · mean entropy."""
+    """Return Σ_t weight_t · loss_t, minus entropy_bonus · mean entropy."""
     loss = (losses_N * token_weights(tokens.lengths_N, denominators, reduction)).sum()
     if entropy_bonus:
         loss = loss - entropy_bonus * tokens.entropy_N.sum() / max(denominators.tokens, 1)

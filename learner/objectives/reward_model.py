@@ -19,20 +19,20 @@ from paceline.spec import PolicySection, RunSpec
 
 
 class RewardModel(PairObjective):
-    """Every sequence has one trained place, where the model's answer is the score, which is also the reward."""
+    """Every sequence has one trained token, at which the model's output is the score, which is also the reward."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec.data)
         self._centring = spec.rm.centring
 
     def load_model(self, policy: PolicySection, device: torch.device, seed: int) -> PreTrainedModel:
-        """A model with a new scoring head."""
+        """Return a model with a new scoring head."""
         return load_reward_model(policy, device)
 
     def encode(
         self, encoder: ExampleEncoder, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
-        """The whole text, with the score asked at its last token."""
+        """Return the whole text, with the score at its last token."""
         return encoder.scored_text(number, prompt, completion, label)
 
     def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
@@ -56,7 +56,7 @@ def reward_model_loss(
     margins_P: Tensor | None = None,
     centring: float = 0.01,
 ) -> Tensor:
-    """Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], weights as for the other pairs.
+    """Return Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], weights as for the other pairs.
 
     Bradley and Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring: Eisenstein et al. 2023, so that scores of
     different models are comparable.

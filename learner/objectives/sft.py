@@ -47,7 +47,7 @@ class Sft(Objective):
 
 
 def sft_loss(tokens: TokenArrays, denominators: Denominators) -> LossResult:
-    """Negative log-likelihood of the completions, mean over the tokens of the global batch.
+    """Return the negative log-likelihood of the completions, mean over the tokens of the global batch.
 
     loss = -Σ_t log π_t / tokens of the batch: maximum likelihood, as in every language model since Bengio et al. 2003.
     """

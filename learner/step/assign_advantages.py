@@ -46,7 +46,7 @@ def with_advantages(
 ) -> list[Update]:
     """Return the updates with an advantage for each token; dummies get 0.
 
-    All ranks call it together, after the frozen policies were asked. Examples and a teacher's rollouts stay without.
+    All ranks call it together, after the frozen policies were asked. Examples and the rollouts of a distillation get none.
     """
     if not spec.samples or spec.has_teacher:
         return list(updates)
@@ -88,7 +88,7 @@ def _by_value_model(
     device: torch.device,
     critic: Critic,
 ) -> list[Update]:
-    """GAE, whitened over the batch; and the states with the returns that the value model trains on."""
+    """Return the updates with GAE, whitened over the batch, and with the returns that the value model trains on."""
     updates = critic.with_states(batch, updates)
     real = _real(updates)
     raw, settled = [], []
@@ -119,7 +119,7 @@ def _by_value_model(
 def _gae(
     batch: Sequence[TrainingSample], micro: MicroBatch, spec: RunSpec, device: torch.device
 ) -> tuple[Tensor, States]:
-    """([N] advantages before whitening, the states with their returns)."""
+    """Return ([N] advantages before whitening, the states with their returns)."""
     states = _states(micro)
     sequences = [batch[i] for i in micro.indices]
     lengths_S = np.array([len(s.completion_ids) for s in sequences])
@@ -156,7 +156,7 @@ def _scores(
     penalties: Sequence[Tensor | None],
     spec: RunSpec,
 ) -> Tensor:
-    """[S, 2 + F] group id, β·ΣKL and rewards of this rank's sequences, float64."""
+    """Return [S, 2 + F] group id, β·ΣKL and rewards of this rank's sequences, float64."""
     scores = torch.zeros(len(batch), 2 + len(spec.rewards), dtype=torch.float64)
     for i, sequence in enumerate(batch):
         scores[i, 0] = sequence.group_id
@@ -169,7 +169,7 @@ def _scores(
 
 
 def _rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:
-    """[F] the sequence's rewards. Raises InvalidInput when they are not there."""
+    """Return [F] the sequence's rewards. Raises InvalidInput when they are missing."""
     if sequence.rewards_F is None or len(sequence.rewards_F) != len(spec.rewards):
         raise InvalidInput(
             f"group {sequence.group_id} has no rewards for the {len(spec.rewards)} functions; "
@@ -179,7 +179,7 @@ def _rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:
 
 
 def _kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
-    """[N] β·KL of π_prox to the reference, where it belongs to the reward."""
+    """Return [N] β·KL of π_prox to the reference, where it belongs to the reward."""
     if not spec.loss_fn.use_kl_in_reward:
         return None
     proximal_N = given(micro.frozen.proximal_N)
@@ -206,7 +206,7 @@ def _states(micro: MicroBatch) -> States:
 
 
 def _real(updates: Sequence[Update]) -> list[MicroBatch]:
-    """The micro-batches that hold tokens, in order."""
+    """Return the micro-batches that hold tokens, in order."""
     return [m for update in updates for m in update.micro_batches if not m.is_dummy]
 
 

@@ -1,7 +1,7 @@
 """The value model of PPO: the values of a batch's states, and its own update.
 
-Promise: the value loss is that of the global batch, however it is split over micro-batches and
-ranks; a dummy micro-batch takes part in every pass, since under FSDP each is a collective.
+Promise: the value loss is that of the global batch, however it is split over micro-batches and ranks; a dummy
+micro-batch takes part in every pass, because under FSDP each pass is a collective.
 
 The order inside a step, the same on all ranks: `with_states` (values of every state, no gradient; advantages and returns
 follow in `learner.step.assign_advantages`), then for each update `accumulate` beside the policy's passes, `gradient_norm`,
@@ -47,7 +47,7 @@ class Critic:
 
     @torch.no_grad()
     def with_states(self, batch: Sequence[TrainingSample], updates: Sequence[Update]) -> list[Update]:
-        """The updates with the value of every state of the step's batch, which begins here."""
+        """Begin a step: return its updates with the value of every state."""
         self._sums, self._norms = {}, []
         return [
             replace(
@@ -61,9 +61,9 @@ class Critic:
         ]
 
     def accumulate(self, update: Update, micro: MicroBatch, world_size: int, *, is_last: bool) -> None:
-        """Forward and backward of one micro-batch; the value loss is the mean over the update's scored tokens."""
+        """Run one micro-batch forward and backward; the value loss is the mean over the update's scored tokens."""
         states = micro.states
-        assert states is not None, "`with_states` came before"
+        assert states is not None, "`with_states` was not called"
         set_gradient_sync(self.model, self._device, is_last)
         values_N = self._values(states.row)[states.before_token_M]
         if micro.is_dummy:
@@ -88,24 +88,24 @@ class Critic:
             self._sums[name] = self._sums.get(name, 0.0) + value.item()
 
     def gradient_norm(self) -> float:
-        """The global norm of the gradients, the same number on every rank."""
+        """Return the global norm of the gradients, the same number on every rank."""
         norm = gradient_norm(self.model)
         self._norms.append(norm)
         return norm
 
     def step(self, factor: float) -> None:
-        """One optimizer step at this fraction of the peak rate, with the norm that was measured last."""
+        """Step the optimizer at this fraction of the peak rate, with the last measured norm."""
         clip_gradients(self.model, self._spec.value.max_grad_norm, self._norms[-1])
         set_learning_rate(self.optimizer, self._spec.value.optimizer.lr * factor)
         self.optimizer.step()
         self.discard()
 
     def discard(self) -> None:
-        """Drops the gradients."""
+        """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def metrics(self, num_updates: int) -> dict[str, float]:
-        """Of the step, equal on all ranks: `value_loss`, `value_clip_fraction`, `value_grad_norm`, `return` (mean) and
+        """Return the metrics of the step, equal on all ranks: `value_loss`, `value_clip_fraction`, `value_grad_norm`, `return` (mean) and
         `explained_variance`, 1 - Var(R - V)/Var(R) with V from before the step."""
         names = ("value_loss", "tokens", "clipped", "return", "return_squared", "error_squared", "error")
         own = torch.tensor([self._sums.get(n, 0.0) for n in names], dtype=torch.float64, device=self._device)
@@ -134,7 +134,7 @@ class Critic:
 
 
 def _row_of_states(sequences: Sequence[TrainingSample], device: torch.device) -> tuple[PackedBatch, Tensor]:
-    """A row that asks for one state more than there are tokens, as if another token were to be predicted, and
+    """Return a row with one state more than there are tokens, as if another token were to be predicted, and
     `States.before_token_M`."""
     one = np.zeros(1, np.int32)
     if not sequences:

@@ -1,4 +1,4 @@
-"""The phase of a step that asks the policies which do not move in it, and the limit that follows from their answers."""
+"""The phase of a step that asks the frozen policies, and finds the limit that follows from their log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.spec import RunSpec
 
 
 def needs_proximal(spec: RunSpec) -> bool:
-    """Whether the model has to be asked for log π_prox before the first update."""
+    """Return whether log π_prox has to be computed before the first update."""
     loss_fn = spec.loss_fn
     several = spec.policy.num_updates_per_step > 1 and loss_fn.proximal_policy == "exact"
     return spec.samples and (several or loss_fn.m2_threshold is not None or loss_fn.use_kl_in_reward)
@@ -25,7 +25,7 @@ def needs_proximal(spec: RunSpec) -> bool:
 def with_frozen_logprobs(
     updates: Sequence[Update], ask: Callable[[PackedBatch], FrozenLogprobs]
 ) -> list[Update]:
-    """The updates with the answers for each of their rows."""
+    """Return the updates with the frozen log-probabilities of each row, which `ask` gives."""
     return [
         replace(
             update,
@@ -36,7 +36,7 @@ def with_frozen_logprobs(
 
 
 def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device) -> list[Update]:
-    """The updates with M2PO's limit, found over the tokens of all of them on all ranks."""
+    """Return the updates with M2PO's limit, found over the tokens of all of them on all ranks."""
     if not spec.samples or spec.loss_fn.m2_threshold is None:
         return list(updates)
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]
@@ -48,7 +48,7 @@ def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device
 
 
 def given(values_N: Tensor | None) -> Tensor:
-    """The values. Raises ValueError where the frozen policies were not asked."""
+    """Return the values. Raises ValueError where the frozen policies were not asked."""
     if values_N is None:
         raise ValueError("the frozen policies were not asked for this micro-batch")
     return values_N

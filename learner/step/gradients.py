@@ -1,4 +1,4 @@
-"""What a model's gradients go through between backward and optimizer: reduction over ranks, norm, clipping."""
+"""Gradients between the backward pass and the optimizer: reduction over ranks, norm, clipping."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> None:
-    """Before the backward pass of a micro-batch. On CPUs, gradients are reduced and parameters freed once per update, since
-    each collective costs more than the memory it saves; on GPUs every backward reduces, so that no rank holds a full
-    gradient."""
+    """Set up the backward pass of a micro-batch. On CPUs, gradients are reduced and parameters freed once per update, because
+    each collective costs more than the memory that it saves; on GPUs every backward pass reduces, so that no rank holds a
+    full gradient."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(is_last)
         if device.type == "cpu":
@@ -21,13 +21,13 @@ def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> 
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """The global norm; the same number on every rank, so every rank takes the same branch on it."""
+    """Return the global norm; the same number on every rank, so every rank takes the same branch on it."""
     norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scales the gradients, whose global norm is `norm`, to at most `max_norm`."""
+    """Scale the gradients, whose global norm is `norm`, to at most `max_norm`."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     if parameters:
         clip_grads_with_norm_(parameters, max_norm, torch.tensor(norm, device=parameters[0].device))

@@ -16,7 +16,7 @@ INVERSE_SQRT_TIMESCALE = 10_000
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov and Hutter 2019); weight decay on matrices, none on norms and biases."""
+    """Return fused AdamW (Loshchilov and Hutter 2019) with weight decay on matrices, none on norms and biases."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -32,13 +32,13 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.op
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Gives all parameter groups this rate."""
+    """Give all parameter groups this rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def lr_factor(step: int, max_num_steps: int, config: SchedulerSection) -> float:
-    """The learning rate of a step as a fraction of the peak.
+    """Return the learning rate of a step as a fraction of the peak.
 
     Warm-up of w steps: (step + 1)/w, so that no step has rate 0 and step w - 1 has the peak (transformers starts at 0 and
     is one step behind). Then, with x going from 0 there to 1 at the last step, m = min_lr_ratio and f a fall from 1 to 0,
@@ -65,7 +65,7 @@ def lr_factor(step: int, max_num_steps: int, config: SchedulerSection) -> float:
 
 
 def _fall(step: int, max_num_steps: int, config: SchedulerSection) -> float:
-    """From 1 at the end of the warm-up to 0 at the last step."""
+    """Return the fall from 1 at the end of the warm-up to 0 at the last step."""
     peak_step = max(config.warmup_steps - 1, 0)
     x = min((step - peak_step) / max(max_num_steps - 1 - peak_step, 1), 1.0)
     match config.name:

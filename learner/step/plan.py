@@ -1,4 +1,4 @@
-"""Which sequences go through which pass of which update: the plan of a step that all ranks follow together.
+"""The plan of a step: the sequences of each update and of each pass, the same number of passes on all ranks.
 
 Promise: a group's update is the same whatever rank its sequences are on; every rank makes as many passes for an update as
 the others, with dummies of zero weight where it has nothing left; an update's counts are those of the global batch.
@@ -24,7 +24,7 @@ from paceline.spec import RunSpec
 def plan_updates(
     batch: Sequence[TrainingSample], step: int, spec: RunSpec, objective: Objective, device: torch.device
 ) -> list[Update]:
-    """The batch of `step` as `policy.num_updates_per_step` updates of whole groups, in order of their id."""
+    """Return the batch of `step` as `policy.num_updates_per_step` updates of whole groups, in order of their id."""
     count = spec.policy.num_updates_per_step
     if count == 1:
         return _plan(batch, step, [range(len(batch))], spec, objective, device)
@@ -37,7 +37,7 @@ def plan_updates(
 def plan_one(
     batch: Sequence[TrainingSample], spec: RunSpec, objective: Objective, device: torch.device
 ) -> Update:
-    """Everything as one update, for what is only measured."""
+    """Return the batch as one update, for a measurement."""
     (update,) = _plan(batch, 0, [range(len(batch))], spec, objective, device)
     return update
 
@@ -45,7 +45,7 @@ def plan_one(
 def workload(
     batch: Sequence[TrainingSample], updates: Sequence[Update], step: int, spec: RunSpec, device: torch.device
 ) -> dict[str, float]:
-    """How much was trained, how full the micro-batches were, how old the tokens were."""
+    """Return metrics of the batch: its size, the fill of its micro-batches, the age of its tokens."""
     rows = [micro for update in updates for micro in update.micro_batches]
     versions = [s.versions_T for s in batch if s.versions_T is not None]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
@@ -58,7 +58,7 @@ def workload(
     row_tokens, real_rows, age_sum, aged_tokens = sum_over_ranks(
         torch.tensor(own, dtype=torch.float64, device=device)
     ).tolist()
-    # Rows are dense; what is empty is the budget of passes that were not full (dummies included).
+    # Rows are dense: the rest of each pass's budget is unfilled, all of it in a dummy pass.
     room = len(rows) * world_size() * spec.policy.train_mb_tokens
     metrics = {
         "tokens": float(sum(u.denominators.tokens for u in updates)),
@@ -78,7 +78,7 @@ def _plan(
     objective: Objective,
     device: torch.device,
 ) -> list[Update]:
-    """One update for each part, of indices in the batch."""
+    """Return one update for each part, of indices in the batch."""
     packed = [_pack(batch, part, spec.policy.train_mb_tokens, objective) for part in parts]
     counts_U4 = torch.tensor(
         [
@@ -109,7 +109,7 @@ def _plan(
 def _pack(
     batch: Sequence[TrainingSample], part: Sequence[int], budget_tokens: int, objective: Objective
 ) -> list[list[int]]:
-    """Indices in `part`, by micro-batch."""
+    """Return indices in `part`, by micro-batch."""
     lengths = [batch[i].num_row_tokens for i in part]
     if objective.keeps_prompts_whole:
         return pack_whole(lengths, [batch[i].group_id for i in part], budget_tokens)

@@ -1,10 +1,10 @@
-"""What the policy is compared with, π_ref or a teacher: one answer, wherever it comes from.
+"""The reference of a run, π_ref or a teacher: one interface to its log-probabilities, wherever they are computed.
 
-`reference_of` gives a run's: a model that the learner asks in every step, what the reward pool asked and the batch brings
-along, or what was asked about the whole data set before training (`dpo.precompute`, `kto.precompute`).
+`reference_of` chooses: a model in the learner that computes them in every step; the reward pool, whose log-probabilities come
+with the batch; or a precomputation over the whole data set before training (`dpo.precompute`, `kto.precompute`).
 
-Promise: they give the same numbers up to the rounding of another packing; a precomputed one's model is gone when training
-begins, and a restart asks again and gets the same numbers (at equal world size).
+Promise: all give the same numbers up to the rounding of another packing; a precomputation frees its model before training
+begins, and a restart computes the same numbers again (at equal world size).
 
 All ranks make each call together.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.examples import Asked, ExampleSource
+from learner.batch.examples import ExampleSource, RowPair
 from learner.batch.packing import pack
 from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample, pack_row
 from learner.collectives import max_over_ranks, rows_of_all_ranks, world_size
@@ -32,23 +32,23 @@ BLOCK_ROWS = 1024
 
 
 class Reference:
-    """The answers of no reference: what an objective gets that compares with nothing."""
+    """Null reference, for objectives that compare with nothing."""
 
     def prepare(self, source: ExampleSource, rank: int) -> None:
-        """Before the first step on `source`. Raises InvalidInput as the source does."""
+        """Prepare for the examples of `source`, before the first step. Raises InvalidInput as the source does."""
 
     def logprobs(self, row: PackedBatch) -> Tensor | None:
-        """[N] log π_ref of the row's completion tokens; None where it is not known token by token."""
+        """Return [N] log π_ref of the row's completion tokens; None where it is not known for each token."""
         return None
 
     def total(self, row: PackedBatch) -> Tensor | float:
-        """Σ_t log π_ref over the whole row, float64."""
+        """Return Σ_t log π_ref over the whole row, float64."""
         logprobs_N = self.logprobs(row)
         return 0.0 if logprobs_N is None else logprobs_N.sum(dtype=torch.float64)
 
 
 class LocalReference(Reference):
-    """A model in the learner: one of its own, or the policy without its adapter."""
+    """A model in the learner: a separate one, or the policy without its adapter."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
         self.model = model
@@ -63,55 +63,56 @@ class LocalReference(Reference):
 
 
 class PoolReference(Reference):
-    """The reward pool's answers, which come with the batch."""
+    """The log-probabilities that the reward pool serves, which come with the batch."""
 
     def logprobs(self, row: PackedBatch) -> Tensor | None:
         return row.reference_N
 
 
 class PrecomputedReference(Reference):
-    """Σ_t log π_ref of every completion that the run will see, which its examples carry once they are prepared."""
+    """Precomputed Σ_t log π_ref of every completion of the run; the examples carry them after `prepare`."""
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self._policy, self._device = spec.policy, device
 
     def prepare(self, source: ExampleSource, rank: int) -> None:
-        """Every rank asks about every w-th completion, then they tell each other."""
+        """Compute every w-th pair on each rank, then exchange the sums."""
         model = load_reference(self._policy, self._device)
         reference = LocalReference(model, 1.0, self._policy.logprob_chunk_tokens)
-        asked, ranks = source.asked(), world_size()
-        known: dict[Asked, list[float]] = {}
-        for block in range(math.ceil(math.ceil(len(asked) / ranks) / BLOCK_ROWS)):
-            own = range(rank, len(asked), ranks)[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
-            sequences = [sequence for number in own for sequence in source.about(asked[number], number)]
+        pairs, ranks = source.row_pairs(), world_size()
+        sums_of: dict[RowPair, list[float]] = {}
+        for block in range(math.ceil(math.ceil(len(pairs) / ranks) / BLOCK_ROWS)):
+            numbers = range(rank, len(pairs), ranks)[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
+            sequences = [sequence for number in numbers for sequence in source.of_pair(pairs[number], number)]
             sums_S = self._sums(reference, sequences)
-            told = [(float(s.group_id), sums_S[place]) for place, s in enumerate(sequences)]
-            own_rows = torch.tensor(told, dtype=torch.float64, device=self._device).reshape(-1, 2)
-            for number, value in rows_of_all_ranks(own_rows)[0].tolist():
-                known.setdefault(asked[int(number)], []).append(value)
-        source.know_reference(known)
+            numbered = [(float(s.group_id), sums_S[index]) for index, s in enumerate(sequences)]
+            rank_rows = torch.tensor(numbered, dtype=torch.float64, device=self._device).reshape(-1, 2)
+            for number, value in rows_of_all_ranks(rank_rows)[0].tolist():
+                sums_of.setdefault(pairs[int(number)], []).append(value)
+        source.set_reference(sums_of)
 
     def total(self, row: PackedBatch) -> float:
         return math.fsum(label.reference_logprob or 0.0 for label in row.labels_S)
 
     def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
-        """[S] of each sequence, in as many passes as the rank with the most needs."""
+        """Return [S] the sum of each sequence; every rank makes as many passes as the rank with the most micro-batches."""
         micro_batches = pack([s.num_row_tokens for s in sequences], self._policy.train_mb_tokens)
         sums_S = np.zeros(len(sequences))
         passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=self._device)).item())
         for i in range(passes):
-            places = micro_batches[i] if i < len(micro_batches) else []
-            row = pack_row([sequences[p] for p in places] or [_dummy()], self._device)
+            indices = micro_batches[i] if i < len(micro_batches) else []
+            row = pack_row([sequences[index] for index in indices] or [_dummy()], self._device)
             logprobs_N = reference.logprobs(row)
             totals_S = logprobs_N.new_zeros(len(row.group_ids_S)).index_add(0, row.sequence_N, logprobs_N)
-            sums_S[places] = totals_S.tolist()[: len(places)]
+            sums_S[indices] = totals_S.tolist()[: len(indices)]
         return sums_S
 
 
 def reference_of(
     spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float
 ) -> Reference:
-    """What the objective of `spec` compares `policy` with. Raises InvalidInput, also for a teacher with another tokenizer."""
+    """Return the reference that the objective of `spec` compares `policy` with. Raises InvalidInput for a model that cannot
+    be loaded, and for a teacher with another tokenizer."""
     if spec.pool_serves_reference:
         return PoolReference()
     if spec.precomputes_reference:

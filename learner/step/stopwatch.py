@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by phase.
+"""Seconds of a step by phase.
 
 Promise: measuring does not slow the step; on CUDA events are recorded in the stream and read once at the end.
 """
@@ -14,7 +14,7 @@ import torch
 
 
 class Stopwatch:
-    """Adds up the seconds spent in named phases on one device."""
+    """Sums of the seconds spent in named phases on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -23,7 +23,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Counts the time of the block, on the device, towards `phase`."""
+        """Count the time of the block, on the device, towards `phase`."""
         if self._cuda:
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class Stopwatch:
             self._seconds[phase] += time.perf_counter() - start_s
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase so far; waits for the device."""
+        """Wait for the device, and return the seconds by phase so far."""
         if self._cuda:
             torch.cuda.synchronize()
             for phase, begin, end in self._events:

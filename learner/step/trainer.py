@@ -5,9 +5,8 @@ excepted); either every rank steps its optimizer or none does.
 
 All ranks call `train_step` together, each with its own part of the batch (which may be empty). Inside, they meet in
 this order: the phases of `learner.step`; then for each update every rank runs the same number of forward and backward
-passes (a rank with fewer micro-batches fills up with a dummy of zero weight, since under FSDP each pass is a
-collective), agrees on sums and gradient norm, and steps. Nothing else in the process may use the default group
-meanwhile.
+passes (a rank with fewer micro-batches adds dummies of zero weight, because under FSDP each pass is a collective), agrees
+on sums and gradient norm, and steps. Nothing else in the process may use the default group meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from paceline.spec import RunSpec
 
 
 class Trainer:
-    """Model, optimizer and the step. One per rank, after the process group was made (if there is more than one rank).
+    """Model, optimizer and the step. Each rank makes one, after the process group if there are several ranks.
 
     `model` (a transformers model, its parameters DTensors when sharded), `optimizer` and PPO's `critic` are public:
     checkpoints, export and publishing read them between steps. So are `objective`, which makes samples from the examples of a
@@ -61,7 +60,7 @@ class Trainer:
         """Updates of the last step that were left out."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
-        """Trains this rank's part of the batch of `step`; returns metrics of the global batch, equal on all ranks.
+        """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
 
         Raises:
             NonFiniteLoss: loss or gradient norm is NaN or infinite. Raised on every rank, the optimizer untouched by
@@ -113,7 +112,7 @@ class Trainer:
     def _metrics(
         self, sums: dict[str, float], grad_norms: list[float], updates: Sequence[Update]
     ) -> dict[str, float]:
-        """Of the updates that were made: means over their tokens, and over them."""
+        """Return the metrics of the updates that were made: means over their tokens, or over the updates."""
         made = len(grad_norms)
         return {
             "loss": sums["loss"] / made,
@@ -124,9 +123,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[TrainingSample]) -> dict[str, float]:
-        """The objective on held-out examples, this rank's share of them; metrics as of a step, equal on all ranks.
+        """Measure the objective on held-out examples, and return metrics as of a step, equal on all ranks.
 
-        All ranks call it together. Nothing changes, no random number is drawn.
+        All ranks call it together, each with its share of the examples. No state changes, no random number is drawn.
         """
         examples, measured = self.objective.set_aside(held_out)
         updates = [plan_one(examples, self.spec, self.objective, self.device)]
@@ -148,13 +147,13 @@ class Trainer:
 
     @torch.no_grad()
     def _ask_frozen_policies(self, row: PackedBatch) -> FrozenLogprobs:
-        """π_prox where it is not π itself or is needed before the loss, π_ref where it is needed token by token."""
+        """Return log π_prox where it differs from log π or is needed before the loss, log π_ref where each token needs it."""
         proximal_N = self._logprobs(row)[0] if needs_proximal(self.spec) else None
         return FrozenLogprobs(proximal_N, self.reference.logprobs(row))
 
     @torch.no_grad()
     def _with_batch_kl(self, updates: Sequence[Update], measured: Sequence[TrainingSample]) -> list[Update]:
-        """With the mean Σ_t log π - log π_ref of `measured` over the global batch, where the loss reads it."""
+        """Return the updates with the mean Σ_t log π - log π_ref of `measured` over the global batch, where the loss reads it."""
         if not self.objective.measures_mismatched:
             return list(updates)
         update = plan_one(measured, self.spec, self.objective, self.device)
@@ -173,7 +172,7 @@ class Trainer:
         return {} if kl is None else {"batch_kl": kl}
 
     def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> list[LossResult]:
-        """Forward and backward of every micro-batch; afterwards the gradients are those of the global batch."""
+        """Run every micro-batch forward and backward; afterwards the gradients are those of the global batch."""
         results = []
         for i, micro in enumerate(update.micro_batches):
             is_last = i == len(update.micro_batches) - 1
@@ -226,7 +225,7 @@ class Trainer:
         )
 
     def _sum_metrics(self, results: Sequence[LossResult]) -> dict[str, float]:
-        """The metric sums over micro-batches and ranks."""
+        """Return the metric sums over micro-batches and ranks."""
         names = list(results[0].sums)
         totals = torch.stack(
             [torch.stack([result.sums[name].double() for name in names]) for result in results]
@@ -234,8 +233,8 @@ class Trainer:
         return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
 
     def _clip_gradients(self, update: Update, results: Sequence[LossResult], loss: float) -> float:
-        """Clips to the global norm and returns it as it was. Loss and norms are the same numbers on every rank, so
-        every rank takes the same branch."""
+        """Clip the gradients by their global norm, and return the norm before. Loss and norms are the same on every rank,
+        so every rank takes the same branch."""
         norm = gradient_norm(self.model)
         value_norm = 0.0 if self.critic is None else self.critic.gradient_norm()
         if not all(map(math.isfinite, (loss, norm, value_norm))):

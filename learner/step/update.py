@@ -1,7 +1,8 @@
-"""What one optimizer update trains on a rank: values that each phase of a step returns anew, and changes never.
+"""One optimizer update on a rank: immutable values, which each phase of a step returns anew.
 
-The phases, all of them calls of all ranks together: `learner.step.plan` makes updates, `learner.step.frozen` adds what the
-frozen policies answer and the limits that follow, `learner.step.advantages` the advantages; then the trainer trains each.
+All ranks go through the phases together: `learner.step.plan` makes updates, `learner.step.frozen` adds the log-probabilities
+of the frozen policies and the limits that follow, `learner.step.assign_advantages` the advantages; then the trainer trains
+each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from learner.objectives.base import Denominators
 
 @dataclass(frozen=True)
 class FrozenLogprobs:
-    """The answers of the policies that do not move during a step, in nats; None where one was not asked."""
+    """Log-probabilities by the policies that do not move during a step, in nats; None where they are not needed."""
 
     proximal_N: Tensor | None = None
     """log π_prox."""
@@ -26,15 +27,15 @@ class FrozenLogprobs:
 
 @dataclass(frozen=True)
 class States:
-    """What the value model is asked about a micro-batch, and what it should say (M states, see `learner.step.critic`)."""
+    """States of a micro-batch with the value model's values and its targets (M states, see `learner.step.critic`)."""
 
     row: PackedBatch
     before_token_M: Tensor
     """True for the states before a token, False for the one after a sequence's last."""
     values_M: Tensor
-    """At the start of the step."""
+    """Values at the start of the step."""
     returns_N: Tensor | None = None
-    """None for a dummy."""
+    """Targets of the value model; None for a dummy."""
     scored_N: Tensor | None = None
     """False for tokens of sequences without a reward: they train nothing. None for a dummy."""
 
@@ -58,7 +59,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update of a rank, and what the whole update counts."""
+    """One optimizer update of a rank, with the counts of the whole update."""
 
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators

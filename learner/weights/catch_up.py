@@ -190,7 +190,7 @@ class CatchUp:
         self._offers.interrupt()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         with self._lock:
             for member_id in list(self._waiting):
                 self._stop_waiting(member_id)
@@ -241,7 +241,7 @@ class CatchUp:
                 self._start_timer(member_id, waiting)
 
     def _store(self) -> None:
-        """Puts what is staged into the store, if somebody needs it there."""
+        """Put what is staged into the store, if somebody needs it there."""
         if self._waiting and self._staged is not None and self._put != self._staged[0]:
             self._put = self._staged[0]
             self._writer.put(self._put, *whole_slices(self._staged[1]))

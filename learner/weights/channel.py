@@ -19,13 +19,13 @@ class WeightChannel(Protocol):
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether a member needs one: then `write_snapshot` is to be called on all ranks. Raises what ended a thread."""
+        """Return whether a member needs one: then `write_snapshot` is to be called on all ranks. Raises what ended a thread."""
 
     def publish(self, version: Version, model: nn.Module) -> None:
-        """Makes the model's weights, as they are now, `version`."""
+        """Make the model's weights, as they are now, `version`."""
 
     def write_snapshot(self) -> None:
-        """Writes the newest version in full, where the channel has a store."""
+        """Write the newest version in full, where the channel has a store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
         """Who receives from now on. Returns at once."""
@@ -40,7 +40,7 @@ class WeightChannel(Protocol):
         """The control plane was away: what was offered, or answered, may have been lost."""
 
     def close(self) -> None:
-        """Ends all threads, without waiting for a stuck one."""
+        """End all threads, without waiting for a stuck one."""
 
 
 class WithoutMembers:

@@ -31,7 +31,7 @@ WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """All that is published, whole, on rank 0, in host memory (pinned when the model is on a GPU); empty on other ranks.
+    """Return all that is published, whole, on rank 0, in host memory (pinned when the model is on a GPU); empty on other ranks.
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
@@ -44,7 +44,7 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 def gather_export(
     model: nn.Module, device: torch.device, *, adapter_only: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What an export is made of, as `gather_weights` gives it: the whole state dict, an adapter not yet merged
+    """Return what an export is made of, as `gather_weights` gives it: the whole state dict, an adapter not yet merged
     (`merged_export`), or with `adapter_only` that alone. `device` is where the ranks agree.
 
     Raises, on every rank and before anything travels, when rank 0 has no memory for it: Unavailable there, FailedElsewhere on
@@ -86,7 +86,7 @@ def merged_export(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole state dict as the architecture has it, an adapter merged into its base. Otherwise like `gather_weights`."""
+    """Return the whole state dict as the architecture has it, an adapter merged into its base. Otherwise like `gather_weights`."""
     if not has_adapter(model):
         return gather_weights(model, None)
     state = _state(model)
@@ -102,7 +102,7 @@ def _room(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[s
 def _gather(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, gathered: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Fills `gathered`, which is what `_room` gave, and returns it."""
+    """Fill `gathered`, which is what `_room` gave, and returns it."""
     wanted = is_first_rank()
     sharded: list[tuple[str, DTensor]] = []
     done: set[int] = set()
@@ -158,7 +158,7 @@ class _Gathering:
         self._work: Any = dist.gather(self._own, self._all, dst=0, group=mesh.get_group(), async_op=True)
 
     def finish(self, gathered: dict[str, torch.Tensor]) -> None:
-        """Waits for the bucket and, on rank 0, writes its rows where they belong."""
+        """Wait for the bucket and, on rank 0, writes its rows where they belong."""
         self._work.wait()
         if self._all is None:
             return
@@ -188,7 +188,7 @@ def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTe
 
 
 def _is_split_by_rows(tensor: DTensor) -> bool:
-    """Whether the ranks hold consecutive rows, as FSDP2 does: then a shard is one run of the tensor's bytes."""
+    """Return whether the ranks hold consecutive rows, as FSDP2 does: then a shard is one run of the tensor's bytes."""
     (*others, last) = tensor.placements
     return not others and isinstance(last, Shard) and last.dim == 0 and tensor.numel() > 0
 
@@ -198,7 +198,7 @@ def _row_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is published, by the names that travel: the adapter alone where the model has one, else parameters and
+    """Return what is published, by the names that travel: the adapter alone where the model has one, else parameters and
     persistent buffers by their unwrapped names. Tied names give the identical object."""
     return adapter_weights(model) if has_adapter(model) else _state(model)
 
@@ -209,14 +209,14 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unwrapped(name: str) -> str:
-    """A state-dict name without the parts that wrappers add."""
+    """Return a state-dict name without the parts that wrappers add."""
     for part in WRAPPER_PARTS:
         name = name.replace(part, "")
     return name
 
 
 def is_first_rank() -> bool:
-    """Whether this process keeps what is gathered: rank 0, or the only process."""
+    """Return whether this process keeps what is gathered: rank 0, or the only process."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 

@@ -115,11 +115,11 @@ class MemberLink:
         self._transfer_threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def publish(self, staged: StagedWeights) -> None:
-        """Makes `staged` what the member should hold. Returns at once; a version not begun yet is overtaken."""
+        """Make `staged` what the member should hold. Returns at once; a version not begun yet is overtaken."""
         with self._changed:
             self._newest = staged
             self._changed.notify_all()
@@ -176,13 +176,13 @@ class MemberLink:
         return LinkHistory(self.attempt, self._failures, self._backend)
 
     def leave(self) -> None:
-        """Ends the link without waiting for anything."""
+        """End the link without waiting for anything."""
         with self._changed:
             self._left = True
             self._changed.notify_all()
 
     def join(self, deadline: float) -> bool:
-        """Waits for the threads up to the monotonic instant `deadline`; False when one is still stuck."""
+        """Wait for the threads up to the monotonic instant `deadline`; False when one is still stuck."""
         for thread in (self._thread, *self._transfer_threads):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -219,7 +219,7 @@ class MemberLink:
         return max((busy.until_s - time.monotonic() for busy in self._busy.values()), default=0.0)
 
     def _is_news(self, version: Version) -> bool:
-        """Whether a member may hold `version`, and was not known to: nothing is newer than what was published."""
+        """Return whether a member may hold `version`, and was not known to: nothing is newer than what was published."""
         published = self._newest is not None and version <= self._newest.version
         return published and (self.held is None or version > self.held)
 
@@ -235,7 +235,7 @@ class MemberLink:
             self._changed.wait_for(lambda: self._left, seconds)
 
     def _deliver(self, staged: StagedWeights) -> PublishResult | None:
-        """One attempt; None when the member left in the middle."""
+        """Return one attempt; None when the member left in the middle."""
         with self._changed:
             if self._link is None:
                 self.attempt += 1

@@ -84,7 +84,7 @@ class Publisher:
     def set_members(
         self, epoch: int, member_ids: Iterable[str], held: Mapping[str, Version] | None = None
     ) -> None:
-        """Makes exactly these members the set of `epoch`: leavers' links end, joiners get what is staged.
+        """Make exactly these members the set of `epoch`: leavers' links end, joiners get what is staged.
 
         A member that stays keeps its link. `held` is what joiners have got already in another way. Returns at once.
         """
@@ -106,7 +106,7 @@ class Publisher:
                 link.epoch = epoch
 
     def stage(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Makes `version` the one that every member should hold. Returns at once, never waiting for a member.
+        """Make `version` the one that every member should hold. Returns at once, never waiting for a member.
 
         `tensors` belong to the publisher from here on: nobody may write to them again (`gather_weights` makes such a
         copy). Raises Conflict when `version` is not newer.
@@ -136,19 +136,19 @@ class Publisher:
             link.progress(version)
 
     def interrupt(self, reason: str) -> None:
-        """Begins every transfer anew whose offer may be lost: the control plane was away."""
+        """Begin every transfer anew whose offer may be lost: the control plane was away."""
         with self._lock:
             links = list(self._links.values())
         for link in links:
             link.interrupt(reason)
 
     def held(self) -> dict[str, Version | None]:
-        """The version that each member of the set acknowledged last."""
+        """Return the version that each member of the set acknowledged last."""
         with self._lock:
             return {member_id: link.held for member_id, link in self._links.items()}
 
     def close(self) -> None:
-        """Ends all links. Waits a moment for threads that can end, never for a stuck member. May be called twice."""
+        """End all links. Waits a moment for threads that can end, never for a stuck member. May be called twice."""
         with self._lock:
             self._closed = True
             for member_id in list(self._links):

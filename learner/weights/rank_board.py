@@ -23,17 +23,17 @@ class RankBoard(Protocol):
     """Notes by key. A note is left once and may be read by any rank, any number of times."""
 
     def put(self, key: str, note: bytes) -> None:
-        """Leaves a note."""
+        """Leave a note."""
 
     def wait(self, key: str, closed: threading.Event) -> bytes | None:
-        """The note of that key, once it is there; None when `closed` was set first."""
+        """Return the note of that key, once it is there; None when `closed` was set first."""
 
     def remove(self, key: str) -> None:
-        """Takes a note off the board; none there is no error."""
+        """Take a note off the board; none there is no error."""
 
 
 def make_board(host: str, reachable: str) -> RankBoard:
-    """The board of all ranks: a collective call. Rank 0 listens on `host`, the others find it at `reachable`."""
+    """Return the board of all ranks: a collective call. Rank 0 listens on `host`, the others find it at `reachable`."""
     if world_size() == 1:
         return LocalBoard()
     import torch.distributed as dist

@@ -44,7 +44,7 @@ class LocalSlice:
 
 
 def plan_tensors(model: nn.Module, dtype: torch.dtype | None) -> tuple[TensorPlan, ...]:
-    """Names, dtypes, shapes and ties of the whole model, as every rank sees them."""
+    """Return names, dtypes, shapes and ties of the whole model, as every rank sees them."""
     first: dict[int, str] = {}
     plans = []
     for name, tensor in named_weights(model).items():
@@ -56,7 +56,7 @@ def plan_tensors(model: nn.Module, dtype: torch.dtype | None) -> tuple[TensorPla
 
 @torch.no_grad()
 def local_slices(model: nn.Module, dtype: torch.dtype | None) -> list[LocalSlice]:
-    """This rank's slices, copied to host memory; floating-point tensors as `dtype` (None keeps theirs).
+    """Return this rank's slices, copied to host memory; floating-point tensors as `dtype` (None keeps theirs).
 
     Raises InvalidInput for a tensor that is sharded by anything but whole rows.
     """
@@ -92,7 +92,7 @@ def whole_slices(tensors: Mapping[str, torch.Tensor]) -> tuple[list[LocalSlice],
 
 
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """What this rank is to write of a tensor, and the first element's place in it."""
+    """Return what this rank is to write of a tensor, and the first element's place in it."""
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if is_first_rank() else (None, 0)
     if all(placement.is_replicate() for placement in tensor.placements):

@@ -38,7 +38,7 @@ class StagedWeights:
         self._lock = threading.Lock()
 
     def ready(self) -> tuple[WeightManifest, bytes, torch.Tensor]:
-        """The manifest, the same as bytes, and the flat run ([total_bytes] uint8) that it describes."""
+        """Return the manifest, the same as bytes, and the flat run ([total_bytes] uint8) that it describes."""
         with self._lock:
             if self._ready is None:
                 assert self._tensors is not None

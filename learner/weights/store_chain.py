@@ -61,14 +61,14 @@ class Chain:
             self.newest, self.newest_version, self.contents = stored, manifest.version, manifest.contents
 
     def snapshot_is_due(self) -> bool:
-        """The interval is over, or whoever starts from the last snapshot reads more in deltas than a new one has."""
+        """Return the interval is over, or whoever starts from the last snapshot reads more in deltas than a new one has."""
         return (
             len(self._since_snapshot) >= self._anchor_interval
             or sum(self._since_snapshot) > self._snapshots[-1][2]
         )
 
     def stored(self, size_bytes: int, seconds: float) -> Stored:
-        """The newest version, for those who will read it."""
+        """Return the newest version, for those who will read it."""
         assert self.newest is not None
         assert self.newest_version is not None
         version, snapshot, snapshot_bytes = self._snapshots[-1]
@@ -77,7 +77,7 @@ class Chain:
         )
 
     def prune(self) -> list[str]:
-        """Forgets what neither a member nor the newest chains need, and returns its names."""
+        """Forget what neither a member nor the newest chains need, and returns its names."""
         first = self._snapshots[-SNAPSHOTS_KEPT:][0][0]
         held = self._oldest_held()
         if held is not None:

@@ -62,7 +62,7 @@ class StoreJobs:
             self._changed.notify_all()
 
     def begin(self) -> Job | None:
-        """Waits for the next one, with no deadline: it comes when the learner has one. None once closed."""
+        """Wait for the next one, with no deadline: it comes when the learner has one. None once closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.closed.is_set() or (len(self._jobs) > 0 and not self._jobs[0].held)

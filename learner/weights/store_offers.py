@@ -73,7 +73,7 @@ class StoreOffers:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether a member cannot make the newest version of what is stored."""
+        """Return whether a member cannot make the newest version of what is stored."""
         return self._wants_snapshot
 
     def tell(self, stored: Stored) -> None:
@@ -88,7 +88,7 @@ class StoreOffers:
             self._changed.notify_all()
 
     def set_members(self, epoch: int, member_ids: Iterable[str]) -> None:
-        """Makes exactly these the members that get offers."""
+        """Make exactly these the members that get offers."""
         with self._changed:
             self._epoch = epoch
             self._members = {member_id: self._members.get(member_id) or _Member() for member_id in member_ids}
@@ -140,14 +140,14 @@ class StoreOffers:
                 member.next_s = time.monotonic() + self._max_wait_s
 
     def interrupt(self) -> None:
-        """Offers everything again that is unanswered."""
+        """Offer everything again that is unanswered."""
         with self._changed:
             for member in self._members.values():
                 member.next_s, member.offered = 0.0, None
             self._changed.notify_all()
 
     def oldest_held(self) -> Version | None:
-        """What the slowest member holds; None when none holds anything."""
+        """Return what the slowest member holds; None when none holds anything."""
         with self._changed:
             return min((m.held for m in self._members.values() if m.held is not None), default=None)
 
@@ -156,7 +156,7 @@ class StoreOffers:
         self._wants_snapshot = False
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

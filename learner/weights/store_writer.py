@@ -99,12 +99,12 @@ class StoreWriter:
         self._thread.start()
 
     def put(self, version: Version, slices: list[LocalSlice], tensors: tuple[TensorPlan, ...]) -> None:
-        """Stores this rank's slices of `tensors` as `version`, soon; they must not change any more. A collective call."""
+        """Store this rank's slices of `tensors` as `version`, soon; they must not change any more. A collective call."""
         self._tensors = tensors
         self._jobs.put(version, slices, wants_snapshot=False)
 
     def put_snapshot(self) -> None:
-        """Asks for a snapshot of the newest version. A collective call."""
+        """Ask for a snapshot of the newest version. A collective call."""
         self._jobs.put(Version(0, 0), None, wants_snapshot=True)
 
     def check(self) -> None:
@@ -113,7 +113,7 @@ class StoreWriter:
             raise self._fault
 
     def close(self) -> None:
-        """Ends the thread. Waits a moment for it, never for a store that is stuck."""
+        """End the thread. Waits a moment for it, never for a store that is stuck."""
         self._jobs.close()
         self._thread.join(CLOSE_WAIT_S)
 
@@ -197,7 +197,7 @@ class StoreWriter:
         self._board.put(f"{key}/{self._rank}", json.dumps(note).encode())
 
     def _finish_delta(self, job: Job) -> bool:
-        """Waits until the version is complete; whether all ranks now write a snapshot of it."""
+        """Wait until the version is complete; whether all ranks now write a snapshot of it."""
         if self._chain is not None:
             parts, contents = self._all_parts(f"delta/{job.number}")
             chain = self._chain

@@ -31,7 +31,7 @@ SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10*
 
 
 def find_answer(text: str) -> str | None:
-    r"""The answer that `text` states last, or None.
+    r"""Return the answer that `text` states last, or None.
 
     Statements are `\boxed{…}` (braces balanced), `#### …`, `<answer>…</answer>`, a line `A: …`, `Answer: …` or
     `Final answer: …`, and `answer is …` up to the end of the sentence. One inside another
@@ -59,7 +59,7 @@ def clean(answer: str) -> str:
 
 
 def as_number(answer: str) -> Fraction | None:
-    """The exact value of a cleaned `answer` that is a plain number, else None.
+    """Return the exact value of a cleaned `answer` that is a plain number, else None.
 
     Reads signs, thousands separators, decimals, `1e5`, currency signs, fractions and mixed numbers, a unit in
     words behind a number (`18 eggs a day`) and `1.8 billion`. Percentages are left to the algebra system.

@@ -23,7 +23,7 @@ def exact_match(
     ignore_case: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    """[C] 1.0 where the whole completion equals the text in `answer_column`, None where that is null.
+    """Return [C] 1.0 where the whole completion equals the text in `answer_column`, None where that is null.
 
     strip: ignore white space around both. Numbers in the column are compared by their usual text. Raises LookupError
     when there is no such column.
@@ -47,7 +47,7 @@ def format_regex(
     match: Literal["full", "search"] = "full",
     **columns: Any,
 ) -> list[float | None]:
-    """[C] 1.0 where `pattern` (Python syntax, flags inline: `(?s)`) matches the completion.
+    """Return [C] 1.0 where `pattern` (Python syntax, flags inline: `(?s)`) matches the completion.
 
     match: `full` the whole text has to match, `search` any part. Raises re.error for a pattern that is none, and
     ValueError for another `match`.
@@ -66,7 +66,7 @@ def think_answer_format(
     think_in_prompt: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    """[C] 1.0 where the completion is `<think>…</think><answer>…</answer>` and nothing else but white space.
+    """Return [C] 1.0 where the completion is `<think>…</think><answer>…</answer>` and nothing else but white space.
 
     Each tag has to appear exactly once. think_in_prompt: the chat template already wrote the opening `<think>`.
     """

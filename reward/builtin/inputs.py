@@ -10,7 +10,7 @@ from typing import Any
 
 
 def completion_text(completion: Any) -> str:
-    """The text that the model wrote: `completion` itself, or the content of its last assistant message.
+    """Return the text that the model wrote: `completion` itself, or the content of its last assistant message.
 
     Raises TypeError for anything that is neither text nor a list of chat messages with an assistant's among them.
     """

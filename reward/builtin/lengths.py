@@ -14,7 +14,7 @@ def length(
     target_tokens: int = 0,
     **columns: Any,
 ) -> list[float | None]:
-    """[C] max(0, 1 − |n − target_tokens| / tolerance_tokens) for n completion tokens.
+    """Return [C] max(0, 1 − |n − target_tokens| / tolerance_tokens) for n completion tokens.
 
     1 at the target, falling linearly to 0 at `tolerance_tokens` from it. With target_tokens = 0, the default, shorter
     is better. Raises ValueError for a tolerance that is not positive or a negative target.
@@ -35,7 +35,7 @@ def soft_overlong(
     soft_tokens: int,
     **columns: Any,
 ) -> list[float | None]:
-    """[C] soft over-long punishment for n completion tokens, L = max_completion_tokens, C = soft_tokens.
+    """Return [C] soft over-long punishment for n completion tokens, L = max_completion_tokens, C = soft_tokens.
 
     0 for n ≤ L − C; (L − C − n) / C for L − C < n ≤ L; −1 for n > L.
     Source: DAPO (arXiv 2503.14476), equation 13. Raises ValueError unless 0 < C ≤ L.

@@ -37,7 +37,7 @@ def math_accuracy(
     answer_column: str = "answer",
     **columns: Any,
 ) -> list[float | None]:
-    r"""[C] 1.0 where the completion's final answer equals the gold answer, 0.0 where not, None without a gold answer.
+    r"""Return [C] 1.0 where the completion's final answer equals the gold answer, 0.0 where not, None without a gold answer.
 
     The completion has to state its answer: `\boxed{…}`, `#### …`, `<answer>…</answer>`, a line `A: …` or `Answer: …`, or
     `answer is …`; the last statement counts. The gold answer, in `answer_column`, is stated in the same way (GSM8K
@@ -51,7 +51,7 @@ def math_accuracy(
 
 
 def equal_answers(gold: str, answer: str) -> bool:
-    """Whether two cleaned answers are the same value: numbers exactly (fractions to six decimal places), else by sympy."""
+    """Return whether two cleaned answers are the same value: numbers exactly (fractions to six decimal places), else by sympy."""
     gold_number, number = as_number(gold), as_number(answer)
     if gold_number is not None and number is not None:
         if gold_number.denominator == 1:

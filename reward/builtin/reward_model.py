@@ -20,7 +20,7 @@ def reward_model(
     offset: float = 0.0,
     **columns: Any,
 ) -> list[float | None]:
-    """[C] scale · (score - offset) of each prompt with its completion, by the reward model in folder `path`.
+    """Return [C] scale · (score - offset) of each prompt with its completion, by the reward model in folder `path`.
 
     The text is tokenised as in the model's training, with the model's own tokenizer and chat template. torch and the
     model are loaded at the first call: allow for that in timeout_s and memory_mb. Raises InvalidInput: no such folder,

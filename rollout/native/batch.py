@@ -108,7 +108,7 @@ class DecodeBatch:
         return self._remove_ended()
 
     def step(self) -> list[Ended]:
-        """Every row gets one more token. Returns the rows that end by it, which have left."""
+        """Return every row gets one more token. Returns the rows that end by it, which have left."""
         num_rows = len(self.rows)
         total_R = self._counts[:num_rows, TOTAL]
         positions_R = total_R - 1
@@ -121,11 +121,11 @@ class DecodeBatch:
         return self._remove_ended()
 
     def remove(self, rows: Sequence[Row]) -> list[Ended]:
-        """Takes `rows` out unfinished, with what they have."""
+        """Take `rows` out unfinished, with what they have."""
         return self._take([self.rows.index(row) for row in rows], "abort")
 
     def watched(self) -> list[Ended]:
-        """What exists of each row that has someone to tell it to; nobody leaves."""
+        """Return what exists of each row that has someone to tell it to; nobody leaves."""
         watched = [index for index, row in enumerate(self.rows) if row.request.on_progress is not None]
         return self._read(watched, "abort") if watched else []
 
@@ -139,7 +139,7 @@ class DecodeBatch:
             self._recompute()
 
     def _prefill(self, shared: list[list[Row]]) -> None:
-        """Adds rows; those in one list of `shared` have the same tokens."""
+        """Add rows; those in one list of `shared` have the same tokens."""
         first, rows = len(self.rows), [row for group in shared for row in group]
         end = first + len(rows)
         known = [row.known_ids() for row in rows]
@@ -190,7 +190,7 @@ class DecodeBatch:
         self._masks_stop |= any(row.request.params.min_new_tokens > 0 for row in rows)
 
     def _append(self, logits_RV: Tensor, first: int, end: int) -> None:
-        """Samples the next token of rows [first, end) and writes it down."""
+        """Sample the next token of rows [first, end) and writes it down."""
         counts, floats = self._counts[first:end], self._floats[first:end]
         total_R = counts[:, TOTAL]
         if self._masks_stop:
@@ -215,7 +215,7 @@ class DecodeBatch:
         return self._take(np.flatnonzero(ended_R.cpu().numpy()).tolist(), None)
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Removes rows by index; without `reason` it is `stop` or `length` by their last token."""
+        """Remove rows by index; without `reason` it is `stop` or `length` by their last token."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -226,7 +226,7 @@ class DecodeBatch:
         return ended
 
     def _read(self, indexes: list[int], reason: str | None) -> list[Ended]:
-        """The completions of rows by index, as they are now; the reason as for `_take`."""
+        """Return the completions of rows by index, as they are now; the reason as for `_take`."""
         index_R = torch.tensor(indexes, device=self.model.device)
         rows = [self.rows[index] for index in indexes]
         totals = [self._step - row.birth for row in rows]
@@ -245,7 +245,7 @@ class DecodeBatch:
         return completions
 
     def _close_gaps(self, leaving: list[int]) -> None:
-        """Moves the last rows that stay into the places of those that leave."""
+        """Move the last rows that stay into the places of those that leave."""
         num_left = len(self.rows) - len(leaving)
         gone = set(leaving)
         targets = [index for index in sorted(gone) if index < num_left]

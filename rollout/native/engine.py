@@ -145,7 +145,7 @@ class NativeEngine:
             raise Unavailable(f"the engine's decode step has not ended after {CLOSE_TIMEOUT_S} s")
 
     def _admit(self, request: GenerationRequest) -> Row:
-        """Checks everything about a request that could later hurt the batch. Raises InvalidInput."""
+        """Check everything about a request that could later hurt the batch. Raises InvalidInput."""
         num_prompt = len(request.prompt_ids)
         if request.prefix is not None:
             check_prefix(request.prefix)
@@ -193,7 +193,7 @@ class NativeEngine:
             self._end(None)
 
     def _turn(self) -> bool:
-        """One round of the loop; False when the engine is closed."""
+        """Return one round of the loop; False when the engine is closed."""
         batch = self._batch
         with self._wake:
             # No deadline: an idle engine waits for its callers, and close() is one of them.
@@ -258,7 +258,7 @@ class NativeEngine:
                 loop.call_soon_threadsafe(row.request.on_progress, completion)
 
     def _end(self, error: BaseException | None) -> None:
-        """Tells everyone who waits: after close what exists, after an error why."""
+        """Tell everyone who waits: after close what exists, after an error why."""
         with self._wake:
             self._error, self._closing = error, True
             waiting, self._waiting = list(self._waiting), deque()
@@ -295,7 +295,7 @@ def _unstarted(row: Row) -> Ended:
 
 
 def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Sets results (or exceptions) from another thread, with one wake-up for each loop however many end together."""
+    """Set results (or exceptions) from another thread, with one wake-up for each loop however many end together."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = defaultdict(list)
     for future, value in answers:
         by_loop[future.get_loop()].append((future, value))

@@ -39,7 +39,7 @@ class SlotCache(Cache):
         self._kv_length = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Makes room for rows of `num_tokens`; grows by half so that the copies are paid once per token."""
+        """Make room for rows of `num_tokens`; grows by half so that the copies are paid once per token."""
         if num_tokens <= self.capacity:
             return
         wanted = max(num_tokens, self.capacity * 3 // 2)
@@ -78,7 +78,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes [R, H, T, D] keys and values of one layer and returns those to attend to."""
+        """Write [R, H, T, D] keys and values of one layer and returns those to attend to."""
         if layer_idx not in self._keys_SHCD:
             self._keys_SHCD[layer_idx] = self._allocate(key_states)
             self._values_SHCD[layer_idx] = self._allocate(value_states)
@@ -97,7 +97,7 @@ class SlotCache(Cache):
         )
 
     def move_rows(self, source_R: Tensor, target_R: Tensor, num_tokens: int) -> None:
-        """Copies the first `num_tokens` positions of rows `source_R` over rows `target_R`."""
+        """Copy the first `num_tokens` positions of rows `source_R` over rows `target_R`."""
         for store_SHCD in (self._keys_SHCD, self._values_SHCD):
             for layer_SHCD in store_SHCD.values():
                 view_SHCD = layer_SHCD[:, :, :num_tokens]
@@ -114,7 +114,7 @@ class SlotCache(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(keys, offset) as transformers' mask code asks for; only a prefill gets there."""
+        """Return (keys, offset) as transformers' mask code asks for; only a prefill gets there."""
         return query_length, 0
 
     def _spread(self, states_RHTD: Tensor) -> Tensor:

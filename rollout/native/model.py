@@ -63,7 +63,7 @@ class NativeModel:
                     layer.forward = partial(_linear, layer)
 
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, cache: SlotCache) -> Tensor:
-        """[R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` came before.
+        """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` came before.
 
         Needs no mask: attention is causal, so the padding on the right is never seen by what is left of it.
         """
@@ -78,7 +78,7 @@ class NativeModel:
         return output.logits[:, 0]  # type: ignore[no-any-return]
 
     def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
-        """[R, V] logits after one more token for each row; `cache.begin_decode` came before."""
+        """Return [R, V] logits after one more token for each row; `cache.begin_decode` came before."""
         output = self.module(
             input_ids=ids_R[:, None],
             attention_mask=cache.decode_mask(self.dtype),
@@ -98,7 +98,7 @@ class NativeModel:
             self._layout.check(weights)
 
     def replace(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies checked `weights` over the model's, in place and in the model's type."""
+        """Copy checked `weights` over the model's, in place and in the model's type."""
         with torch.no_grad():
             if self._adapter is not None:
                 self._adapter.replace(weights)
@@ -109,7 +109,7 @@ class NativeModel:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Waits until the device has done what was asked, so that a pause can be measured."""
+        """Wait until the device has done what was asked, so that a pause can be measured."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -122,7 +122,7 @@ class NativeModel:
 
 
 def load_native_model(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
-    """The model that `policy.model_name` describes; its memory is not initialised unless `load_weights`, or an adapter
+    """Return the model that `policy.model_name` describes; its memory is not initialised unless `load_weights`, or an adapter
     will come, whose base is what is loaded here.
 
     Raises InvalidInput: an architecture whose attention needs more than all earlier positions.
@@ -160,7 +160,7 @@ def _check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer's product, by oneDNN where there are enough rows."""
+    """Return the layer's product, by oneDNN where there are enough rows."""
     if x.numel() < ONEDNN_ROWS * layer.in_features:
         return nn.functional.linear(x, layer.weight)
     return product(x, layer.weight)

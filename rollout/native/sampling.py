@@ -18,12 +18,12 @@ MASK_64 = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of the unsigned 64-bit `value`."""
+    """Return the int64 with the bits of the unsigned 64-bit `value`."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def mix_seed(seed: int) -> int:
-    """A well-mixed int64 from any integer: SplitMix64's first output for `seed` modulo 2^64.
+    """Return a well-mixed int64 from any integer: SplitMix64's first output for `seed` modulo 2^64.
 
     Without it, two seeds that differ by a multiple of the generator's increment would share their numbers, shifted.
     """
@@ -39,7 +39,7 @@ def _shift_xor(x: Tensor, bits: int) -> Tensor:
 
 
 def splitmix64(state_R: Tensor, position_R: Tensor) -> Tensor:
-    """[R] int64: output number `position_R` (from 0) of the SplitMix64 generator started at `state_R`.
+    """Return [R] int64: output number `position_R` (from 0) of the SplitMix64 generator started at `state_R`.
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finaliser that
     their reference code uses (D. Stafford's variant 13). The generator adds a constant in each step and hashes the
@@ -53,14 +53,14 @@ def splitmix64(state_R: Tensor, position_R: Tensor) -> Tensor:
 
 
 def uniform(state_R: Tensor, position_R: Tensor) -> Tensor:
-    """[R] float64 in [0, 1): the random number of position `position_R` of the rows with mixed seeds `state_R`."""
+    """Return [R] float64 in [0, 1): the random number of position `position_R` of the rows with mixed seeds `state_R`."""
     # 48 bits: exact in float64 and far enough below 1 that the product with a sum of probabilities stays below it.
     bits_R = (splitmix64(state_R, position_R) >> 16) & ((1 << 48) - 1)
     return bits_R.double() * 2.0**-48
 
 
 def mask_stop_tokens(logits_RV: Tensor, stop_ids_RK: Tensor, masked_R: Tensor) -> Tensor:
-    """[R, V] logits with the row's stop tokens at -inf where `masked_R`. Ids below 0 are padding."""
+    """Return [R, V] logits with the row's stop tokens at -inf where `masked_R`. Ids below 0 are padding."""
     num_tokens = logits_RV.shape[1]
     known_RK = (stop_ids_RK >= 0) & (stop_ids_RK < num_tokens)
     # Padding lands in a column of its own that is cut off again.
@@ -71,7 +71,7 @@ def mask_stop_tokens(logits_RV: Tensor, stop_ids_RK: Tensor, masked_R: Tensor) -
 
 
 def mask_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """[R, V] logits with all but the row's likeliest tokens at -inf: first top-k, then top-p of what is left.
+    """Return [R, V] logits with all but the row's likeliest tokens at -inf: first top-k, then top-p of what is left.
 
     top-k keeps exactly k (0 keeps all; of equal logits the lower id). top-p keeps the smallest set of likeliest
     tokens whose probability reaches p, at least one (nucleus sampling, Holtzman et al. 2020).
@@ -94,7 +94,7 @@ def sample(
     top_k_R: Tensor | None = None,
     top_p_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """([R] int64 tokens, [R] float32 log-probabilities in nats) drawn by inversion of the cumulative distribution.
+    """Return ([R] int64 tokens, [R] float32 log-probabilities in nats) drawn by inversion of the cumulative distribution.
 
     log p = log_softmax(mask(logits / temperature)) in float32; the token is the first whose cumulative probability
     (in float64) exceeds `uniform_R` times the sum, so a masked token is never drawn. top-k and top-p come together.

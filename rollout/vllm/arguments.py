@@ -99,7 +99,7 @@ def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -
 
 
 def _set_environment(guard: ProcessGuard, device: str) -> None:
-    """Sets what vLLM's processes inherit; what the user has set wins, but for the guard's own."""
+    """Set what vLLM's processes inherit; what the user has set wins, but for the guard's own."""
     os.environ.update(guard.environment)
     os.environ["VLLM_RPC_BASE_PATH"] = guard.directory
     wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

@@ -47,7 +47,7 @@ class ConcurrencyLimit:
         self._excused = 0
 
     def step(self, report: StepReport) -> int:
-        """Takes note of one step; returns the limit."""
+        """Take note of one step; returns the limit."""
         excused = min(report.preempted, self._excused)
         self._excused -= excused
         self._rest = max(0, self._rest - 1)

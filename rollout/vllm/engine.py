@@ -72,7 +72,7 @@ class VllmEngine:
     """See `rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
-        """Returns at once; the engine starts meanwhile, and `ready` waits for it. Raises InvalidInput: vLLM or the
+        """Return at once; the engine starts meanwhile, and `ready` waits for it. Raises InvalidInput: vLLM or the
         model's config cannot be used.
         """
         config = read_config(spec.policy)
@@ -178,7 +178,7 @@ class VllmEngine:
     # Everything below runs on the engine's thread.
 
     async def _live_once(self) -> None:
-        """Starts AsyncLLM and watches it until `close`. Raises whatever it died of."""
+        """Start AsyncLLM and watches it until `close`. Raises whatever it died of."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from rollout.vllm.reports import Reports
@@ -254,7 +254,7 @@ class VllmEngine:
             sequence.loop.call_soon_threadsafe(tell, so_far)
 
     def _spans_so_far(self, name: str, num_tokens: int) -> list[tuple[str, int, int]]:
-        """The versions of an unfinished sequence's first `num_tokens`, which vLLM keeps but tells only at the end."""
+        """Return the versions of an unfinished sequence's first `num_tokens`, which vLLM keeps but tells only at the end."""
         processor = self._llm.output_processor
         (internal,) = processor.external_req_ids.get(name) or [None]
         state = processor.request_states.get(internal)

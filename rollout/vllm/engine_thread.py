@@ -39,11 +39,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Returns at once."""
+        """Return at once."""
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Runs `work` on the engine's loop. Raises what `refuse_if_ended` raises, also when the loop has just ended."""
+        """Run `work` on the engine's loop. Raises what `refuse_if_ended` raises, also when the loop has just ended."""
         with self._gate:
             if not self._over:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -58,7 +58,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     async def result(self, future: Future[ResultT]) -> ResultT:
-        """What came of submitted work; its cancellation by the engine's end becomes the reason of that end."""
+        """Return what came of submitted work; its cancellation by the engine's end becomes the reason of that end."""
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -75,7 +75,7 @@ class EngineThread:
             raise Unavailable("the engine is closed")
 
     def join(self) -> None:
-        """Waits for the end."""
+        """Wait for the end."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -107,7 +107,7 @@ class EngineThread:
 
 
 def died(error: BaseException) -> EngineDied:
-    """What callers are told of an engine that `error` ended."""
+    """Return what callers are told of an engine that `error` ended."""
     if isinstance(error, EngineDied):
         return error
     told = EngineDied(f"the engine died: {error!r}")

@@ -74,7 +74,7 @@ class ProcessGuard:
             os.read(self._end.fileno(), 1)
 
     def kill(self) -> None:
-        """Kills the processes that are there now; the guard goes on."""
+        """Kill the processes that are there now; the guard goes on."""
         with self._lock:
             if not self._owner.closed:
                 self._owner.write(b"k")
@@ -102,7 +102,7 @@ class _Engine:
         self._owners_files: set[str] = set()
 
     def look(self) -> list[int]:
-        """The process ids; takes note of their shared memory."""
+        """Return the process ids; takes note of their shared memory."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         pids = [pid for pid in pids if self._mark in _read(pid, "environ").split(b"\0")]
         for pid in pids:
@@ -111,7 +111,7 @@ class _Engine:
         return pids
 
     def _mapped(self, pid: int) -> set[str]:
-        """What a process has mapped of shared memory: only what came to be in our time, and nothing in folders, since a
+        """Return what a process has mapped of shared memory: only what came to be in our time, and nothing in folders, since a
         user may keep a model there.
         """
         lines = _read(pid, "maps").decode(errors="replace").splitlines()
@@ -119,7 +119,7 @@ class _Engine:
         return {name for name in names if name and "/" not in name} - self._others
 
     def end(self) -> None:
-        """Kills and removes. Python's resource trackers come last, they remove shared memory by themselves."""
+        """Kill and removes. Python's resource trackers come last, they remove shared memory by themselves."""
         deadline_s = time.monotonic() + KILL_S
         while (pids := self.look()) and time.monotonic() < deadline_s:
             trackers = {pid for pid in pids if b"resource_tracker" in _read(pid, "cmdline")}
@@ -159,7 +159,7 @@ class _Ignoring:
 
 
 def watch_folder(path: str) -> int:
-    """A file descriptor that can be read when something was created in `path`; -1 where the system has none to give."""
+    """Return a file descriptor that can be read when something was created in `path`; -1 where the system has none to give."""
     import ctypes
 
     libc = ctypes.CDLL(None)
@@ -171,7 +171,7 @@ def watch_folder(path: str) -> int:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """A file of a process in /proc; empty if it is gone or somebody else's."""
+    """Return a file of a process in /proc; empty if it is gone or somebody else's."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()

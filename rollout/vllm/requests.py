@@ -29,7 +29,7 @@ def label_of(version: Version) -> str:
 
 
 def version_of(label: str) -> Version:
-    """What `label_of` was given."""
+    """Return what `label_of` was given."""
     session, step = label.split(".")
     return Version(int(session), int(step))
 
@@ -41,7 +41,7 @@ def known_tokens(request: GenerationRequest) -> list[int]:
 
 
 def check_request(request: GenerationRequest, max_tokens: int, vocab_size: int) -> int:
-    """The most tokens that prompt and completion may have together. Raises InvalidInput for everything about a request that
+    """Return the most tokens that prompt and completion may have together. Raises InvalidInput for everything about a request that
     could later hurt the engine.
     """
     num_prompt = len(request.prompt_ids)
@@ -89,12 +89,12 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
 
 
 def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) -> Completion:
-    """What exists of a request that goes on."""
+    """Return what exists of a request that goes on."""
     return _joined(request, output, spans, "abort")
 
 
 def completion(request: GenerationRequest, output: Any) -> Completion:
-    """What a request has come to. Raises Unavailable if the model's numbers were not finite."""
+    """Return what a request has come to. Raises Unavailable if the model's numbers were not finite."""
     spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
     reason = output.finish_reason
     ended = _joined(request, output, spans, reason if reason in ("stop", "length") else "abort")
@@ -108,7 +108,7 @@ def completion(request: GenerationRequest, output: Any) -> Completion:
 
 
 def spans_so_far(starts: list[tuple[str, int]], num_tokens: int) -> list[LabelSpan]:
-    """The versions of an unfinished sequence's first `num_tokens`, from (label, first token) of each that it met."""
+    """Return the versions of an unfinished sequence's first `num_tokens`, from (label, first token) of each that it met."""
     met = [(label, start) for label, start in starts if start < num_tokens]
     ends = [start for _, start in met[1:]] + [num_tokens]
     return [(label, start, end) for (label, start), end in zip(met, ends, strict=True)]

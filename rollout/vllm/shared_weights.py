@@ -46,7 +46,7 @@ class SharedWeights:
         self.manifest = manifest.to_bytes()
 
     async def verified(self, timeout_s: float) -> None:
-        """Waits for the receipts of all readers. Raises Unavailable: one is missing after `timeout_s`, or differs."""
+        """Wait for the receipts of all readers. Raises Unavailable: one is missing after `timeout_s`, or differs."""
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_readers))
         while missing:
@@ -71,12 +71,12 @@ class SharedWeights:
         return self._memory[start : start + RECEIPT_BYTES]
 
     def close(self) -> None:
-        """Lets go of the memory; it is freed when the readers have let go too."""
+        """Let go of the memory; it is freed when the readers have let go too."""
         os.close(self._fd)
 
 
 def read_shared(path: str, manifest: bytes, reader: int) -> dict[str, Tensor]:
-    """The tensors as views of the shared memory, verified; leaves the receipt of reader number `reader`."""
+    """Return the tensors as views of the shared memory, verified; leaves the receipt of reader number `reader`."""
     layout = WeightManifest.from_bytes(manifest)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -46,7 +46,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: 
     update_info_cls = ReadWeights
 
     def read(self, path: str, manifest: bytes, reader: int) -> None:
-        """Begins to map and verify; the outcome is in the receipt and in `receive_weights`."""
+        """Begin to map and verify; the outcome is in the receipt and in `receive_weights`."""
         self._tensors: Future[Mapping[str, torch.Tensor]] = Future()
 
         def run(outcome: Future[Mapping[str, torch.Tensor]]) -> None:
@@ -61,19 +61,19 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: 
         """Nothing."""
 
     def start_weight_update(self) -> None:
-        """Puts every layer into the state in which a checkpoint's tensors can be loaded."""
+        """Put every layer into the state in which a checkpoint's tensors can be loaded."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ReadWeights) -> None:
-        """Loads this worker's part of every tensor. The receipts came first, so there is nothing left to wait for."""
+        """Load this worker's part of every tensor. The receipts came first, so there is nothing left to wait for."""
         tensors = self._tensors.result(timeout=0)
         del self._tensors
         self.model.load_weights(iter(tensors.items()))
 
     def finish_weight_update(self) -> None:
-        """Brings the layers back into the form that the kernels use."""
+        """Bring the layers back into the form that the kernels use."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
@@ -91,7 +91,7 @@ class WorkerExtension:
     weight_transfer_engine: SharedMemoryTransfer
 
     def paceline_make_stage_buffers(self) -> None:
-        """Makes the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up, which
+        """Make the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up, which
         it leaves out on a CPU without compilation.
         """
         from vllm.distributed import get_pp_group
@@ -103,7 +103,7 @@ class WorkerExtension:
             )
 
     def paceline_read_weights(self, path: str, manifest: bytes) -> None:
-        """Begins to read; readers count through the replicas of data parallelism."""
+        """Begin to read; readers count through the replicas of data parallelism."""
         parallel = self.vllm_config.parallel_config
         reader = parallel.data_parallel_index * parallel.world_size + self.rank
         self.weight_transfer_engine.read(path, manifest, reader)

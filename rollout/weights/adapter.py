@@ -55,7 +55,7 @@ class AdapterSlot:
                 raise InvalidInput(f"the adapter of {name!r} has NaN or infinite elements; {KEPT}")
 
     def replace(self, adapter: Mapping[str, Tensor]) -> None:
-        """Puts a checked adapter in place of the one before."""
+        """Put a checked adapter in place of the one before."""
         left = set(self._base)
         for name, a_RI, b_OR in pairs(adapter):
             weight = self._layers[name].weight.data

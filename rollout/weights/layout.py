@@ -34,7 +34,7 @@ class WeightLayout:
 
     @classmethod
     def of(cls, module: Any) -> WeightLayout:
-        """The layout of `module`, which may be on the meta device."""
+        """Return the layout of `module`, which may be on the meta device."""
         shapes: dict[str, torch.Size] = {}
         groups: dict[int, list[str]] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -82,7 +82,7 @@ class WeightLayout:
 
 
 def meta_layout(config: PreTrainedConfig) -> WeightLayout:
-    """The layout of the model that `config` describes, without any memory for it."""
+    """Return the layout of the model that `config` describes, without any memory for it."""
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         module = auto.from_config(config)
@@ -91,7 +91,7 @@ def meta_layout(config: PreTrainedConfig) -> WeightLayout:
 
 
 def read_config(policy: PolicySection) -> PreTrainedConfig:
-    """The config of `policy.model_name`."""
+    """Return the config of `policy.model_name`."""
     config: PreTrainedConfig = AutoConfig.from_pretrained(policy.model_name)
     return config
 
@@ -105,7 +105,7 @@ def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
 
 
 def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
-    """The type of the engine's weights, from policy.generation_precision."""
+    """Return the type of the engine's weights, from policy.generation_precision."""
     dtype: torch.dtype = getattr(
         torch, resolved_dtype(policy.generation_precision, torch.device(device).type)
     )
@@ -127,7 +127,7 @@ def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_co
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether every element is finite. One sum says so at the speed of memory; only a sum that is not asks them all."""
+    """Return whether every element is finite. One sum says so at the speed of memory; only a sum that is not asks them all."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 

@@ -76,7 +76,7 @@ class WeightReceiver:
             return list(self._at_work.values())
 
     def offer(self, offer: LinkOffer) -> None:
-        """Takes up an offer; the newest wins. Returns at once, every outcome goes to `on_ack`.
+        """Take up an offer; the newest wins. Returns at once, every outcome goes to `on_ack`.
 
         Raises WireError for an offer or a manifest that cannot be right and Conflict after `close`.
         """
@@ -99,12 +99,12 @@ class WeightReceiver:
         threading.Thread(target=self._acknowledge, args=(offer.version, *answer), daemon=True).start()
 
     def leave_epoch(self) -> None:
-        """Drops the link, wherever it is; what is held goes on serving, and the next offer makes another link."""
+        """Drop the link, wherever it is; what is held goes on serving, and the next offer makes another link."""
         with self._lock:
             self._supersede()
 
     def close(self) -> None:
-        """Takes no more offers and drops the link; waits for nothing."""
+        """Take no more offers and drops the link; waits for nothing."""
         with self._lock:
             self._closed = True
             self._supersede()
@@ -133,7 +133,7 @@ class WeightReceiver:
         return None
 
     def _take(self, link: _Link, offer: LinkOffer, manifest: WeightManifest) -> None:
-        """Receives one offer over `link` and swaps it in. Runs in the link's thread."""
+        """Receive one offer over `link` and swaps it in. Runs in the link's thread."""
         try:
             self._receive(link, offer, manifest)
         finally:
@@ -183,7 +183,7 @@ class WeightReceiver:
             self._swap.release()
 
     def _memory(self, manifest: WeightManifest) -> torch.Tensor:
-        """Where the next version goes: the memory of the one before, once it is copied into the engine, or new."""
+        """Return where the next version goes: the memory of the one before, once it is copied into the engine, or new."""
         with self._lock:
             spare, self._spare = self._spare, None
         if spare is not None and len(spare) == manifest.total_bytes:
@@ -232,7 +232,7 @@ class _Link:
         threading.Thread(target=self._run, name=f"weights-{first.attempt}", daemon=True).start()
 
     def overtook(self, offer: LinkOffer) -> bool:
-        """Whether `offer` is of an earlier session or attempt and the network delivered it late."""
+        """Return whether `offer` is of an earlier session or attempt and the network delivered it late."""
         latest = self._latest
         if offer.session != latest.session:
             return offer.session < latest.session

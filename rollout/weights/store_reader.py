@@ -61,7 +61,7 @@ class StoreReader:
         return self._held.version if self._held is not None else None
 
     def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
-        """The tensors of the offered version, which stay this object's: valid until the next call.
+        """Return the tensors of the offered version, which stay this object's: valid until the next call.
 
         Raises NotFound or Unavailable when the store cannot be read, Damaged when it can but not to the end.
         """
@@ -86,7 +86,7 @@ class StoreReader:
     # What to read
 
     def _deltas_after_held(self, offer: StoreOffer, target: StoredVersion) -> list[StoredVersion] | None:
-        """The deltas from what is held to the target, oldest first; None when a snapshot is the shorter way."""
+        """Return the deltas from what is held to the target, oldest first; None when a snapshot is the shorter way."""
         held = self._held
         if held is None:
             return None
@@ -141,7 +141,7 @@ class StoreReader:
     # Reading and applying
 
     def _apply(self, deltas: list[StoredVersion]) -> dict[str, torch.Tensor]:
-        """Goes on from what is held; every slice that a delta touched is compared at the end."""
+        """Go on from what is held; every slice that a delta touched is compared at the end."""
         held = self._held
         assert held is not None
         touched: dict[tuple[int, str], Slice] = {}
@@ -232,7 +232,7 @@ class _Held:
         return tuple(content_hash(table.values()) for table in self.tables)
 
     def slice_bits(self, rank: int, one: Slice) -> npt.NDArray[Any]:
-        """[N] the bits of a slice, to read and write. Raises WireError for one that the snapshot does not have."""
+        """Return [N] the bits of a slice, to read and write. Raises WireError for one that the snapshot does not have."""
         known = self.tables[rank].get(one.name) if rank < len(self.tables) else None
         if known is None or (known.start, known.length) != (one.start, one.length):
             raise WireError(
@@ -241,7 +241,7 @@ class _Held:
         return self._bits[one.name][one.start : one.start + one.length]
 
     def fill(self, rank: int, slices: Iterable[Slice], data: Mapping[str, memoryview]) -> None:
-        """Copies one rank's part of a snapshot. Raises WireError."""
+        """Copy one rank's part of a snapshot. Raises WireError."""
         for one in slices:
             bits = self._bits.get(one.name)
             if bits is None or one.name not in data or one.start + one.length > len(bits):
@@ -268,7 +268,7 @@ class _Held:
                 raise WireError(f"the snapshot's parts have {end} of {len(bits)} elements of {name!r}")
 
     def all_slices(self) -> list[tuple[tuple[int, str], Slice]]:
-        """Every slice by rank and name."""
+        """Return every slice by rank and name."""
         return [((rank, name), one) for rank, table in enumerate(self.tables) for name, one in table.items()]
 
     def check(self, manifest: StoredVersion, slices: Iterable[tuple[tuple[int, str], Slice]]) -> None:

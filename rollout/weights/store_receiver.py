@@ -55,7 +55,7 @@ class StoreReceiver:
         self._closed = False
 
     def offer(self, offer: StoreOffer) -> None:
-        """Takes up an offer; the newest wins. Returns at once. Raises Conflict after `close` or for another run."""
+        """Take up an offer; the newest wins. Returns at once. Raises Conflict after `close` or for another run."""
         if offer.run_id != self._run_id:
             raise Conflict(f"offer is of run {offer.run_id!r}, this member serves {self._run_id!r}")
         with self._lock:
@@ -76,7 +76,7 @@ class StoreReceiver:
         return [progress] if progress is not None else []
 
     def close(self) -> None:
-        """Takes no more offers; waits for nothing."""
+        """Take no more offers; waits for nothing."""
         with self._lock:
             self._closed = True
             if self._thread is not None:
@@ -125,7 +125,7 @@ class _Reading:
             return current is not None and busy_s > STUCK_S + slowest_s(current.snapshot_bytes)
 
     def progress(self) -> WeightProgress | None:
-        """How far the offer under way is; None between two."""
+        """Return how far the offer under way is; None between two."""
         with self._changed:
             current, reader = self._current, self._reader
             if current is None or self._left:
@@ -156,7 +156,7 @@ class _Reading:
             return None if self._left else self._current
 
     def _take(self, offer: StoreOffer) -> tuple[bool, str, bool]:
-        """(taken, why not, whether a snapshot would help)."""
+        """Return (taken, why not, whether a snapshot would help)."""
         if self._serving is not None and offer.version <= self._serving:
             held = offer.version == self._serving
             return held, "already held" if held else f"{tuple(self._serving)} is held", False

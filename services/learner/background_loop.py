@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class BackgroundLoop:
-    """Runs coroutines beside the main thread. Whatever fails there is raised here by the next `check`."""
+    """Loop for coroutines beside the main thread. The next `check` raises an error that ended one of them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -23,11 +23,11 @@ class BackgroundLoop:
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs a coroutine for as long as the loop lives."""
+        """Run a coroutine for as long as the loop lives."""
         self._tasks.append(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     def check(self) -> None:
-        """Raises what a started coroutine died of."""
+        """Raise the error that ended a started coroutine, if any."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -39,25 +39,25 @@ class BackgroundLoop:
         stopping: threading.Event | None = None,
         grace_s: float = 0.0,
     ) -> ResultT:
-        """The coroutine's result; checks the others meanwhile. Raises TimeoutError after `timeout_s`, or `grace_s` after
-        `stopping` was set, whichever comes first.
+        """Return the coroutine's result, and check the started coroutines meanwhile. Raises TimeoutError after `timeout_s`, or
+        `grace_s` after `stopping` was set, whichever comes first.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        deadline_s, told = time.monotonic() + timeout_s, False
+        deadline_s, shortened = time.monotonic() + timeout_s, False
         try:
             while (left_s := deadline_s - time.monotonic()) > 0:
                 done, _ = concurrent.futures.wait([future], timeout=min(1.0, left_s))
                 if done:
                     return future.result()
                 self.check()
-                if stopping is not None and stopping.is_set() and not told:
-                    told, deadline_s = True, min(deadline_s, time.monotonic() + grace_s)
+                if stopping is not None and stopping.is_set() and not shortened:
+                    shortened, deadline_s = True, min(deadline_s, time.monotonic() + grace_s)
             raise TimeoutError("no answer in time")
         finally:
             future.cancel()
 
     def post(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs a coroutine without waiting; for reports from any thread. Does nothing after `close`."""
+        """Run a coroutine without waiting, from any thread. Do nothing after `close`."""
         with self._closing:
             if self.loop.is_closed():
                 coroutine.close()
@@ -65,13 +65,13 @@ class BackgroundLoop:
                 asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Calls a function in the loop without waiting; from any thread. Does nothing after `close`."""
+        """Call a function in the loop without waiting, from any thread. Do nothing after `close`."""
         with self._closing:
             if not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Cancels everything and ends the thread and its loop."""
+        """Cancel everything, and end the thread and its loop."""
         if self.loop.is_closed():
             return
         for task in self._tasks:

@@ -35,7 +35,7 @@ class RankBatch(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """Whether the run, or this session of it, has ended."""
+        """Return whether the run, or this session of it, has ended."""
         return self.reply.state == pb.BATCH_STATE_END
 
     @classmethod

@@ -1,9 +1,9 @@
-"""The checkpoints of one session: begun after a step, written beside the next ones, then made known to the coordinator.
+"""The checkpoints of one session: begun after a step, written during the next ones, then reported to the coordinator.
 
-One that cannot be written is warned of, and the run goes on without it; only the last one is tried again. All ranks call
-`load`, `begin`, `finish` and `save_last` at the same point. Old ones are deleted on a thread of its own. The one that the
-session begins from is asked for again while it cannot be read (a mount that is late); then, and at once when it is
-damaged, the session gives up, and the coordinator gives the next one an older checkpoint.
+A checkpoint that cannot be written causes a warning, and the run goes on without it; only the last one is tried again. All
+ranks call `load`, `begin`, `finish` and `save_last` at the same point. A separate thread deletes old checkpoints. Reading
+the one that the session begins from is tried again (a mount may be late); after the last try, and at once when the
+checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
 
 LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
-"""Before each further try at the last checkpoint."""
+"""Seconds before each further try at the last checkpoint."""
 
 LOAD_PAUSES_S = (1.0, 2.0, 4.0)
-"""Before each further try at a checkpoint that is not there or cannot be read."""
+"""Seconds before each further try at a checkpoint that is missing or cannot be read."""
 
 SEEN_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 3.0)
-"""Before each further look for a file that rank 0 has written: a network file system may show it late."""
+"""Seconds before each further check for a file that rank 0 has written: a network file system may show it late."""
 
 log = logging.getLogger(__name__)
 
 
 class NotShared(PacelineError):
-    """The ranks of the learner do not write their checkpoints to one place."""
+    """The ranks of the learner do not share one folder of checkpoints."""
 
 
 class SessionCheckpoints:
-    """One rank's side. `report` brings a complete one to the coordinator, `warn` says what went wrong with another."""
+    """One rank's side. `report` sends the report of a complete checkpoint, `warn` a warning about a failed one."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class SessionCheckpoints:
         warn: Callable[[str], None],
     ):
         self.newest = (assignment.checkpoint_path, assignment.start_step)
-        """Path and step of the newest complete one; kept up to date on rank 0."""
+        """Path and step of the newest complete checkpoint; kept up to date on rank 0."""
         self.saving = False
-        """Whether training waits for a checkpoint."""
+        """True while training waits for a checkpoint."""
         self._assignment, self._report, self._warn = assignment, report, warn
         self._directory = checkpoint_folder(settings, assignment.directory, assignment.run_id)
         self._enabled = settings.enabled
@@ -65,11 +65,11 @@ class SessionCheckpoints:
         self._writer = CheckpointWriter(self._directory, assignment.session)
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
-    def look_around(self, device: torch.device, pause: Callable[[float], object]) -> None:
-        """Before anything is loaded, all ranks look at the folder.
+    def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
+        """Check the folder on all ranks, before anything is loaded.
 
-        Raises CheckpointFault when a checkpoint of this or a later session is there, so that its number is taken; NotShared when
-        a rank does not see what rank 0 writes; on all ranks the same.
+        Raises CheckpointFault when a checkpoint of this or a later session exists, so that the session's number is taken;
+        NotShared when a rank does not see the files of rank 0; on all ranks the same.
         """
         taken = broadcast_bytes(self._taken().encode()).decode()
         if taken:
@@ -81,15 +81,15 @@ class SessionCheckpoints:
             self._check_shared(device, pause)
 
     def _taken(self) -> str:
-        """A checkpoint of this or a later session, if there is one. Takes note of those that are ahead of where this session
-        begins: it is not for this session to delete them."""
+        """Return a checkpoint of this or a later session, if there is one; empty without. Keep the names of those of later steps
+        than this session's first, because this session must not delete them."""
         if not is_first_rank():
             return ""
         session, start = self._assignment.session, self._assignment.start_step
         try:
             found = checkpoints.list_positions(self._directory)
-        except Exception as error:  # as the store's client has it; writing will meet it again and say so
-            log.warning("the folder of checkpoints %s could not be looked at: %s", self._directory, error)
+        except Exception as error:  # of the object store's client; writing will meet it again and report it
+            log.warning("the folder of checkpoints %s could not be listed: %s", self._directory, error)
             return ""
         self._ahead = {str(folder) for (_, step), folder in found if step > start}
         taken = [folder for (number, _), folder in found if number >= session]
@@ -116,25 +116,25 @@ class SessionCheckpoints:
             )
 
     def _write_sign(self) -> str:
-        """A new file that the other ranks look for; its name, empty where none could be written."""
+        """Write a new file that the other ranks check for, and return its name; empty where it could not be written."""
         if not is_first_rank():
             return ""
         name = f".seen-by-all-ranks-{uuid.uuid4().hex}"
         try:
             self._directory.make()
             self._directory.write(name, b"")
-        except Exception as error:  # as the store's client has it
+        except Exception as error:  # of the object store's client
             log.warning("nothing could be written to %s: %s", self._directory, error)
             return ""
         return name
 
     @property
     def unwritten(self) -> bool:
-        """Whether `finish` would wait, on this rank."""
+        """Return whether `finish` would wait on this rank."""
         return self._writer.in_progress and not self._writer.ready
 
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
-        """Puts the trainer where the session begins.
+        """Load the checkpoint that the session begins from.
 
         Raises CheckpointFault when the checkpoint is missing, damaged or cannot be read, Misfit when it is of another model;
         on all ranks the same.
@@ -168,9 +168,9 @@ class SessionCheckpoints:
         log.info("session %d goes on from step %d", self._assignment.session, self._assignment.start_step)
 
     def begin(self, trainer: Trainer, step: int, chain: str) -> None:
-        """Copies the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile."""
+        """Copy the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile."""
         if step == (self._assignment.start_step if self._assignment.checkpoint_path else -1):
-            return  # it is what this session came from
+            return  # the session began from this checkpoint
         if step == self._writer.step:
             return
         self.finish()
@@ -179,9 +179,9 @@ class SessionCheckpoints:
         self.saving = False
 
     def finish(self) -> str:
-        """Waits for the checkpoint in the making, if there is one, and reports it.
+        """Wait for the checkpoint in progress, if there is one, and report it.
 
-        Returns why it could not be written, on the ranks that know: the run goes on, and the next one is tried.
+        Return the reason why it could not be written, on the ranks that know it: the run goes on, and the next one is tried.
         """
         self.saving = self._writer.in_progress
         try:
@@ -209,7 +209,7 @@ class SessionCheckpoints:
         return ""
 
     def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
-        """Finishes the last step's, for which no later one makes up: tried again while the disk may be full.
+        """Finish the checkpoint of the last step; try again while the disk may be full, because no later one replaces it.
 
         Raises Unavailable after the last try.
         """
@@ -223,14 +223,14 @@ class SessionCheckpoints:
         raise Unavailable(f"the checkpoint of step {step}, the last one, could not be written; see the log")
 
     def keep_only(self, paths: list[str]) -> None:
-        """The ledger has forgotten all older ones but these: they are deleted while training goes on."""
+        """Delete, while training goes on, all older checkpoints but these, because the ledger has forgotten them."""
         with contextlib.suppress(RuntimeError):  # the run ends at this very moment
             self._deleting.submit(self._delete_all_but, paths)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         with contextlib.suppress(PacelineError):
-            self._writer.finish()  # nobody asks for it any more; but its thread must not run into the next run
+            self._writer.finish()  # nobody needs it any more; but its thread must not run into the next run
         self._deleting.shutdown()
 
     def _delete_all_but(self, kept: list[str]) -> None:

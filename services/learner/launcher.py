@@ -1,14 +1,14 @@
-"""Starts the ranks of one host and ends all of them when one dies: `services/learner/main.py` and `paceline replay` use it.
+"""Launcher of the ranks of one host; it ends all of them when one dies. `services/learner/main.py` and `paceline replay` use it.
 
     python -m services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
 
 Promises: no rank outlives the launcher, however that ends; the launcher ends once all ranks have ended, with the status of
-the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. Nothing listens for the ranks to meet: they
-do so in a file without a name (`rank_group.py`), whose descriptor they inherit, so nobody else can reach it and nothing of
-it is left behind.
+the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. The ranks meet without a listening socket, in
+a file without a name (`rank_group.py`) whose descriptor they inherit, so no other process can reach it and no file is left
+behind.
 
-One thread for each rank waits for its end; the main thread alone decides, from a queue that these and the signal handler
-fill.
+One thread for each rank waits for its end; the main thread alone decides, from a queue that these threads and the signal
+handler fill.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from services.common.processes.supervisor import ending
 from services.common.processes.tether import tethered
 
 MEETING_VARIABLE = "PACELINE_RANKS_FILE"
-"""Tells a rank the file in which the ranks meet."""
+"""Environment variable with the file in which the ranks meet."""
 
 KILL_AFTER_S = 10.0
-"""Seconds after their grace until ranks that were told to stop are killed."""
+"""Seconds after their grace until stopping ranks are killed."""
 
 OTHERS_END_S = 10.0
-"""Seconds that the others have, when a rank has failed, to notice it in a collective and end by themselves."""
+"""Seconds in which the other ranks may notice a failed rank in a collective and end by themselves."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank has ended."""
+    """The end of a rank."""
 
     rank: int
     status: int
@@ -51,17 +51,17 @@ class Ended:
 
 @dataclass
 class Ranks:
-    """The processes of one group of ranks, and what has become of them."""
+    """The processes of one group of ranks, and their ends."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     events: queue.SimpleQueue[Ended | None] = field(default_factory=queue.SimpleQueue)
-    """Ends of ranks; None for a signal that asks to stop."""
+    """Ends of ranks; None for a signal to stop."""
     told_to_stop: bool = False
     status: int = 0
-    """Return code of the first rank that failed, as `subprocess` has it."""
+    """Return code of the first rank that failed, in the form of `subprocess`."""
 
     def start(self, module: str, options: list[str], ranks: int) -> None:
-        """Starts the processes `python -m module options`, with torchrun's variables for ranks of one host."""
+        """Start the processes `python -m module options`, with torchrun's variables for ranks of one host."""
         meeting = os.memfd_create("paceline-ranks")
         environment = {name: value for name, value in os.environ.items() if name != STARTER_VARIABLE}
         environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -75,7 +75,7 @@ class Ranks:
         os.close(meeting)
 
     def see_through(self, grace_s: float) -> None:
-        """Returns when all ranks have ended; those that take too long are killed."""
+        """Wait until all ranks have ended, and kill those that take too long."""
         alive, deadline_s = set(range(len(self.processes))), float("inf")
         while alive:
             left_s = min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
@@ -105,12 +105,12 @@ class Ranks:
             deadline_s = min(deadline_s, time.monotonic() + wait_s)
 
     def kill(self) -> None:
-        """Ends what is left, whatever it does."""
+        """Kill the remaining processes."""
         for process in self.processes:
             process.kill()
 
     def _failed(self, event: Ended) -> bool:
-        """Whether an end is a fault. A rank that is told to stop while it still imports dies of the signal itself."""
+        """Return whether an end is a fault. A rank that gets the signal while it still imports dies of it, which is none."""
         return event.status != 0 and not (self.told_to_stop and event.status == -signal.SIGTERM)
 
     def _send(self, ranks: set[int], number: signal.Signals) -> None:
@@ -122,7 +122,7 @@ class Ranks:
 
 
 def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> int:
-    """Starts the ranks and waits for their end; the return code of the first that failed, or 0. Main thread only."""
+    """Start the ranks, wait for their end, and return the return code of the first that failed, or 0. Main thread only."""
     started = Ranks()
     before = {number: signal.signal(number, lambda *_: started.events.put(None)) for number in SIGNALS}
     try:
@@ -136,7 +136,7 @@ def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> in
 
 
 def end_as(status: int) -> None:
-    """Ends this process as a rank ended: a supervisor judges a signal from outside otherwise than a fault."""
+    """End this process as a rank ended, because a supervisor treats a signal from outside otherwise than a fault."""
     if -status in FROM_OUTSIDE:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -149,7 +149,7 @@ def _named(ranks: set[int]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Ranks of any module, as given on the command line."""
+    """Run the ranks of any module, as given on the command line."""
     die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ranks, grace_s, module, *options = arguments

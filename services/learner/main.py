@@ -1,7 +1,7 @@
 """The learner service: `paceline serve learner` (also `paceline-learner`) starts its ranks.
 
-One rank runs in this process; more are its children, all of which end when one dies (`services/learner/launcher.py`). Who started
-the service then starts it again, and a new session begins from the newest checkpoint. `services/learner/rank.py` is a
+One rank runs in this process; several are its children, all of which end when one dies (`services/learner/launcher.py`). The
+starter of the service then starts it again, and a new session begins from the newest checkpoint. `services/learner/rank.py` is a
 rank, `services/learner/run.py` its work on one run.
 """
 

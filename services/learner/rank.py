@@ -1,7 +1,7 @@
 """One rank of the learner: waits for a run, works on it, waits for the next.
 
-Rank 0 is the member that runs are assigned to; it hands an assignment on to the other ranks as plain bytes. Every
-rank has its own connection to the exchange, for its parts of batches and its receipts.
+Rank 0 is the member that runs are assigned to; it broadcasts an assignment to the other ranks as plain bytes. Every
+rank has a connection to the exchange, for its parts of batches and its receipts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from services.learner.servicer import LearnerServicer
 ASSIGNMENT_POLL_S = 2.0
 
 OUTBOX_SIZE = 8
-"""Reports that are past being replaced by newer ones."""
+"""Reports on the stream, which a newer report can no longer replace."""
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +63,11 @@ class LearnerRank:
         self.device = device
         self.host = host
         self.reachable = reachable
-        """This machine's address for the others; `host` is what it listens on."""
+        """Address of this machine for others; `host` is the address that it listens on."""
         self.grace_s = grace_s
         """Seconds from SIGTERM in which the coordinator may still answer."""
-        self._told_s = 0.0
-        """When it was told to stop, by the monotonic clock."""
+        self._stop_s = 0.0
+        """Monotonic time of the order to stop."""
         self.address = ""
         self.orders = Orders()
         self.background = BackgroundLoop()
@@ -91,12 +91,12 @@ class LearnerRank:
         self._outgoing = ReportQueue(self.background.call, self.membership.report)
 
     def join(self) -> None:
-        """Becomes a member; once its address is known, since that is what it says first."""
+        """Become a member. To be called once the address is known, because the first message has it."""
         self.background.start(self.membership.run())
         self.background.start(self._outgoing.run())
 
     def serve_forever(self) -> None:
-        """Works on one assignment after the other, until told to stop."""
+        """Work on one assignment after the other, until `stop`."""
         while not self.stopping.is_set():
             data = broadcast_bytes(self._next_assignment() if self.rank == 0 else b"")
             if not data:
@@ -106,15 +106,13 @@ class LearnerRank:
             self._set_ready(True)
             self._work_on(assignment)
             if self._assigned is not None and self._assigned.session == assignment.session:
-                self._assigned = (
-                    None  # a session that is over is not to be gone on with after a broken stream
-                )
+                self._assigned = None  # a session that is over must not be resumed after a broken stream
 
     def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
-        """One session. Raises PacelineError when the ranks cannot be brought to one point again."""
+        """Run one session. Raises PacelineError when the ranks may be at different points afterwards."""
         try:
             run = LearnerRun(assignment, self)
-        except Unavailable as error:  # on all ranks, which are of one version
+        except Unavailable as error:  # raised on all ranks, because they have one version
             self.report(failed_set_up(assignment.run_id, error, assignment.session))
             self._set_ready(False)
             return
@@ -129,35 +127,35 @@ class LearnerRank:
             raise PacelineError("the ranks may be at different points of the run now, so all of them end")
 
     def _set_ready(self, ready: bool) -> None:
-        """What the health of this learner says: whether it could set up the last run that it was given."""
+        """Set the health of this learner: ready unless it could not set up its last run."""
         if self.server is not None:
             self.background.post(self.server.set_serving("paceline.v1.LearnerService", ready))
 
     def stop(self) -> None:
-        """Ends after the current step, with a checkpoint. Called by signal handlers: takes no lock."""
+        """End after the current step, with a checkpoint. Takes no lock, because signal handlers call it."""
         if not self.stopping.is_set():
-            self._told_s = time.monotonic()
+            self._stop_s = time.monotonic()
         self.stopping.set()
         self.membership.draining = True
 
     def close(self) -> None:
-        """Leaves in good order: with the coordinator's word that it has the last checkpoint, if there is time."""
-        left_s = max(LEAVE_WAIT_S, self._told_s + self.grace_s - time.monotonic())
+        """Leave after the coordinator has acknowledged the last reports, if there is time."""
+        left_s = max(LEAVE_WAIT_S, self._stop_s + self.grace_s - time.monotonic())
         if not self.background.wait(self._leave(left_s), left_s + 5.0):
             log.warning("no coordinator took this rank's last reports within %.0f s", left_s)
         self.background.close()
 
     def leave(self, reason: str) -> None:
-        """Leaves because of a fault, once the coordinator has read what was reported of it, if it is there."""
+        """Leave because of a fault, once the coordinator has read the report of it, if it is up."""
         with contextlib.suppress(TimeoutError):
             self.background.wait(self.membership.leave(reason=reason), LEAVE_WAIT_S + 1.0)
 
     def report(self, report: worker_pb2.ConnectRequest) -> None:
-        """Sends a report from any thread, when there is somebody to take it; what a newer one replaces is not sent."""
+        """Send a report from any thread, as soon as there is a stream; a report that a newer one replaces is not sent."""
         self._outgoing.put(report)
 
     async def _leave(self, wait_s: float) -> bool:
-        """Says everything that is left to say, and leaves; whether the coordinator has taken it."""
+        """Send all waiting reports and leave; return whether the coordinator has taken them."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._outgoing.emptied()
@@ -166,7 +164,7 @@ class LearnerRank:
             return False
 
     def _next_assignment(self) -> bytes:
-        """The newest assignment, if one comes soon; empty otherwise, so that no rank sits in a collective for long."""
+        """Return the newest assignment, if one comes soon; empty otherwise, so that no rank waits in a collective for long."""
         newest = b""
         try:
             newest = self._assignments.get(timeout=ASSIGNMENT_POLL_S)
@@ -209,14 +207,14 @@ class LearnerRank:
                 if run is not None:
                     run.keep_checkpoints(directive.keep_checkpoints)
             case "checkpoint":
-                with contextlib.suppress(Busy):  # enough of them wait
+                with contextlib.suppress(Busy):  # enough orders wait
                     self.orders.ask_checkpoint()
             case "drain":
                 self.stop()
 
     @property
     def current_run(self) -> LearnerRun | None:
-        """The run that this rank works on."""
+        """The run that this rank works on; None without one."""
         return self._run
 
     def _hello(self) -> worker_pb2.Hello:
@@ -233,7 +231,7 @@ class LearnerRank:
         )
         run = self._run
         if run is not None and run.session == hello.session and run.receipted:
-            # A coordinator whose ledger has not these receipts is another one's backup; this session cannot go on with it.
+            # A coordinator whose ledger lacks these receipts has restored an older backup; this session cannot continue with it.
             hello.version.session, hello.version.step = run.session, run.receipted
         return hello
 
@@ -254,7 +252,7 @@ def main(
     grace_s: float,
     ready_file: Path | None,
 ) -> None:
-    """One rank; its options come from `paceline serve learner`."""
+    """Run one rank; its options come from `paceline serve learner`."""
     die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("learner")

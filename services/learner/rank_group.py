@@ -1,7 +1,7 @@
 """The process group of the learner's ranks, on sockets that only this host can reach.
 
-Ranks of one host meet in the file that their launcher hands them (`launcher.py`): no store listens and nothing that anybody
-sends is read. gloo's connections between ranks listen on loopback, whatever `--host` says; NCCL's on the interface of
+Ranks of one host meet in the file that their launcher passes to them (`launcher.py`): no rendezvous listens, and no message
+from outside is read. gloo's connections between ranks listen on loopback, whatever `--host` says; NCCL's on the interface of
 `--host`, because the process may also need NCCL towards other hosts. Ranks that another launcher started, on several
 hosts, meet as torch's environment variables say.
 """
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from services.learner.launcher import MEETING_VARIABLE
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""A rank that is not heard of for this long ends the others; the launcher notices a death much earlier."""
+"""Seconds of a rank's silence after which the others end; the launcher notices a death much earlier."""
 
 
 def form_rank_group(host: str, *, cuda: bool) -> None:
-    """Makes the default process group, if this process is one of several ranks. `host` is what the service listens on."""
+    """Make the default process group, if this process is one of several ranks. `host` is what the service listens on."""
     meeting = os.environ.get(MEETING_VARIABLE)
     if meeting or "RANK" not in os.environ:
         _keep_to_this_host(host)
@@ -38,7 +38,7 @@ def form_rank_group(host: str, *, cuda: bool) -> None:
 
 
 def interface_of(host: str) -> str | None:
-    """Name of the network interface that has this address; None for a wildcard and for an address of no interface."""
+    """Return the name of the network interface that has this address; None for a wildcard and for an address of no interface."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -50,7 +50,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _keep_to_this_host(host: str) -> None:
-    """Read by gloo and NCCL when they make a group; without them, they choose an interface that others can reach."""
+    """Set the variables from which gloo and NCCL take their interface, because they would choose one that others can reach."""
     loopback = interface_of("127.0.0.1")
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback

@@ -1,8 +1,8 @@
-"""What the learner has still to say to the coordinator: bounded, however long nobody listens.
+"""Reports that wait to be sent to the coordinator: bounded, however long it is away.
 
-Of what is said again and again only the newest counts: the offer to a member, how a publish to it went, what was staged last.
-Such a report replaces its predecessor that waits. Everything else (checkpoints, set-up, the end of a run) waits in order and is
-never dropped; there are a few of them in a session.
+Of some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version. Such
+a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a run) wait in order and are never
+dropped; a session has a few of them.
 
 `put` may be called from any thread; one coroutine takes the reports out.
 """
@@ -17,14 +17,14 @@ from collections.abc import Awaitable, Callable
 from protos.paceline.v1 import worker_pb2
 
 MAX_REPLACEABLE = 1024
-"""Reports for which there may be newer ones; beyond them the oldest is dropped."""
+"""Replaceable reports that may wait; beyond this number the oldest is dropped."""
 
 Key = tuple[str, str | int]
 
 
 class ReportQueue:
-    """Reports on their way to `send`, which waits while no stream takes them. To be made in any thread; `call` calls a function
-    in the loop that runs `run`."""
+    """Reports on their way to `send`, which waits while there is no stream. Any thread may make it; `call` calls a function in
+    the loop that runs `run`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ReportQueue:
         return len(self._waiting)
 
     def put(self, report: worker_pb2.ConnectRequest) -> None:
-        """Says `report` as soon as somebody listens."""
+        """Send `report` as soon as there is a stream."""
         newer = _replaces(report)
         with self._lock:
             if newer is not None:
@@ -54,18 +54,18 @@ class ReportQueue:
         self._call(self._news.set)
 
     async def run(self) -> None:
-        """Sends what waits, oldest first. Runs until cancelled."""
+        """Send the waiting reports, oldest first, until cancelled."""
         while True:
             self._news.clear()
             while (report := self._take()) is not None:
                 self._idle.clear()
                 await self._send(report)
             self._idle.set()
-            # No deadline: there may be nothing to say for as long as a step takes.
+            # No deadline: there may be no report for as long as a step takes.
             await self._news.wait()
 
     async def emptied(self) -> None:
-        """Returns when everything is sent that was put before."""
+        """Wait until all reports that were put before are sent."""
         while self._waiting or not self._idle.is_set():
             self._idle.clear()
             self._news.set()
@@ -77,7 +77,7 @@ class ReportQueue:
 
 
 def _replaces(report: worker_pb2.ConnectRequest) -> Key | None:
-    """What a report is the newest word on; None when each one counts."""
+    """Return the key under which a newer report replaces this one; None when each report counts."""
     match report.WhichOneof("report"):
         case "weight_offer":
             return "offer", report.weight_offer.member_id

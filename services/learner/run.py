@@ -88,7 +88,7 @@ class LearnerRun:
         if not self._ready_to_train():
             return
         self.ready = True
-        self._reports.say(vocab_size=self._vocabulary)
+        self._reports.report(vocab_size=self._vocabulary)
         self._publishing.publish(self.step, last=False)
         try:
             while self.step < self._spec.max_num_steps:
@@ -168,7 +168,7 @@ class LearnerRun:
         """Read everything that the spec names. A collective call: all ranks agree first, because a rank that cannot read
         something would leave the others in their next collective. Errors raised later are raised on every rank."""
         spec, start = self._spec, self._assignment.start_step
-        self._checkpoints.look_around(self._rank.device, self._rank.stopping.wait)
+        self._checkpoints.check_folder(self._rank.device, self._rank.stopping.wait)
         succeed_on_all_ranks(self._read, self._rank.device)
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:
@@ -320,7 +320,7 @@ class LearnerRun:
             text = f"the run is trained, but what it leaves could not be written: {error}"
             self._fail(text, fault=worker_pb2.FAULT_PASSING)
             return
-        self._reports.say(finished=True, export_path=str(path))
+        self._reports.report(finished=True, export_path=str(path))
         self._serve_until_over()
 
     def _serve_until_over(self) -> None:

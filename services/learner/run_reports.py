@@ -1,4 +1,4 @@
-"""The reports that the ranks make of their work on one run."""
+"""Reports of the ranks on their work on one run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class RunReports:
-    """Those of the ranks beside rank 0: their own faults, because what all ranks know is for rank 0 to report."""
+    """Reports of the ranks beside rank 0: their faults only, because rank 0 reports what all ranks know."""
 
     def __init__(self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None]) -> None:
         self._run_id, self._session = run_id, session
@@ -26,14 +26,14 @@ class RunReports:
         """Log a warning; rank 0 also puts it into the run's events."""
         log.warning("run %s: %s", self._run_id, message)
 
-    def say(self, **facts: Any) -> None:
-        """Report what all ranks know; `facts` are fields of `RunReport`."""
+    def report(self, **facts: Any) -> None:
+        """Report facts that all ranks know; `facts` are fields of `RunReport`."""
 
     def keep(self, report: worker_pb2.ConnectRequest) -> None:
-        """Send a report that all ranks have, and send it again after each absence of the coordinator."""
+        """Send a report that all ranks have, and keep it for `repeat`."""
 
     def repeat(self) -> None:
-        """Send again what was kept: the coordinator was away."""
+        """Send the kept reports again, because the coordinator was away."""
 
     def _message(self, facts: dict[str, Any]) -> worker_pb2.ConnectRequest:
         report = worker_pb2.RunReport(run_id=self._run_id, session=self._session, **facts)
@@ -41,7 +41,7 @@ class RunReports:
 
 
 class Rank0RunReports(RunReports):
-    """Rank 0's: of the newest report of each kind, a copy is kept."""
+    """Reports of rank 0, which keeps a copy of the newest report of each kind."""
 
     def __init__(self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None]) -> None:
         super().__init__(run_id, session, send)
@@ -52,8 +52,8 @@ class Rank0RunReports(RunReports):
         super().warn(message)
         self._send(self._message({"warning": message}))
 
-    def say(self, **facts: Any) -> None:
-        """See `RunReports.say`."""
+    def report(self, **facts: Any) -> None:
+        """See `RunReports.report`."""
         self.keep(self._message(facts))
 
     def keep(self, report: worker_pb2.ConnectRequest) -> None:

@@ -22,7 +22,7 @@ ORDER_TIMEOUT_S = 600.0
 
 
 async def _carried_out(order: Future[ResultT]) -> ResultT:
-    """What an order came to. Raises Unavailable, and withdraws the order, when no step ends in time."""
+    """Return the result of an order. Raises Unavailable, and withdraws the order, when no step ends in time."""
     try:
         return await asyncio.wait_for(asyncio.wrap_future(order), ORDER_TIMEOUT_S)
     except TimeoutError:
@@ -32,7 +32,7 @@ async def _carried_out(order: Future[ResultT]) -> ResultT:
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
-    """Answers for the whole learner; lives on rank 0."""
+    """Service of the whole learner, on rank 0."""
 
     def __init__(self, rank: RankContext):
         self._rank = rank

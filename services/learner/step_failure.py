@@ -1,5 +1,5 @@
-"""What a learner rank says of an exception that ended it in a step: its type and text or, where memory ran out, how much was
-used and which setting to lower."""
+"""Description of an exception that ended a rank in a step: its type and text and, where memory ran out, the memory used and
+the settings to lower."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from paceline.spec import RunSpec
 from protos.paceline.v1 import worker_pb2
 
 MAX_TEXT = 2000
-"""Characters of an exception's text that are passed on."""
+"""Characters of an exception's text that are reported."""
 
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the texts of errors by which torch says that there is none."""
+"""Texts of torch's errors that mean a lack of memory."""
 
 
 @dataclass(frozen=True)
 class StepFault:
-    """What goes into the report."""
+    """Kind and message of the report."""
 
     kind: worker_pb2.Fault.ValueType
     message: str
 
 
 def describe(error: Exception, spec: RunSpec, device: torch.device, longest: int) -> StepFault:
-    """The fault that an exception is; `longest` is the number of tokens in the part's longest sequence (0: not known)."""
+    """Return the fault of an exception; `longest` is the number of tokens in the batch's longest sequence (0: not known)."""
     text = f"{type(error).__name__}: {str(error)[:MAX_TEXT]}"
     if not is_lack_of_memory(error):
         return StepFault(worker_pb2.FAULT_STEP, text)
@@ -48,7 +48,7 @@ def describe(error: Exception, spec: RunSpec, device: torch.device, longest: int
 
 
 def is_lack_of_memory(error: Exception) -> bool:
-    """Whether the device or the host had no memory left; not all of torch's errors have a type for it."""
+    """Return whether the device or the host had no memory left; not all of torch's errors have a type for it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)

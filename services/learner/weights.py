@@ -1,4 +1,4 @@
-"""The weight channel of a run, wired to the control plane: what is offered goes out as messages, results as reports."""
+"""The weight channel of a run, connected to the control plane: its offers and results become reports."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ FAILURES = {
 def make_channel(
     assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Callable[[str], None]
 ) -> WeightChannel:
-    """The channel that `weights.channel` names; `warn` puts a sentence into the run's events. A collective call. Raises
-    InvalidInput for a store that cannot be used."""
-    wiring = _WeightChannelFactory(assignment, spec, rank, warn)
+    """Return the channel that `weights.channel` names; `warn` puts a sentence into the run's events. A collective call. Raises
+    InvalidInput for an object store that cannot be used."""
+    factory = _WeightChannelFactory(assignment, spec, rank, warn)
     match spec.weights.channel:
         case "collective":
-            return wiring.collective()
+            return factory.collective()
         case "delta":
-            return wiring.delta()
+            return factory.delta()
         case _:
             raise ValueError(f"unknown weights.channel {spec.weights.channel!r}")
 
@@ -67,15 +67,15 @@ class _WeightChannelFactory:
         self._warn = warn
         precision = spec.policy.generation_precision
         if spec.policy.lora_cfg.enabled:
-            precision = "float32"  # an adapter is small, and its merge is rounded once, where it happens
+            precision = "float32"  # an adapter is small, and only its merge should round
         self._dtype = getattr(torch, resolved_dtype(precision, rank.device.type))
-        # What belongs to another run must not be pruned here.
+        # Each run has a store, because versions of another run must not be pruned here.
         self._store = WeightStore(run_store(self._weights.store, self._run_id, assignment.directory))
         trusted = is_loopback(rank.reachable) and self._store.is_local
         self._algorithm: Algorithm = "xxh3_64" if trusted else "sha256"
 
     def collective(self) -> CollectiveChannel:
-        """Links on rank 0, and the store as the way in for joiners."""
+        """Return the collective channel: links on rank 0, and the object store for members that join."""
         if self._rank.rank != 0:
             return CollectiveChannel(self._dtype)
         backend = self._backend()
@@ -103,7 +103,7 @@ class _WeightChannelFactory:
         return Rank0CollectiveChannel(publisher, catch_up, self._dtype, self._announce)
 
     def delta(self) -> DeltaChannel:
-        """Every rank writes; rank 0 tells the members."""
+        """Return the delta channel: every rank writes, rank 0 makes the offers."""
         if self._rank.rank != 0:
             return DeltaChannel(
                 self._writer(on_stored=lambda stored: None, oldest_held=lambda: None), self._dtype

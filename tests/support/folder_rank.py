@@ -30,9 +30,9 @@ def main(out: Path) -> None:
     rank = dist.get_rank()
     own = out / f"host-{rank}"
     met = {
-        "shared": said(lambda: look_around(out / "shared")),
-        "own": said(lambda: look_around(own)),
-        "taken": said(lambda: look_around(out / "taken")),
+        "shared": said(lambda: check_folder(out / "shared")),
+        "own": said(lambda: check_folder(own)),
+        "taken": said(lambda: check_folder(out / "taken")),
         "written": said(lambda: save(own)),
     }
     (out / f"rank.{rank}.json").write_text(json.dumps(met))
@@ -49,10 +49,10 @@ def said(work: Callable[[], None]) -> str:
     return ""
 
 
-def look_around(directory: Path) -> None:
+def check_folder(directory: Path) -> None:
     assignment = worker_pb2.RunAssignment(run_id="grpo-1", session=2, directory=str(directory))
     session = SessionCheckpoints(assignment, CheckpointingSection(), lambda _: None, lambda _: None)
-    session.look_around(CPU, lambda _: None)
+    session.check_folder(CPU, lambda _: None)
     session.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_policy import CPU
 
-from learner.batch.examples import Asked, ExampleSource
+from learner.batch.examples import ExampleSource, RowPair
 from learner.batch.validate_examples import check_rows
 from learner.objectives import objective_of
 from paceline.errors import InvalidInput
@@ -87,12 +87,12 @@ def test_kto_asks_about_its_own_and_the_next_ones_completions(tmp_path: Path) ->
     source = source_of(tmp_path, "kto", 12, num_examples_per_step=2, max_num_steps=3)
     # Batches of rows (0, 1), (2, 3), (4, 0): each with the other's completion.
     foreign = {(0, 1), (1, 0), (2, 3), (3, 2), (4, 0), (0, 4)}
-    assert source.asked() == sorted(Asked(*pair) for pair in foreign | {(row, row) for row in range(5)})
+    assert source.row_pairs() == sorted(RowPair(*pair) for pair in foreign | {(row, row) for row in range(5)})
 
 
 def test_what_the_reference_said_comes_with_its_completion(tmp_path: Path) -> None:
     source = source_of(tmp_path, "kto", 12, num_examples_per_step=2, max_num_steps=3)
-    source.know_reference({asked: [-10.0 * asked.prompt - asked.completions] for asked in source.asked()})
+    source.set_reference({pair: [-10.0 * pair.prompt - pair.completions] for pair in source.row_pairs()})
     known = [
         (s.group_id, s.label.mismatched, s.label.reference_logprob)
         for s in source.of_step(2, 0, 1)

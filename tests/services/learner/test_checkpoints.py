@@ -188,10 +188,10 @@ def complete(folder: Path) -> Path:
 
 def test_a_session_whose_number_is_taken_does_not_begin(start: Start, tmp_path: Path) -> None:
     complete(tmp_path / "checkpoints" / "1-9")
-    start().checkpoints.look_around(torch.device("cpu"), lambda _: None)
+    start().checkpoints.check_folder(torch.device("cpu"), lambda _: None)
     taken = complete(tmp_path / "checkpoints" / "2-1")
     with pytest.raises(CheckpointFault, match="no session can have the number 2") as caught:
-        start().checkpoints.look_around(torch.device("cpu"), lambda _: None)
+        start().checkpoints.check_folder(torch.device("cpu"), lambda _: None)
     assert caught.value.path == str(taken)
 
 
@@ -201,7 +201,7 @@ def test_what_is_ahead_of_where_the_session_began_is_not_deleted(
     for name in ("1-2", "1-4", "1-9"):
         complete(tmp_path / "checkpoints" / name)
     session = start()
-    session.checkpoints.look_around(torch.device("cpu"), lambda _: None)
+    session.checkpoints.check_folder(torch.device("cpu"), lambda _: None)
     session.checkpoints.begin(trainer, 6, "c6")
     session.checkpoints.finish()
     session.checkpoints.keep_only([session.reported[0].path])

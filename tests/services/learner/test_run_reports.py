@@ -10,10 +10,10 @@ def test_rank_0_repeats_the_newest_report_of_each_kind() -> None:
     sent: list[worker_pb2.ConnectRequest] = []
     reports = Rank0RunReports("run", 2, sent.append)
     checkpoint = worker_pb2.ConnectRequest(checkpoint=worker_pb2.CheckpointReport(run_id="run"))
-    reports.say(vocab_size=10)
+    reports.report(vocab_size=10)
     reports.keep(checkpoint)
     reports.warn("slow")
-    reports.say(finished=True)
+    reports.report(finished=True)
     assert [report.run_report.warning for report in sent] == ["", "", "slow", ""]
     del sent[:]
     reports.repeat()
@@ -24,7 +24,7 @@ def test_rank_0_repeats_the_newest_report_of_each_kind() -> None:
 def test_another_rank_reports_its_faults_alone() -> None:
     sent: list[worker_pb2.ConnectRequest] = []
     reports = RunReports("run", 2, sent.append)
-    reports.say(vocab_size=10)
+    reports.report(vocab_size=10)
     reports.warn("slow")
     reports.repeat()
     assert sent == []
