@@ -1,17 +1,16 @@
-"""How a joiner or a straggler of the collective channel catches up: from the store, before it enters the epoch.
+"""Catching up of members of the collective channel that join or fall behind: from the object store, before they get a link.
 
-A member that joins a running run, or comes back after its link failed, is told of the newest version in the run's store
-and reads it by itself, while links and training go on; then it is handed to the publisher as one that holds that
-version. The store is written for this only: what is staged, when somebody has to catch up and while it does, as a snapshot
-the first time and as deltas later. A member that cannot read the store, or says nothing for `max_wait_s` while it reads,
-enters as it is, and gets full weights over its link; the log says so.
+A member that joins a running run, or returns after its link failed, is offered the newest version in the run's store and
+reads it while links and training go on; then the publisher gets it as a member that holds that version. The store is
+written for this only, while a member has to catch up: a snapshot the first time, deltas later. A member that cannot read
+the store, or is silent for `max_wait_s` while it reads, joins anyway and gets full weights over its link; the log says so.
 
-A member whose link failed `PATIENCE` times in a row, or that refused what came over it as often, is named in the run's
-events with the reason. From then on it is offered every version from the store, and its link is tried again only now and
-then, at growing intervals.
+A member whose link failed `PATIENCE` times in a row, or that refused the weights as often, is named in the run's events
+with the reason. From then on it is offered every version from the store, and its link is tried again at growing
+intervals.
 
-Called from the control plane's thread, from the trainer's (`stage`), from those of `StoreOffers` and the links, and from
-timers; one lock guards it.
+It is called from the control plane's thread, from the trainer's (`stage`), from those of `StoreOffers` and the links, and
+from timers; one lock guards its state.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from paceline.weights.offers import StoreOffer
 log = logging.getLogger(__name__)
 
 PATIENCE = 3
-"""Attempts in a row that fail until a member gets its weights from the store."""
+"""Failed attempts in a row after which a member gets its weights from the store."""
 
 LONGEST_PAUSE = 10
-"""How often the link of such a member is tried at least: once in this many `max_wait_s`."""
+"""Longest interval between two tries of such a member's link, in units of `max_wait_s`."""
 
 MAX_HISTORIES = 4096
 """Members whose failures are remembered."""
@@ -55,20 +54,20 @@ class _Waiting:
     """A member that gets its weights from the store."""
 
     deadline_s: float
-    """It enters at this instant of the monotonic clock if it has not done so before."""
+    """Monotonic time at which it gets a link at the latest."""
     last_s: float
-    """However often it reports, not later."""
+    """Limit of the deadline, however often the member reports."""
     kept_from_link: bool
-    """Whether it stays here until the deadline, though it has caught up."""
+    """True when it stays here until the deadline, although it has caught up."""
     offered: bool = False
-    """The time before is the writer's, not the member's."""
+    """Time of the first offer; the time before is the writer's, not the member's."""
     held: Version | None = None
     timer: threading.Timer | None = None
 
 
 class CatchUp:
-    """Stands in front of a publisher's `set_members`. `on_result` hears how each catching-up ended, `warn` puts a sentence
-    into the run's events."""
+    """Filter before a publisher's `set_members`. `on_result` is called with the result of each catching-up, `warn` puts a
+    sentence into the run's events."""
 
     def __init__(
         self,
@@ -118,19 +117,19 @@ class CatchUp:
             algorithm=algorithm,
             anchor_interval=anchor_interval,
             any_rank=lambda fact: fact,
-            on_stored=self._offers.tell,
+            on_stored=self._offers.announce,
             oldest_held=self._offers.oldest_held,
         )
 
     def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
-        """As for a publisher: who was there before, or came before anybody had weights, gets them over a link."""
+        """Set the members, as of a publisher. Members that were there before, or before any version, get a link at once."""
         with self._lock:
             returned = set(member_ids) - set(self._members)
             self._epoch, self._members = epoch, tuple(member_ids)
             self._entered -= self._failed & returned
             self._failed -= returned
             if not any(self._publisher.held().values()):
-                # The first ones: nothing runs yet that they would disturb.
+                # The first members get links at once: they disturb no running transfer.
                 self._entered |= {m for m in member_ids if self._failures.get(m, 0) < PATIENCE}
                 self._entered -= self._waiting.keys()
             for member_id in self._waiting.keys() - set(member_ids):
@@ -141,24 +140,24 @@ class CatchUp:
             self._store()
 
     def stage(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The newest version, whose tensors do not change any more."""
+        """Set the newest version, whose tensors do not change any more."""
         with self._lock:
             self._staged = (version, tensors)
             self._store()
 
     def answer(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """A member's answer, to whichever offer."""
+        """Take a member's answer to an offer of either kind."""
         self._offers.answer(member_id, version, ok, message, damaged)
 
     def progress(self, member_id: str) -> None:
-        """A member still works on what it was offered."""
+        """Note that a member still works on an offered version."""
         with self._lock:
             self._heard_of(member_id)
         self._offers.progress(member_id)
 
     def link_ended(self, result: PublishResult) -> None:
-        """How an attempt over a member's link ended. Where the link broke or was too slow, the member is expelled and
-        catches up when it is named again; where it refuses, it does so from the third time on.
+        """Take the result of an attempt over a member's link. A member whose link broke or was too slow is expelled, and
+        catches up when it is named again; a member that refuses does so from the third time on.
         """
         member_id = result.member_id
         with self._lock:
@@ -186,7 +185,7 @@ class CatchUp:
             )
 
     def interrupt(self) -> None:
-        """The control plane was away."""
+        """Offer again what may have been lost while the control plane was away."""
         self._offers.interrupt()
 
     def close(self) -> None:
@@ -198,7 +197,7 @@ class CatchUp:
         self._writer.close()
 
     def _begin_waiting(self, member_id: str) -> None:
-        """Until the member has caught up; where its link failed again and again, for longer."""
+        """Wait until the member has caught up; longer where its link failed several times."""
         extra = self._failures.get(member_id, 0) - PATIENCE
         size_bytes = sum(tensor.nbytes for tensor in self._staged[1].values()) if self._staged else 0
         seconds = self._max_wait_s + slowest_s(size_bytes)  # to be written
@@ -241,7 +240,7 @@ class CatchUp:
                 self._start_timer(member_id, waiting)
 
     def _store(self) -> None:
-        """Put what is staged into the store, if somebody needs it there."""
+        """Put the staged version into the store, if a member needs it there."""
         if self._waiting and self._staged is not None and self._put != self._staged[0]:
             self._put = self._staged[0]
             self._writer.put(self._put, *whole_slices(self._staged[1]))

@@ -1,7 +1,8 @@
-"""The learner's side of a weight channel: what the loop of a run needs, whichever way the weights go.
+"""The learner's side of a weight channel: the interface to a run's loop, the same for every kind of channel.
 
-Every rank has one; rank 0's has a class of its own, which also faces the members. `publish`, `write_snapshot` and making it are collective calls; the rest matters on rank 0 only, where
-the control plane's thread calls it. `publish` returns as soon as the copy is made that later steps do not touch.
+Every rank has a channel; rank 0 has a separate class, which also serves the members. `publish`, `write_snapshot` and the
+construction are collective calls; the other methods matter on rank 0 only, where the control plane's thread calls them.
+`publish` returns as soon as it has copied the weights, so that later steps do not touch the copy.
 """
 
 from __future__ import annotations
@@ -15,36 +16,37 @@ from paceline.groups import Version
 
 
 class WeightChannel(Protocol):
-    """Brings every published version, or the newest, to the members of the epoch."""
+    """Sender of every published version, or of the newest, to the members of the roster."""
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether a member needs one: then `write_snapshot` is to be called on all ranks. Raises what ended a thread."""
+        """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises the error that ended a
+        thread."""
 
     def publish(self, version: Version, model: nn.Module) -> None:
-        """Make the model's weights, as they are now, `version`."""
+        """Publish the model's current weights as `version`."""
 
     def write_snapshot(self) -> None:
-        """Write the newest version in full, where the channel has a store."""
+        """Write the newest version in full, where the channel uses the object store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
-        """Who receives from now on. Returns at once."""
+        """Set the members that receive from now on. Return at once."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """A member's answer to an offer."""
+        """Take a member's answer to an offer."""
 
     def progress(self, member_id: str, version: Version) -> None:
-        """A member's word that it still works on what it was offered."""
+        """Note that a member still works on an offered version."""
 
     def interrupt(self, reason: str) -> None:
-        """The control plane was away: what was offered, or answered, may have been lost."""
+        """Repeat offers that may have been lost, or whose answers may have been, while the control plane was away."""
 
     def close(self) -> None:
         """End all threads, without waiting for a stuck one."""
 
 
 class WithoutMembers:
-    """The part of a channel that faces the members, on the ranks beside rank 0: members talk to rank 0 alone."""
+    """The members' side of a channel on the ranks beside rank 0: empty, because members talk to rank 0 alone."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
         """See `WeightChannel.set_members`."""

@@ -16,14 +16,14 @@ from paceline.groups import Version
 
 
 class CollectiveChannel(WithoutMembers):
-    """See `WeightChannel`; on the ranks beside rank 0, which take part in gathering alone."""
+    """A `WeightChannel` on the ranks beside rank 0, which only take part in gathering."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     @property
     def wants_snapshot(self) -> bool:
-        """See `WeightChannel.wants_snapshot`: whoever cannot catch up from the store has a link."""
+        """See `WeightChannel.wants_snapshot`: members that cannot catch up from the store have links."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
@@ -39,11 +39,11 @@ class CollectiveChannel(WithoutMembers):
         """See `WeightChannel.close`."""
 
     def _gathered(self, version: Version, tensors: Mapping[str, torch.Tensor], gather_s: float) -> None:
-        """The version is gathered; only rank 0 has its tensors."""
+        """Take the gathered version; only rank 0 has its tensors."""
 
 
 class Rank0CollectiveChannel(CollectiveChannel):
-    """Rank 0's: stages what was gathered. `announce(version, gather_s)` is called before a member can have the version."""
+    """The channel on rank 0, which stages the gathered version. `announce(version, gather_s)` is called before a member can have the version."""
 
     def __init__(
         self,

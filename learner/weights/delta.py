@@ -1,4 +1,4 @@
-"""The delta channel: every rank writes its slices to the store, members read at their own pace."""
+"""The delta channel: every rank writes its slices to the store, members read at their pace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.weights.manifest import TensorPlan
 
 
 class DeltaChannel(WithoutMembers):
-    """See `WeightChannel`; on the ranks beside rank 0, which write their own slices alone."""
+    """A `WeightChannel` on the ranks beside rank 0, which only write their slices."""
 
     def __init__(self, writer: StoreWriter, dtype: torch.dtype) -> None:
         self._writer = writer
@@ -47,11 +47,11 @@ class DeltaChannel(WithoutMembers):
         self._writer.close()
 
     def _copied(self, version: Version, copy_s: float) -> None:
-        """This rank's slices of the version are copied, and not yet written."""
+        """Note that this rank's slices of the version are copied, and not yet written."""
 
 
 class Rank0DeltaChannel(DeltaChannel):
-    """Rank 0's: also makes the offers. `announce(version, copy_s)` is called before a member can have the version."""
+    """The channel on rank 0, which also makes the offers. `announce(version, copy_s)` is called before a member can have the version."""
 
     def __init__(
         self,

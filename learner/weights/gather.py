@@ -1,8 +1,9 @@
 """Gathering the model's weights on rank 0, as a copy that later optimizer steps do not touch.
 
-The ranks share the work: each converts its own shards to the wire's type and packs them, and only rank 0 receives. The
-promise: every rank goes through the same buckets in the same order and all have ended when the call returns, so no
-gather is ever left half-done behind another collective; only rank 0 keeps anything. Names are those of the Hugging Face
+The ranks share the work: each converts its shards to the wire's type and packs them, and only rank 0 receives.
+
+Promise: every rank goes through the same buckets in the same order, and all buckets have ended when the call returns, so no
+unfinished gather is left behind another collective; only rank 0 keeps the weights. Names are those of the Hugging Face
 model, whatever wraps its modules here, and tied weights appear under each of their names but exist once.
 """
 
@@ -24,14 +25,14 @@ from paceline.weights.manifest import TensorPlan, WeightManifest
 from paceline.weights.packing import empty_flat, views
 
 BUCKET_BYTES = 64 << 20
-"""Of a rank's own shards that travel at a time."""
+"""Bytes of a rank's shards that travel at a time."""
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What wrappers put into state-dict names; the model that receives the weights has none of them."""
+"""Parts that wrappers add to state-dict names; the model that receives the weights has no wrappers."""
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return all that is published, whole, on rank 0, in host memory (pinned when the model is on a GPU); empty on other ranks.
+    """Return all published tensors, whole, on rank 0, in host memory (pinned when the model is on a GPU); empty on other ranks.
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
@@ -44,11 +45,11 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 def gather_export(
     model: nn.Module, device: torch.device, *, adapter_only: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return what an export is made of, as `gather_weights` gives it: the whole state dict, an adapter not yet merged
-    (`merged_export`), or with `adapter_only` that alone. `device` is where the ranks agree.
+    """Return the tensors of an export, as `gather_weights` gives them: the whole state dict with an adapter not yet merged
+    (`merged_export`), or with `adapter_only` the adapter alone. The ranks agree on `device`.
 
     Raises, on every rank and before anything travels, when rank 0 has no memory for it: Unavailable there, FailedElsewhere on
-    the others. The model is as it was.
+    the others. The model is unchanged.
     """
     tensors = named_weights(model) if adapter_only else _state(model)
     copies = 2 if has_adapter(model) and not adapter_only else 1
@@ -62,7 +63,7 @@ def gather_export(
         succeed_on_all_ranks(make_room, device)
     except FailedElsewhere:
         raise
-    except Exception as error:  # the host's memory, the driver's pinned memory: each has errors of its own
+    except Exception as error:  # the host's memory and the driver's pinned memory raise different errors
         raise Unavailable(
             f"there is no memory for a copy of the whole model ({type(error).__name__}: {error}); `paceline export` makes "
             "one of the newest checkpoint, on any machine"
@@ -71,7 +72,7 @@ def gather_export(
 
 
 def _check_memory(tensors: dict[str, torch.Tensor], copies: int) -> None:
-    """Raises MemoryError on rank 0 when `copies` of the tensors are more than this host has left."""
+    """Raise MemoryError on rank 0 when `copies` of the tensors are more than this host has left."""
     if not is_first_rank():
         return
     once = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors.values()}
@@ -81,12 +82,12 @@ def _check_memory(tensors: dict[str, torch.Tensor], copies: int) -> None:
 
 
 def merged_export(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """On rank 0: the state dict as the architecture has it, of what `gather_export` gave."""
+    """Return, on rank 0, the architecture's state dict from the tensors of `gather_export`."""
     return merged_state(model, tensors) if has_adapter(model) else tensors
 
 
 def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the whole state dict as the architecture has it, an adapter merged into its base. Otherwise like `gather_weights`."""
+    """Gather as `gather_weights`, but the architecture's whole state dict, with an adapter merged into its base."""
     if not has_adapter(model):
         return gather_weights(model, None)
     state = _state(model)
@@ -95,14 +96,14 @@ def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _room(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Memory for what is gathered, on the rank that keeps it."""
+    """Return the memory for the gathered tensors, on the rank that keeps them."""
     return _allocate(tensors, dtype) if is_first_rank() else {}
 
 
 def _gather(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, gathered: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Fill `gathered`, which is what `_room` gave, and returns it."""
+    """Fill `gathered`, which `_room` has made, and return it."""
     wanted = is_first_rank()
     sharded: list[tuple[str, DTensor]] = []
     done: set[int] = set()
@@ -133,8 +134,8 @@ def _gather(
 class _Gathering:
     """A bucket on its way to rank 0: every rank's shards of some tensors, one behind the other.
 
-    Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; what a rank has
-    too little is padding, since a gather needs equal sizes.
+    Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; a rank
+    with fewer rows is padded, because a gather needs equal sizes.
     """
 
     def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> None:
@@ -158,7 +159,7 @@ class _Gathering:
         self._work: Any = dist.gather(self._own, self._all, dst=0, group=mesh.get_group(), async_op=True)
 
     def finish(self, gathered: dict[str, torch.Tensor]) -> None:
-        """Wait for the bucket and, on rank 0, writes its rows where they belong."""
+        """Wait for the bucket and, on rank 0, write its rows into their tensors."""
         self._work.wait()
         if self._all is None:
             return
@@ -173,7 +174,7 @@ class _Gathering:
 
 
 def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
-    """`sharded` in order, in parts of at most BUCKET_BYTES a rank (a larger tensor goes alone), one mesh each."""
+    """Yield `sharded` in order, in parts of at most BUCKET_BYTES a rank (a larger tensor goes alone), of one mesh each."""
     part: list[tuple[str, DTensor]] = []
     filled = 0
     for name, tensor in sharded:
@@ -198,7 +199,7 @@ def _row_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is published, by the names that travel: the adapter alone where the model has one, else parameters and
+    """Return the published tensors, by the names that travel: the adapter alone where the model has one, else parameters and
     persistent buffers by their unwrapped names. Tied names give the identical object."""
     return adapter_weights(model) if has_adapter(model) else _state(model)
 
@@ -216,12 +217,12 @@ def unwrapped(name: str) -> str:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process keeps what is gathered: rank 0, or the only process."""
+    """Return whether this process keeps the gathered tensors: rank 0, or the only process."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _converted(tensor: Any, dtype: torch.dtype | None) -> Any:
-    """`tensor` as it travels: half the bytes on the wire where that is a 16-bit type."""
+    """Return `tensor` in the type that travels: half the bytes where that is a 16-bit type."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 

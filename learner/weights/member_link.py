@@ -296,7 +296,7 @@ class MemberLink:
     def _report(self, result: PublishResult) -> None:
         try:
             self._settings.on_result(result)
-        except Exception as error:  # of whatever the listener calls: the member must not lose its link by it
+        except Exception as error:  # of the listener: the member must not lose its link by it
             unforeseen.note("what follows from a publish", error)
 
     def _carry(self, transfer: _Transfer) -> None:

@@ -1,7 +1,7 @@
 """A board where the background threads of all learner ranks leave notes for each other.
 
-They must not use the default process group: its collectives belong to training, and the two would interleave. One rank
-alone needs no network; several use a TCP store that rank 0 serves for this purpose only.
+They must not use the default process group, because its collectives belong to training, and the two would interleave. One
+rank alone needs no network; several use a rendezvous that rank 0 serves for this purpose only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from learner.collectives import broadcast_bytes, world_size
 from paceline.weights.link import serve_store
 
 POLL_S = 0.5
-"""How often a waiting thread looks whether it was told to stop."""
+"""Seconds after which a waiting thread checks again whether it has to stop."""
 CONNECT_S = 60.0
 
 
@@ -29,7 +29,7 @@ class RankBoard(Protocol):
         """Return the note of that key, once it is there; None when `closed` was set first."""
 
     def remove(self, key: str) -> None:
-        """Take a note off the board; none there is no error."""
+        """Remove a note, if there is one."""
 
 
 def make_board(host: str, reachable: str) -> RankBoard:
@@ -50,7 +50,7 @@ def make_board(host: str, reachable: str) -> RankBoard:
 
 
 class LocalBoard:
-    """Of one rank alone, in its memory."""
+    """Board of a single rank, in its memory."""
 
     def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}
@@ -59,14 +59,14 @@ class LocalBoard:
         self._notes[key] = note
 
     def wait(self, key: str, closed: threading.Event) -> bytes | None:
-        return self._notes[key]  # one thread: what it waits for, it has left itself
+        return self._notes[key]  # the only thread has left the note itself
 
     def remove(self, key: str) -> None:
         self._notes.pop(key, None)
 
 
 class _TcpBoard:
-    """Over torch's TCP store; used by one thread of each rank."""
+    """Board on torch's TCP store; used by one thread of each rank."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -82,8 +82,8 @@ class _TcpBoard:
             try:
                 self._store.wait([key], timedelta(seconds=POLL_S))
             except RuntimeError:  # torch's DistError
-                # A time-out and a store that is gone raise the same; neither may become a busy loop. `check` above then raises
-                # for the store that is gone.
+                # A time-out and a lost rendezvous raise the same error; neither may become a busy loop. `check` above then raises
+                # for the lost one.
                 closed.wait(max(0.0, POLL_S - (time.monotonic() - started_s)))
         return None
 

@@ -1,7 +1,7 @@
-"""A rank's own slices of the model's weights, as a copy that later optimizer steps do not touch.
+"""A rank's slices of the model's weights, as a copy that later optimizer steps do not touch.
 
-Nothing is gathered: of a tensor that FSDP2 has sharded each rank copies its rows, and rank 0 alone copies what is not
-sharded. Together the slices of all ranks are every tensor, once. Names are those of `learner.weights.gather.named_weights`.
+Nothing is gathered: each rank copies its rows of a tensor that FSDP2 has sharded, and rank 0 alone copies the other
+tensors. Together the slices of all ranks are every tensor, once. Names are those of `learner.weights.gather.named_weights`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class LocalSlice:
 
     name: str
     dtype: str
-    """As torch calls it, without `torch.`."""
+    """Name of the dtype in torch, without `torch.`."""
     shape: tuple[int, ...]
-    """Of this slice: whole rows of the tensor."""
+    """Shape of this slice: whole rows of the tensor."""
     start: int
     bits: npt.NDArray[Any]
     """[N] unsigned integers of the dtype's width."""
@@ -44,7 +44,7 @@ class LocalSlice:
 
 
 def plan_tensors(model: nn.Module, dtype: torch.dtype | None) -> tuple[TensorPlan, ...]:
-    """Return names, dtypes, shapes and ties of the whole model, as every rank sees them."""
+    """Return names, dtypes, shapes and ties of the whole model, the same on every rank."""
     first: dict[int, str] = {}
     plans = []
     for name, tensor in named_weights(model).items():
@@ -78,7 +78,7 @@ def local_slices(model: nn.Module, dtype: torch.dtype | None) -> list[LocalSlice
 
 
 def whole_slices(tensors: Mapping[str, torch.Tensor]) -> tuple[list[LocalSlice], tuple[TensorPlan, ...]]:
-    """Gathered tensors, which must not change any more, as slices of one rank that has everything."""
+    """Return gathered tensors, which must not change any more, as the slices of a single rank."""
     slices, plans = [], []
     owners: dict[int, str] = {}
     for entry in plan(tensors, bucket_bytes=1 << 28).entries:
@@ -92,7 +92,7 @@ def whole_slices(tensors: Mapping[str, torch.Tensor]) -> tuple[list[LocalSlice],
 
 
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """Return what this rank is to write of a tensor, and the first element's place in it."""
+    """Return this rank's part of a tensor, and the index of its first element."""
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if is_first_rank() else (None, 0)
     if all(placement.is_replicate() for placement in tensor.placements):

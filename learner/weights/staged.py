@@ -1,8 +1,8 @@
 """One version of the weights, ready to be sent: a copy that no later optimizer step touches.
 
-Packing and checksums are work for seconds with a large model, so they happen once, in whichever link's thread needs
-them first, and never in the thread that trains. The bytes never change afterwards, so any number of links may send
-them at once, and a send that is stuck for ever keeps them alive without harm.
+Packing and checksums take seconds with a large model, so the first link's thread that needs them makes them, once, and
+never the thread that trains. The bytes never change afterwards, so any number of links may send them at once, and a send
+that is stuck forever keeps them alive without harm.
 """
 
 from __future__ import annotations

@@ -19,21 +19,21 @@ from paceline.groups import Version
 
 @dataclass
 class Job:
-    """A version to store, or with `wants_snapshot` also a snapshot of it."""
+    """A version to store; with `wants_snapshot` also as a snapshot."""
 
     number: int
     version: Version
     slices: list[LocalSlice] | None
-    """None: only a snapshot of the newest version."""
+    """This rank's slices; None: only a snapshot of the newest version."""
     wants_snapshot: bool
     staged_s: float
     begun: bool = False
     held: bool = False
-    """`put` is deciding about it; it may not begin."""
+    """True while `put` decides about it, so that it may not begin."""
 
 
 class StoreJobs:
-    """One rank's; `any_rank` says whether a fact is true on any rank."""
+    """Jobs of one rank; `any_rank` returns whether a fact is true on any rank."""
 
     def __init__(self, any_rank: Callable[[bool], bool]) -> None:
         self.closed = threading.Event()
@@ -43,7 +43,7 @@ class StoreJobs:
         self._changed = threading.Condition()
 
     def put(self, version: Version, slices: list[LocalSlice] | None, wants_snapshot: bool) -> None:
-        """One more, or an overtaking of the last. A collective call."""
+        """Add a job, or replace the last one that has not begun. A collective call."""
         with self._changed:
             last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
             if last is not None:
@@ -62,7 +62,7 @@ class StoreJobs:
             self._changed.notify_all()
 
     def begin(self) -> Job | None:
-        """Wait for the next one, with no deadline: it comes when the learner has one. None once closed."""
+        """Wait for the next job, without a deadline because the learner decides when it comes; None once closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.closed.is_set() or (len(self._jobs) > 0 and not self._jobs[0].held)
@@ -73,12 +73,12 @@ class StoreJobs:
             return self._jobs[0]
 
     def end(self) -> None:
-        """The one that was begun is stored."""
+        """End the job that was begun: it is stored."""
         with self._changed:
             self._jobs.popleft()
 
     def close(self) -> None:
-        """No further one begins."""
+        """Let no further job begin."""
         self.closed.set()
         with self._changed:
             self._changed.notify_all()

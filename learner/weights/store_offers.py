@@ -1,11 +1,11 @@
-"""Telling members which version is in the store, until they have it. Lives on rank 0 of the learner.
+"""Offers of the newest version in the object store to the members, until they hold it. Runs on rank 0 of the learner.
 
-A member costs nothing here but an offer and its answer: it reads by itself, at its own pace, and may skip versions. An
-offer without an answer is made again after `max_wait_s` of silence, which is harmless: a member that is reading goes on, one that
-holds the version says so. An offer that was refused is made again after a growing pause.
+A member costs only an offer and its answer: it reads at its pace, and may skip versions. An offer without an answer is made
+again after `max_wait_s` of silence, which is harmless: a member that is reading goes on, one that holds the version answers
+so. An offer that was refused is made again after a growing pause.
 
-Who waits for whom: one thread waits for a new version, an answer, a change of members, or the next offer's time. Nobody
-waits for it. State is guarded by one condition.
+One thread waits for a new version, an answer, a change of members, or the time of the next offer. No other thread waits for
+it. One condition guards the state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.weights.offers import StoreOffer
 
 FIRST_BACKOFF_S = 0.2
 MAX_SNAPSHOTS = 3
-"""Snapshots in a row that are written because of one member; then it waits for those that come anyway."""
+"""Snapshots in a row that are written because of one member; after them it waits for the regular ones."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Member:
     offered: Stored | None = None
     offered_s: float = 0.0
     next_s: float = 0.0
-    """When it may be offered something again, unless a newer version comes."""
+    """Monotonic time of the next offer, unless a newer version comes."""
     failures: int = 0
     damaged: int = 0
     """Snapshots in a row that did not help it."""
@@ -43,7 +43,7 @@ class _Member:
 
 
 class StoreOffers:
-    """Keeps members at the newest stored version. `send` and `on_result` are called from the thread."""
+    """Offers of one run. `send` and `on_result` are called from the thread."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class StoreOffers:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether a member cannot make the newest version of what is stored."""
+        """Return whether a member cannot read the newest version from the stored files, and needs a snapshot."""
         return self._wants_snapshot
 
-    def tell(self, stored: Stored) -> None:
-        """A version, or a snapshot of it, is complete in the store."""
+    def announce(self, stored: Stored) -> None:
+        """Offer a version that is complete in the store, or that has got a snapshot."""
         with self._changed:
             if self._newest is None or stored.snapshot_version > self._newest.snapshot_version:
-                # Whoever was stuck may try at once.
+                # Members that could not read the version may try again at once.
                 for member in self._members.values():
                     if member.failures:
                         member.next_s = 0.0
@@ -95,7 +95,7 @@ class StoreOffers:
             self._changed.notify_all()
 
     def answer(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """A member's answer. Unknown members are ignored: they left."""
+        """Take a member's answer. Ignore unknown members: they have left."""
         with self._changed:
             member = self._members.get(member_id)
             if member is None:
@@ -133,26 +133,26 @@ class StoreOffers:
             self._changed.notify_all()
 
     def progress(self, member_id: str) -> None:
-        """A member's word that it still works on what it was offered."""
+        """Note that a member still works on an offered version."""
         with self._changed:
             member = self._members.get(member_id)
             if member is not None and member.offered is not None:
                 member.next_s = time.monotonic() + self._max_wait_s
 
     def interrupt(self) -> None:
-        """Offer everything again that is unanswered."""
+        """Make all unanswered offers again."""
         with self._changed:
             for member in self._members.values():
                 member.next_s, member.offered = 0.0, None
             self._changed.notify_all()
 
     def oldest_held(self) -> Version | None:
-        """Return what the slowest member holds; None when none holds anything."""
+        """Return the slowest member's version; None when no member holds one."""
         with self._changed:
             return min((m.held for m in self._members.values() if m.held is not None), default=None)
 
     def snapshot_ordered(self) -> None:
-        """The snapshot that is wanted is being written."""
+        """Note that the wanted snapshot is being written."""
         self._wants_snapshot = False
 
     def close(self) -> None:
@@ -188,9 +188,7 @@ class StoreOffers:
     def _guarded(self, call: Callable[..., None], argument: PublishResult | StoreOffer) -> None:
         try:
             call(argument)
-        except (
-            Exception
-        ) as error:  # of whatever the listener calls: other members must not lose their offers by it
+        except Exception as error:  # of the listener: other members must not lose their offers by it
             unforeseen.note("what follows from an offer of stored weights", error)  # an offer is made again
 
     def _due(self) -> list[StoreOffer]:

@@ -1,13 +1,13 @@
-"""Writing versions to the weight store, each rank its own slices, in a thread beside training.
+"""Writer of versions to the object store: each rank writes its slices, in a thread beside training.
 
-The promise: `put` takes a copy of this rank's slices and returns; comparing, coding and writing happen in the background, in the
+Promise: `put` takes a copy of this rank's slices and returns; comparing, coding and writing happen in the background, in the
 same order on all ranks. A version exists once rank 0 has written its manifest, after every rank's part. The first
 version of a session is a snapshot; later ones are deltas against the one before, and now and then a snapshot as well:
-every `anchor_interval` versions, when the deltas since the last one outweigh it, and when somebody asks (`put_snapshot`).
+every `anchor_interval` versions, when the deltas since the last one outweigh it, and after `put_snapshot`.
 
-Who waits for whom: the thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
-store that fails is tried again, with the reason in the log, for as long as it takes; training does not notice. What
-waits meanwhile is overtaken by the next one (`learner/weights/store_jobs.py`).
+The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
+store that fails is tried again, with the reason in the log, until it works; training goes on. A waiting version is replaced
+by the next one (`learner/weights/store_jobs.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CLOSE_WAIT_S = 2.0
 
 @dataclass
 class _Kept:
-    """The version written last: what the next delta is against."""
+    """The version written last, which is the base of the next delta."""
 
     version: Version
     slices: list[LocalSlice]
@@ -64,8 +64,8 @@ class _Kept:
 class StoreWriter:
     """One rank's side. `on_stored` is called on rank 0, from the thread, for every version and for every snapshot.
 
-    `any_rank` says whether a fact is true on any rank, which makes `put` and `put_snapshot` collective calls there.
-    `oldest_held` says what the slowest member holds, for pruning (None: nobody needs an old version).
+    `any_rank` returns whether a fact is true on any rank, which makes `put` and `put_snapshot` collective calls.
+    `oldest_held` returns the slowest member's version, for pruning (None: no member needs an old version).
     """
 
     def __init__(
@@ -99,21 +99,21 @@ class StoreWriter:
         self._thread.start()
 
     def put(self, version: Version, slices: list[LocalSlice], tensors: tuple[TensorPlan, ...]) -> None:
-        """Store this rank's slices of `tensors` as `version`, soon; they must not change any more. A collective call."""
+        """Queue this rank's slices of `tensors` as `version`; they must not change any more. A collective call."""
         self._tensors = tensors
         self._jobs.put(version, slices, wants_snapshot=False)
 
     def put_snapshot(self) -> None:
-        """Ask for a snapshot of the newest version. A collective call."""
+        """Queue a snapshot of the newest version. A collective call."""
         self._jobs.put(Version(0, 0), None, wants_snapshot=True)
 
     def check(self) -> None:
-        """Raises the fault that ended the thread, if one did."""
+        """Raise the error that ended the thread, if any."""
         if self._fault is not None:
             raise self._fault
 
     def close(self) -> None:
-        """End the thread. Waits a moment for it, never for a store that is stuck."""
+        """End the thread. Wait a moment for it, never for a store that is stuck."""
         self._jobs.close()
         self._thread.join(CLOSE_WAIT_S)
 
@@ -126,7 +126,7 @@ class StoreWriter:
             except _Closed:
                 return
             except Exception as error:
-                # A fault of ours, which trying again would only repeat; the other ranks wait for this one.
+                # A fault in this code, which another try would only repeat; the other ranks wait for this one.
                 log.exception("version %s could not be stored", tuple(job.version))
                 self._fault = error
                 return
@@ -192,12 +192,12 @@ class StoreWriter:
         return StoredObject(name, sum(map(len, chunks)), digest_of(chunks, self._algorithm))
 
     def _leave(self, key: str, part: StoredObject, kept: _Kept) -> None:
-        """This rank's part is in the store: the others may know."""
+        """Leave a note that this rank's part is in the store."""
         note = [*part, content_hash(kept.table.values())]
         self._board.put(f"{key}/{self._rank}", json.dumps(note).encode())
 
     def _finish_delta(self, job: Job) -> bool:
-        """Wait until the version is complete; whether all ranks now write a snapshot of it."""
+        """Wait until the version is complete, and return whether all ranks now write a snapshot of it."""
         if self._chain is not None:
             parts, contents = self._all_parts(f"delta/{job.number}")
             chain = self._chain
@@ -258,7 +258,7 @@ class StoreWriter:
         names = self._chain.prune()
         try:
             if is_first:
-                # What an earlier session left: nobody reads on from its chain.
+                # Versions of an earlier session: no member continues its chain.
                 session = folder(Version(version.session, 0))
                 names += [name for name in self._store.names() if name < session]
             self._store.remove(names)
@@ -278,7 +278,7 @@ class StoreWriter:
 
 
 class _Closed(Exception):
-    """The writer was closed in the middle of a job."""
+    """The writer was closed during a job."""
 
 
 def _keep(version: Version, slices: list[LocalSlice], algorithm: Algorithm) -> _Kept:

@@ -116,7 +116,7 @@ class _WeightChannelFactory:
             send=self._send_offer,
             on_result=self._report_result,
         )
-        writer = self._writer(on_stored=offers.tell, oldest_held=offers.oldest_held)
+        writer = self._writer(on_stored=offers.announce, oldest_held=offers.oldest_held)
         return Rank0DeltaChannel(writer, offers, self._dtype, self._announce)
 
     def _writer(

@@ -73,7 +73,7 @@ class Worker:
             algorithm="sha256",
             anchor_interval=3,
             any_rank=lambda fact: fact,
-            on_stored=self.offers.tell,
+            on_stored=self.offers.announce,
             oldest_held=self.offers.oldest_held,
         )
         self.reader = threading.Thread(target=self._read)

@@ -34,7 +34,7 @@ class Bench:
 
     def store_snapshot(self, step: int) -> None:
         version, stored = Version(1, step), StoredObject(f"{step}/anchor.json", 1, "digest")
-        self.offers.tell(Stored(version, stored, version, stored, 1, 1, 0.0))
+        self.offers.announce(Stored(version, stored, version, stored, 1, 1, 0.0))
 
     def answer(self, step: int, *, ok: bool = False, damaged: bool = False) -> None:
         while self.offered.get(timeout=DEADLINE_S).version.step != step:
