@@ -1,13 +1,12 @@
 """The sending side of one rollout member: a thread that keeps that member at the newest staged version.
 
-Who waits for whom: the link's thread waits for a newer version, then for its transfer with a deadline, then backs off
-after a failure. A deadline is the longest silence: each bucket moves it, and after the last one each report of the member
-that it is still working, up to a bound that grows with the bytes. A member that works on a version is offered no other
-one until it has answered or fallen silent. The transfer runs in a second thread, because forming and sending block outside Python and may outlast
-every time-out; the link's thread never enters them. A transfer that fails or passes its deadline is left behind with
-its group, and the next attempt starts with a fresh prefix. Nobody else waits for either thread.
+The link's thread waits for a newer version, then for its transfer with a deadline (`learner.weights.transfer`), then backs
+off after a failure. A member that works on a version gets no other offer until it has answered or fallen silent. The
+transfer runs in a second thread, because forming and sending block outside Python and may outlast every time-out; the
+link's thread never enters them. A transfer that fails or passes its deadline is abandoned with its group, and the next
+attempt starts with a fresh prefix. No other thread waits for either.
 
-State is guarded by one condition per member. Only the member's own answer counts as delivered.
+One condition per member guards its state. A version counts as delivered only when the member has answered so.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from learner.weights.publish_result import Failure, PublishResult
+from learner.weights.publish_result import PublishResult
 from learner.weights.staged import StagedWeights
+from learner.weights.transfer import Transfer
 from paceline.backoff import pause_after
 from paceline.errors import PacelineError
 from paceline.groups import Version
@@ -32,22 +32,22 @@ from paceline.weights.shared_memory_link import SharedLink
 
 FIRST_BACKOFF_S = 0.2
 MAX_BUSY = 4
-"""Versions that a member is believed to work on at one time."""
+"""Versions that a member may be working on at one time."""
 
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """What all links of a publisher share."""
+    """Settings of all links of a publisher."""
 
     run_id: str
     backend: str
     host: str
-    """This side's address for the member, and where the store is."""
-    store_host: str
-    """The store as this process reaches it."""
-    store_port: int
+    """Address of this side and of the rendezvous, as members reach it."""
+    rendezvous_host: str
+    """Address of the rendezvous, as this process reaches it."""
+    rendezvous_port: int
     prefix: str
-    """Unique for the publisher; each attempt adds to it."""
+    """Prefix of the keys in the rendezvous, unique for the publisher; each attempt extends it."""
     max_wait_s: float
     send_offer: Callable[[LinkOffer], None]
     on_result: Callable[[PublishResult], None]
@@ -55,45 +55,25 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class LinkHistory:
-    """What a member's earlier links leave to its next one: prefixes must not repeat, a member that was expelled and named
-    again must not be tried in a hurry, and a way that did not lead to it is not tried again."""
+    """State that a member's links pass on to its next one: prefixes must not repeat, a member that was expelled and named
+    again must wait for its back-off, and a backend that could not reach it is not tried again."""
 
     attempts: int = 0
     failures: int = 0
-    """Attempts in a row that failed."""
+    """Failed attempts in a row."""
     backend: str = ""
-    """Empty: that of the settings."""
-
-
-@dataclass
-class _Transfer:
-    """One attempt under way. Written by its thread, read by the link's, both under the link's condition."""
-
-    staged: StagedWeights
-    attempt: int
-    link: WeightLink | SharedLink | None
-    phase: str = "pack"
-    deadline: float = math.inf
-    last_deadline: float = math.inf
-    """However often the member reports, not later."""
-    heard: bool = False
-    """The member said that it works on this version: it has the offer, and will answer."""
-    phase_started: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-    size_bytes: int = 0
-    failure: Failure = ""
-    error: str = ""
+    """Backend of the next link; empty: that of the settings."""
 
 
 @dataclass
 class _Busy:
     last_s: float
-    """However often the member reports, not later."""
+    """Limit of `until_s`, however often the member reports."""
     until_s: float = 0.0
 
 
 class MemberLink:
-    """Keeps one member at the newest version, until `leave`. `before` is what the same member's earlier links left."""
+    """Link that keeps one member at the newest version, until `leave`. `before` is the history of its earlier links."""
 
     def __init__(self, settings: LinkSettings, member_id: str, epoch: int, before: LinkHistory) -> None:
         self._settings = settings
@@ -105,9 +85,9 @@ class MemberLink:
         self.held: Version | None = None
         self._changed = threading.Condition()
         self._newest: StagedWeights | None = None
-        self._transfer: _Transfer | None = None
+        self._transfer: Transfer | None = None
         self._busy: dict[Version, _Busy] = {}
-        """Versions that the member works on without a transfer from here: what an attempt that was given up left."""
+        """Versions that the member works on although their attempts were given up."""
         self._answer: tuple[bool, str] | None = None
         self._link: WeightLink | SharedLink | None = None
         self._left = False
@@ -119,13 +99,13 @@ class MemberLink:
         self._thread.start()
 
     def publish(self, staged: StagedWeights) -> None:
-        """Make `staged` what the member should hold. Returns at once; a version not begun yet is overtaken."""
+        """Make `staged` the version for the member. Return at once; a version that has not begun is skipped."""
         with self._changed:
             self._newest = staged
             self._changed.notify_all()
 
     def answer(self, version: Version, ok: bool, message: str) -> None:
-        """The member's word on `version`. A late yes counts too: the member does hold it."""
+        """Take the member's answer to `version`. A late yes counts too, because the member holds the version."""
         late = None
         with self._changed:
             if self._busy.pop(version, None) is not None:
@@ -141,7 +121,7 @@ class MemberLink:
             self._report(late)
 
     def progress(self, version: Version) -> None:
-        """The member says that it still works on `version`."""
+        """Note that the member still works on `version`."""
         with self._changed:
             now, transfer = time.monotonic(), self._transfer
             if transfer is not None and transfer.staged.version == version:
@@ -157,8 +137,8 @@ class MemberLink:
                 busy.until_s = min(now + self._settings.max_wait_s, busy.last_s)
 
     def interrupt(self, reason: str) -> None:
-        """The control plane was away. A transfer whose offer may be lost is given up and tried again with a fresh link; a
-        member that was heard of with this version says its answer again by itself."""
+        """Give up a transfer whose offer may have been lost while the control plane was away, and try again with a fresh link.
+        A member that has reported work on this version repeats its answer by itself."""
         with self._changed:
             transfer = self._transfer
             if transfer is None or self._answer is not None or transfer.error:
@@ -172,7 +152,7 @@ class MemberLink:
 
     @property
     def history(self) -> LinkHistory:
-        """For this member's next link."""
+        """History for this member's next link."""
         return LinkHistory(self.attempt, self._failures, self._backend)
 
     def leave(self) -> None:
@@ -182,7 +162,7 @@ class MemberLink:
             self._changed.notify_all()
 
     def join(self, deadline: float) -> bool:
-        """Wait for the threads up to the monotonic instant `deadline`; False when one is still stuck."""
+        """Wait for the threads until the monotonic time `deadline`; return False when one is still stuck."""
         for thread in (self._thread, *self._transfer_threads):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -215,11 +195,11 @@ class MemberLink:
             return None
 
     def _busy_s(self) -> float:
-        """For how long the member is still given time with what it works on."""
+        """Return the seconds for which the member may still work on versions of earlier attempts."""
         return max((busy.until_s - time.monotonic() for busy in self._busy.values()), default=0.0)
 
     def _is_news(self, version: Version) -> bool:
-        """Return whether a member may hold `version`, and was not known to: nothing is newer than what was published."""
+        """Return whether `version` has been published, and is newer than the member's last known one."""
         published = self._newest is not None and version <= self._newest.version
         return published and (self.held is None or version > self.held)
 
@@ -235,11 +215,11 @@ class MemberLink:
             self._changed.wait_for(lambda: self._left, seconds)
 
     def _deliver(self, staged: StagedWeights) -> PublishResult | None:
-        """Return one attempt; None when the member left in the middle."""
+        """Make one attempt and return its result; None when the member left during it."""
         with self._changed:
             if self._link is None:
                 self.attempt += 1
-            transfer = _Transfer(staged, self.attempt, self._link, phase_started=time.monotonic())
+            transfer = Transfer(staged, self.attempt, self._link, phase_started=time.monotonic())
             self._transfer, self._answer, self._link = transfer, None, None
             thread = threading.Thread(
                 target=self._carry, args=(transfer,), name=f"weights-{self.member_id}-send", daemon=True
@@ -250,7 +230,7 @@ class MemberLink:
             left, answer = self._left, self._answer
             if answer is not None and answer[0]:
                 self.held = staged.version
-                # The answer may overtake this side's own completion by a moment; the link is good only after it.
+                # The answer may arrive shortly before this side's send ends; the link can be used again only after that.
                 grace = min(1.0, self._settings.max_wait_s)
                 transfer.deadline = min(transfer.deadline, time.monotonic() + grace)
                 self._wait_while(transfer, lambda: transfer.phase != "answer" and not transfer.error)
@@ -259,39 +239,14 @@ class MemberLink:
             self._transfer = None
             if left and answer is None:
                 return None
-            return self._result(transfer, answer)
+            return transfer.result(self.member_id, self.epoch, answer, self._settings.max_wait_s)
 
-    def _wait_while(self, transfer: _Transfer, pending: Callable[[], bool]) -> None:
+    def _wait_while(self, transfer: Transfer, pending: Callable[[], bool]) -> None:
         while pending() and not self._left:
-            remaining = min(transfer.deadline, transfer.last_deadline) - time.monotonic()
-            if remaining <= 0:
+            left_s = transfer.left_s
+            if left_s <= 0:
                 return
-            self._changed.wait(None if remaining == math.inf else remaining)
-
-    def _result(self, transfer: _Transfer, answer: tuple[bool, str] | None) -> PublishResult:
-        seconds = dict(transfer.seconds)
-        seconds[transfer.phase] = seconds.get(transfer.phase, 0.0) + time.monotonic() - transfer.phase_started
-        silent: Failure = "silent" if transfer.phase == "answer" else "link"
-        failure = transfer.failure or ("link" if transfer.error else silent)
-        error = transfer.error or f"{transfer.phase}: nothing within {self._settings.max_wait_s} s"
-        if not transfer.error and transfer.last_deadline < transfer.deadline:
-            error = f"answer: not loaded {seconds[transfer.phase]:.0f} s after the last byte, though still working"
-        if answer is not None:
-            failure = "" if answer[0] else "refused"
-            error = "" if answer[0] else f"the member refused: {answer[1]}"
-        return PublishResult(
-            self.member_id,
-            self.epoch,
-            transfer.attempt,
-            transfer.staged.version,
-            ok=answer is not None and answer[0],
-            form_s=seconds.get("form", 0.0),
-            transfer_s=seconds.get("transfer", 0.0),
-            ack_s=seconds.get("answer", 0.0),
-            size_bytes=transfer.size_bytes,
-            failure=failure,
-            error=error,
-        )
+            self._changed.wait(None if left_s == math.inf else left_s)
 
     def _report(self, result: PublishResult) -> None:
         try:
@@ -299,8 +254,8 @@ class MemberLink:
         except Exception as error:  # of the listener: the member must not lose its link by it
             unforeseen.note("what follows from a publish", error)
 
-    def _carry(self, transfer: _Transfer) -> None:
-        """The transfer's thread: every call in here may block outside Python."""
+    def _carry(self, transfer: Transfer) -> None:
+        """Run the transfer, in its thread: every call in here may block outside Python."""
         try:
             version = transfer.staged.version
             about: dict[str, str | int] = {"member": self.member_id, "attempt": transfer.attempt}
@@ -323,25 +278,19 @@ class MemberLink:
             self._enter(transfer, "answer")
         except (
             Exception
-        ) as error:  # of torch, the store and the listener: it fails this attempt, with its text
+        ) as error:  # of torch, the rendezvous and the listener: it fails this attempt, with its text
             if not isinstance(error, PacelineError | RuntimeError | OSError):
                 unforeseen.note("bringing weights to a member", error)
             with self._changed:
                 transfer.error = f"{transfer.phase}: {first_line(error)}"
                 self._changed.notify_all()
 
-    def _enter(self, transfer: _Transfer, phase: str) -> None:
-        now = time.monotonic()
+    def _enter(self, transfer: Transfer, phase: str) -> None:
         with self._changed:
-            spent = transfer.seconds.get(transfer.phase, 0.0) + now - transfer.phase_started
-            transfer.seconds[transfer.phase] = spent
-            transfer.phase, transfer.phase_started = phase, now
-            transfer.deadline = now + self._settings.max_wait_s
-            if phase == "answer":
-                transfer.last_deadline = now + longest_s(self._settings.max_wait_s, transfer.size_bytes)
+            transfer.enter(phase, self._settings.max_wait_s)
             self._changed.notify_all()
 
-    def _offer(self, transfer: _Transfer, manifest_bytes: bytes) -> LinkOffer:
+    def _offer(self, transfer: Transfer, manifest_bytes: bytes) -> LinkOffer:
         settings, version = self._settings, transfer.staged.version
         return LinkOffer(
             run_id=settings.run_id,
@@ -350,17 +299,17 @@ class MemberLink:
             attempt=transfer.attempt,
             backend=self._backend,
             store_host=settings.host,
-            store_port=settings.store_port,
+            store_port=settings.rendezvous_port,
             prefix=f"{settings.prefix}/{self.member_id}/{transfer.attempt}",
             session=version.session,
             step=version.step,
             manifest=manifest_bytes,
         )
 
-    def _form(self, offer: LinkOffer, transfer: _Transfer) -> WeightLink | SharedLink:
+    def _form(self, offer: LinkOffer, transfer: Transfer) -> WeightLink | SharedLink:
         return form_link(
             backend=offer.backend,
-            store_host=self._settings.store_host,
+            store_host=self._settings.rendezvous_host,
             store_port=offer.store_port,
             prefix=offer.prefix,
             rank=SENDER,

@@ -1,12 +1,12 @@
-"""Publishing weights to the rollout members, each over a link of its own. Lives on rank 0 of the learner.
+"""Publishing weights to the rollout members, over one link for each. Runs on rank 0 of the learner.
 
-The promise: `stage` returns at once whatever the members do. Every member is brought to the newest staged version by a
-thread of its own; versions that were overtaken before they began are skipped; a member that fails, stops or dies is
-reported and tried again with a fresh link while it is in the set, and the others do not notice. `close` does not wait
-for a stuck member.
+Promise: `stage` returns at once whatever the members do. One thread for each member brings it to the newest staged version;
+versions that a newer one replaced before they began are skipped; a member that fails, stops or dies is reported and
+tried again with a fresh link while it is in the roster, without an effect on the others. `close` does not wait for a
+stuck member.
 
-The control plane belongs to the caller: `send_offer` must bring the offer to the member (it is called from the links'
-threads and should return within max_wait_s), and the member's answer must come back through `acknowledge`.
+The control plane belongs to the caller: `send_offer` must bring the offer to the member (the links' threads call it, and it
+should return within max_wait_s), and the member's answer must come back through `acknowledge`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = ["PublishResult", "Publisher"]
 
 CLOSE_WAIT_S = 2.0
 MAX_HISTORIES = 4096
-"""Members that left and may come back; those that left first are forgotten first."""
+"""Histories of members that left and may come back; the oldest is dropped first."""
 
 
 class Publisher:
-    """Brings staged versions to members.
+    """Sender of staged versions to members.
 
-    `bind_host` is where the store listens and `advertise_host` (default: the same) how members reach this machine;
-    `port` 0 takes a free one. Beyond loopback the tensors' checksums are SHA-256, as the offer is then the only thing
-    that vouches for bytes on an unprotected connection.
+    The rendezvous listens on `bind_host`, and members reach this machine at `advertise_host` (default: the same); `port` 0
+    takes a free one. Beyond loopback the tensors' checksums are SHA-256, because only the offer vouches for bytes on an
+    unprotected connection.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class Publisher:
         backend: str = "gloo",
     ) -> None:
         host = advertise_host or reachable_from_here(bind_host)
-        self._store, store_port = serve_store(bind_host, port, max_wait_s)
-        self.store_address = (host, store_port)
-        """Host and port of the store, as members reach it."""
+        self._rendezvous, rendezvous_port = serve_store(bind_host, port, max_wait_s)
+        self.rendezvous_address = (host, rendezvous_port)
+        """Host and port of the rendezvous, as members reach it."""
         self._bucket_bytes = bucket_bytes
         self._algorithm: Algorithm = "xxh3_64" if is_loopback(host) else "sha256"
         self._settings = LinkSettings(
             run_id=run_id,
             backend=backend,
             host=host,
-            store_host=reachable_from_here(bind_host),
-            store_port=store_port,
-            # A publisher that starts again on the same port must not meet keys or members of its predecessor.
+            rendezvous_host=reachable_from_here(bind_host),
+            rendezvous_port=rendezvous_port,
+            # A publisher that starts again on the same port must not find keys or members of its predecessor.
             prefix=f"{run_id}/{secrets.token_hex(8)}",
             max_wait_s=max_wait_s,
             send_offer=send_offer,
@@ -76,7 +76,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._links: dict[str, MemberLink] = {}
         self._before: dict[str, LinkHistory] = {}
-        """What links that ended leave to the next one, by member."""
+        """Histories of ended links, by member."""
         self._left: list[MemberLink] = []
         self._staged: StagedWeights | None = None
         self._closed = False
@@ -84,9 +84,10 @@ class Publisher:
     def set_members(
         self, epoch: int, member_ids: Iterable[str], held: Mapping[str, Version] | None = None
     ) -> None:
-        """Make exactly these members the set of `epoch`: leavers' links end, joiners get what is staged.
+        """Make exactly these members the roster of number `epoch`: end the links of members that leave, and send the staged
+        version to members that join.
 
-        A member that stays keeps its link. `held` is what joiners have got already in another way. Returns at once.
+        A member that stays keeps its link. `held` has the versions that joining members hold already. Return at once.
         """
         wanted = set(member_ids)
         with self._lock:
@@ -106,9 +107,9 @@ class Publisher:
                 link.epoch = epoch
 
     def stage(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make `version` the one that every member should hold. Returns at once, never waiting for a member.
+        """Make `version` the one for every member. Return at once, without waiting for a member.
 
-        `tensors` belong to the publisher from here on: nobody may write to them again (`gather_weights` makes such a
+        `tensors` belong to the publisher from now on, and must not be written to again (`gather_weights` makes such a
         copy). Raises Conflict when `version` is not newer.
         """
         with self._lock:
@@ -122,40 +123,40 @@ class Publisher:
                 link.publish(self._staged)
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str = "") -> None:
-        """The member's own word that it serves `version`, or why not. Unknown members are ignored: they left."""
+        """Take the member's answer that it serves `version`, or why not. Ignore unknown members: they have left."""
         with self._lock:
             link = self._links.get(member_id)
         if link is not None:
             link.answer(version, ok, message)
 
     def progress(self, member_id: str, version: Version) -> None:
-        """The member's word that it still works on `version`."""
+        """Note that the member still works on `version`."""
         with self._lock:
             link = self._links.get(member_id)
         if link is not None:
             link.progress(version)
 
     def interrupt(self, reason: str) -> None:
-        """Begin every transfer anew whose offer may be lost: the control plane was away."""
+        """Begin every transfer again whose offer may have been lost while the control plane was away."""
         with self._lock:
             links = list(self._links.values())
         for link in links:
             link.interrupt(reason)
 
     def held(self) -> dict[str, Version | None]:
-        """Return the version that each member of the set acknowledged last."""
+        """Return the version that each member of the roster acknowledged last."""
         with self._lock:
             return {member_id: link.held for member_id, link in self._links.items()}
 
     def close(self) -> None:
-        """End all links. Waits a moment for threads that can end, never for a stuck member. May be called twice."""
+        """End all links. Wait a moment for threads that can end, never for a stuck member. May be called twice."""
         with self._lock:
             self._closed = True
             for member_id in list(self._links):
                 self._drop(member_id)
             left, self._left = self._left, []
             # Without its server every wait of a link that is being formed ends now.
-            self._store = None
+            self._rendezvous = None
         deadline = time.monotonic() + CLOSE_WAIT_S
         for link in left:
             link.join(deadline)

@@ -30,7 +30,7 @@ class StagedWeights:
     ) -> None:
         self.version = version
         self.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        """About what is sent."""
+        """Bytes that are sent, approximately."""
         self._tensors: Mapping[str, torch.Tensor] | None = tensors
         self._bucket_bytes = bucket_bytes
         self._algorithm = algorithm

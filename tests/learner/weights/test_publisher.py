@@ -331,7 +331,7 @@ def test_sums_are_cryptographic_beyond_loopback() -> None:
     publisher.set_members(1, ["m"])
     publisher.stage(V1, ones(1.0))
     offer = offers.get(timeout=DEADLINE_S)
-    assert (offer.store_host, offer.store_port) == publisher.store_address
+    assert (offer.store_host, offer.store_port) == publisher.rendezvous_address
     assert offer.store_host == "192.0.2.1"
     assert b'"algorithm":"sha256"' in offer.manifest
     publisher.close()
