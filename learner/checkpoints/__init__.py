@@ -1,1 +1,1 @@
-"""What the learner leaves on disk: checkpoints and exports."""
+"""Checkpoints and exports of the learner."""

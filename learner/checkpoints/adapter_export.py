@@ -34,7 +34,7 @@ def export_adapter(
         r=lora.dim,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        # Whole names where something was left out: the last part alone would bring it back.
+        # Whole names where a layer was left out: its last part alone would bring it back.
         target_modules=sorted(set(layers if lora.exclude_modules else (n.split(".")[-1] for n in layers))),
         base_model_name_or_path=model_name,
         task_type="CAUSAL_LM",

@@ -1,14 +1,15 @@
 """Checkpoints of the learner: model, optimizer, generators and position, written by all ranks, complete or worthless.
 
 A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
-of every other file; a folder without it is torn and nobody takes it for a checkpoint. The promise: what `load` accepts
-is, byte for byte, what `save` wrote, and training goes on from it as if it had never stopped (bit for bit on CPUs at the
-same world size and thread count, both of which are recorded).
+of every other file; a folder without it is torn, and no reader takes it for a checkpoint.
+
+Promise: `load` accepts only the bytes that `save` wrote, and training goes on from them as if it had never stopped (bit for
+bit on CPUs at the same world size and thread count, both of which are recorded).
 
 Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares every
-file with the manifest, and the manifest with a hash from elsewhere, before it opens one; pass only a hash that the ledger
-gave you, as a hash computed from the folder itself proves nothing. And what is decoded then may name classes of
-checkpoint metadata alone (`learner/checkpoints/metadata.py`).
+file with the manifest, and the manifest with a hash from elsewhere, before it opens one; pass only a hash from the ledger,
+because a hash computed from the folder itself proves nothing. The decoded bytes may name only classes of checkpoint
+metadata (`learner/checkpoints/metadata.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
 
-restrict_rank_objects()  # before any rank says anything to another
+restrict_rank_objects()  # before the ranks exchange any object
 
 NAME = re.compile(r"(\d+)-(\d+)")
 
@@ -63,14 +64,14 @@ FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (NotFound, "no checkpoint at {}: another rank does not find it"),
     (Conflict, "checkpoint {} refused: another rank found it damaged"),
 )
-"""What a rank may find out about a checkpoint, the gravest last, and what the others say then."""
+"""Kinds of a rank's finding, the gravest last, and the message of the other ranks."""
 
 Location = str | os.PathLike[str]
 """A local path or an fsspec URL."""
 
 
 class Misfit(Conflict):
-    """A checkpoint that is whole, and of another model or optimizer."""
+    """The checkpoint is whole, but of another model or optimizer."""
 
 
 class Checkpoint(NamedTuple):
@@ -78,7 +79,7 @@ class Checkpoint(NamedTuple):
 
     path: Folder
     manifest_sha256: str
-    """What the ledger registers and what `load` asks for."""
+    """The hash that the ledger registers and that `load` requires."""
     manifest: CheckpointManifest
 
 
@@ -103,9 +104,9 @@ def save(
     """Write the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
 
     `chain_hash` is the position in the ledger's hash chain. The learning rate is a function of the step, so there
-    is no scheduler state. Returns the checkpoint on rank 0, once everything is
-    on disk, and None on the others. Raises Conflict when that checkpoint exists and is complete, Unavailable when writing
-    failed (a full disk), which leaves it torn.
+    is no scheduler state. Return the checkpoint on rank 0, once all files are on disk, and None on the others. Raises
+    Conflict when that checkpoint exists and is complete, Unavailable when writing failed (a full disk), which leaves it
+    torn.
     """
     folder = prepare(directory, session, step)
     return write(
@@ -118,20 +119,20 @@ def save(
 
 
 def prepare(directory: Location, session: int, step: int) -> Folder:
-    """Return the empty folder of a checkpoint to be, made by rank 0. Raises Conflict when it exists and is complete."""
+    """Make the empty folder of a new checkpoint, on rank 0, and return it. Raises Conflict when it exists and is complete."""
     folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
         if folder.exists(CHECKPOINT_MANIFEST):
             raise Conflict(f"checkpoint {folder} exists and is complete")
-        folder.remove()  # torn, of this session, so nobody else's
-        folder.make()  # another rank's writer may make it in the meantime
+        folder.remove()  # a torn one of this session, which no other process uses
+        folder.make()  # another rank's writer may make it meanwhile
     return folder
 
 
 def whole_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, critic: Critic | None = None
 ) -> dict[str, Any]:
-    """Return all that a checkpoint holds of this rank; the tensors are those that training goes on with."""
+    """Return this rank's part of a checkpoint; its tensors are those that training goes on with."""
     return _state(model, optimizer) | _value_state(critic) | {"rng": {str(_rank()): _generators(model)}}
 
 
@@ -147,8 +148,8 @@ def write(
 ) -> Checkpoint | None:
     """Write `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
 
-    `num_threads` are those that computed the state, when another thread calls. Returns the checkpoint on rank 0 and None
-    on the others. Raises Unavailable.
+    `num_threads` is the number of threads that computed the state, when another thread calls. Return the checkpoint on
+    rank 0 and None on the others. Raises Unavailable.
     """
     _save_state(state, folder, group)
     files = files_of_all_ranks(folder, _rank(), group)
@@ -174,12 +175,12 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     critic: Critic | None = None,
 ) -> CheckpointManifest:
-    """Put a checkpoint into `model`, `optimizer` and `critic` and returns its manifest. A collective call of all ranks.
+    """Load a checkpoint into `model`, `optimizer` and `critic`, and return its manifest. A collective call of all ranks.
 
-    Works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
+    It works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
     it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
     manifest is not the expected one or a file is not the manifest's, Unavailable when the disk or store cannot be read
-    now, on all ranks the same; nothing was unpickled then. Raises Misfit when it is whole and of another model.
+    now, on all ranks the same, before anything is unpickled. Raises Misfit when it is whole, but of another model.
     """
     rank, ranks = _rank(), world_size()
     verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
@@ -208,7 +209,7 @@ def verify(
 ) -> Verified:
     """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
 
-    Raises NotFound, Conflict or Unavailable as `load` does: of several findings the gravest, on every rank.
+    Raises NotFound, Conflict or Unavailable as `load` does: the gravest finding of all ranks, on every rank.
     """
     problem: PacelineError | None = None
     verified = None
@@ -216,7 +217,7 @@ def verify(
         verified = _verify_part(Folder(path), expected_sha256, rank, ranks)
     except (NotFound, Conflict) as error:
         problem = error
-    except Exception as error:  # the clients of object stores have errors of their own, without a common base
+    except Exception as error:  # the clients of object stores raise errors without a common base
         problem = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
         problem.__cause__ = error
     problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
@@ -234,7 +235,7 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
             f"expected was {expected_sha256}"
         )
     check_files(folder, manifest, part=rank, parts=ranks)
-    data = folder.read(METADATA)  # by every rank, so that each decodes the bytes that it has checked
+    data = folder.read(METADATA)  # on every rank, so that each decodes the bytes that it has checked
     listed = {file.path: file.sha256 for file in manifest.files}
     if hashlib.sha256(data).hexdigest() != listed.get(METADATA):
         raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} is not the manifest's")
@@ -245,29 +246,29 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
 
 
 def _gravest_of_ranks(
-    own: PacelineError | None, path: Location, device: torch.device | None
+    finding: PacelineError | None, path: Location, device: torch.device | None
 ) -> PacelineError | None:
-    """Return this rank's own finding, or, where another rank's is graver, one of that kind."""
+    """Return this rank's finding, or one of a graver kind where another rank has it."""
     kinds = [kind for kind, _ in FINDINGS]
-    place = -1 if own is None else kinds.index(type(own))
-    gravest = int(max_over_ranks(torch.tensor([place], dtype=torch.int32, device=device)).item())
-    if gravest == place:
-        return own
+    index = -1 if finding is None else kinds.index(type(finding))
+    gravest = int(max_over_ranks(torch.tensor([index], dtype=torch.int32, device=device)).item())
+    if gravest == index:
+        return finding
     kind, text = FINDINGS[gravest]
     return kind(text.format(path))
 
 
 def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
-    """Return (session, step) and folder of what has the name of a checkpoint and is not torn, oldest first."""
+    """Return (session, step) and folder of every complete checkpoint, oldest first."""
     return [
         (_position(folder), folder) for folder in _folders(directory) if folder.exists(CHECKPOINT_MANIFEST)
     ]
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
-    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; returns which.
+    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; return their paths.
 
-    `keep` has paths as `str(checkpoint.path)` gives them. What is newer may be in the making, and stays, as do those of `spared`.
+    `keep` has paths as `str(checkpoint.path)` gives them. Newer ones may be in progress, and stay, as do those of `spared`.
     """
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
@@ -275,7 +276,7 @@ def prune(directory: Location, keep: Collection[str], spared: Collection[str] = 
     for folder in folders:
         if newest is None or _position(folder) >= newest or str(folder) in keep or str(folder) in spared:
             continue
-        # The manifest first: should this be interrupted, what is left is torn and not a lie.
+        # The manifest goes first, so that an interruption leaves a torn checkpoint and not a false one.
         folder.delete(CHECKPOINT_MANIFEST)
         folder.remove()
         deleted.append(str(folder))
@@ -284,7 +285,7 @@ def prune(directory: Location, keep: Collection[str], spared: Collection[str] = 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     weights = get_model_state_dict(model)
-    if has_adapter(model):  # the base is where it came from
+    if has_adapter(model):  # the base is not saved, because it does not change
         weights = {name: tensor for name, tensor in weights.items() if is_part_of_adapter(name)}
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
@@ -292,7 +293,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
         if fresh:
             # torch fills a fresh optimizer's state by a step with zero gradients at rate 0, which counts as a step
-            # in the bias correction; unlike that step, this checkpoint must not be felt.
+            # in the bias correction; a checkpoint must not count as a step.
             for moments in optimizer.state.values():
                 moments["step"].zero_()
             state["optimizer"] = get_optimizer_state_dict(model, optimizer)
@@ -306,9 +307,9 @@ def _value_state(critic: Critic | None) -> dict[str, Any]:
 
 
 def read_state(verified: Verified, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` from a checkpoint that `verify` has looked at. A collective call of all ranks.
+    """Fill the tensors of `state` from a verified checkpoint. A collective call of all ranks.
 
-    Raises Misfit when the checkpoint has not what `state` asks for, Unavailable when its files cannot be read now.
+    Raises Misfit when the checkpoint lacks an entry of `state`, Unavailable when its files cannot be read now.
     """
     with _as_error(
         Misfit,
@@ -329,7 +330,7 @@ def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup 
         else:
             writer = FsspecWriter(
                 folder.url, sync_files=False
-            )  # a store's object is durable once it is closed
+            )  # an object of a store is durable once it is closed
         save_collectively(
             state,
             storage_writer=writer,
@@ -340,9 +341,9 @@ def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup 
 
 @contextmanager
 def _as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
-    """torch's failure as one of ours: its own is no Exception and would pass every handler on its way out.
+    """Raise torch's failure as `kind`, because torch's error is no Exception and would pass every handler.
 
-    Also keeps quiet about a process without a process group, which is a way of running that is meant.
+    Also suppress the warning about a process without a process group, which is intended.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -356,7 +357,7 @@ def _as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
 
 
 def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
-    """State of this rank's torch generators: the CPU's and, where the model is on a GPU, that GPU's."""
+    """Return the state of this rank's torch generators: the CPU's and, where the model is on a GPU, that GPU's."""
     device = next(model.parameters()).device
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":

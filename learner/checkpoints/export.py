@@ -1,7 +1,7 @@
 """Exporting the policy as a Hugging Face folder: safetensors, config, generation config and tokenizer files.
 
-The promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the very weights that were trained, converted to
-the asked type, tied embeddings still tied; the folder appears whole under its name or not at all.
+Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the wanted type, tied
+embeddings still tied; the folder appears whole under its name or not at all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
 )
-"""What a tokenizer may consist of, as the libraries that write them name it."""
+"""Names of a tokenizer's files in the libraries that write them."""
 
 
 def export_pretrained(
@@ -56,8 +56,8 @@ def export_pretrained(
 ) -> Path:
     """Write `tensors` (a whole state dict by Hugging Face names, as `gather_weights` gives it) as a model folder.
 
-    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name` or else from there too,
-    if it has one. `dtype` None keeps the tensors' own. Raises Conflict when `directory` exists (with `replace`: and is no
+    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name`, or from `model_name`
+    if it has one. `dtype` None keeps the tensors' types. Raises Conflict when `directory` exists (with `replace`: and is no
     export), InvalidInput when names or shapes are not the model's.
     """
     model = _skeleton(model_name, scoring)
@@ -83,9 +83,9 @@ def export_checkpoint(
     scoring: bool = False,
     adapter_only: bool = False,
 ) -> Path:
-    """Return the same from a checkpoint's folder, in one process and without a process group.
+    """Export a checkpoint's folder, in one process and without a process group.
 
-    An adapter is merged into its base; with `adapter_only` it is written alone, as peft has it. Host memory must hold
+    An adapter is merged into its base; with `adapter_only` it is written alone, in peft's format. Host memory must hold
     the float32 weights. Raises also what `learner.checkpoints.checkpoint.verify` raises.
     """
     if adapter_only:
@@ -106,7 +106,8 @@ def export_policy(
     adapter_only: bool = False,
     replace: bool = False,
 ) -> Path:
-    """`tensors` as what the policy's model has become, or with `adapter_only` as an adapter to it. Raises as both do."""
+    """Export `tensors` as the trained model of `policy`, or with `adapter_only` as an adapter to it. Raises as
+    `export_pretrained` and `export_adapter` do."""
     if adapter_only:
         return export_adapter(directory, tensors, policy.lora_cfg, policy.model_name, replace=replace)
     return export_pretrained(
@@ -121,7 +122,7 @@ def export_policy(
 
 
 def check_has_adapter(policy: PolicySection) -> None:
-    """Raises InvalidInput for a run that trains no adapter."""
+    """Raise InvalidInput for a run that trains no adapter."""
     if not policy.lora_cfg.enabled:
         raise InvalidInput("the run trains no adapter (policy.lora_cfg.enabled is false); export the model")
 
@@ -158,7 +159,7 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
 def compare_weights(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> tuple[list[str], float]:
-    """Return names of the tensors whose bits differ (or that only one side has), and the largest absolute difference."""
+    """Return the names of the tensors whose bits differ (or that only one side has), and the largest absolute difference."""
     names = sorted(one.keys() ^ other.keys())
     largest = 0.0
     for name in sorted(one.keys() & other.keys()):
@@ -212,7 +213,7 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _copy_tokenizer(source: str, directory: Path, *, required: bool) -> None:
-    """A local folder's files as they are, byte for byte; a hub model's through its tokenizer class."""
+    """Copy a local folder's files byte for byte, or save a hub model's tokenizer with its class."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         AutoTokenizer.from_pretrained(source).save_pretrained(directory)

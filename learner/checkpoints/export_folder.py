@@ -1,4 +1,4 @@
-"""The folder of an export: it appears whole under its name or not at all, and replaces nothing but an earlier export."""
+"""The folder of an export: it appears whole under its name or not at all, and replaces only an earlier export."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @contextlib.contextmanager
 def written_beside(directory: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into, which becomes `directory` when the block ends well and vanishes otherwise.
+    """Give a folder to write into, which becomes `directory` when the block ends without an error, and is removed otherwise.
 
     Raises Conflict when `directory` exists; with `replace` only when it is no export.
     """
@@ -40,7 +40,7 @@ def written_beside(directory: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Remove what exports of processes that are dead have left in `folder`."""
+    """Remove the unfinished exports of dead processes from `folder`."""
     for path in folder.glob(".*"):
         match = LEFT_OVER.fullmatch(path.name)
         if match is None or not path.is_dir() or _lives(int(match["pid"])):
@@ -68,23 +68,23 @@ def _put(partial: Path, directory: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         if _exchange(partial, directory):
-            return  # what is called partial now is the earlier export
+            return  # the earlier export has the partial name now, and its caller removes it
         replaced = directory.with_name(f".{directory.name}.replaced-{os.getpid()}")
         directory.rename(replaced)
         partial.rename(directory)
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names at once; False where the system cannot."""
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names at once; return False where the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return renameat2 is not None and (
-        renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+        renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
     )
 
 
 def _lives(pid: int) -> bool:
-    """Return whether another process of this number is there; this one is not in the middle of an export when it asks."""
+    """Return whether another process of this number exists; this process never calls it during an export."""
     if pid == os.getpid():
         return False
     try:

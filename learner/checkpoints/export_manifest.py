@@ -11,6 +11,6 @@ from paceline.files.storage import Folder
 
 
 def write_export_manifest(folder: Path) -> None:
-    """List what is in the folder by now."""
+    """List the files that are in the folder."""
     files = [file.model_dump() for file in hash_files(Folder(folder))]
     (folder / EXPORT_MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n")

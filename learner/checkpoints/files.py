@@ -1,7 +1,7 @@
-"""Which files a checkpoint consists of: each rank says what it wrote, and rank 0 finds all of it where the manifest is to be.
+"""The files of a checkpoint: each rank lists the files that it wrote, and rank 0 finds all of them in its folder.
 
-Ranks on several hosts may each have a folder of that path. What rank 0 sees there is then a part, and a manifest of that part
-would call half a checkpoint complete.
+Ranks on several hosts may each have a folder of that path. Rank 0 then sees only a part, and a manifest of that part would
+call half a checkpoint complete.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from paceline.errors import Conflict, Unavailable
 from paceline.files.storage import Folder
 
 LATE_PAUSES_S = (0.5, 1.0, 2.0)
-"""Before each further look for a file of another rank: a network file system may show it late."""
+"""Seconds before each further check for a file of another rank: a network file system may show it late."""
 
 
 def files_of_all_ranks(
     folder: Folder, rank: int, group: dist.ProcessGroup | None
 ) -> tuple[CheckpointFile, ...]:
-    """Return every rank's files as that rank wrote them. A collective call; what it returns and raises is for rank 0.
+    """Return every rank's files as that rank wrote them. A collective call, whose result and errors are for rank 0.
 
-    Raises Unavailable when a rank could not read its own, when the metadata name others, or when rank 0 does not see them all.
+    Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see all.
     """
     said = [json.loads(part) for part in gather_bytes(_own(folder, rank).encode(), group)]
     if rank != 0:
@@ -54,7 +54,7 @@ def files_of_all_ranks(
 
 
 def _own(folder: Folder, rank: int) -> str:
-    """Return this rank's files as JSON: a list, or a text that says why not."""
+    """Return this rank's files as JSON: a list, or a text with the reason why there is none."""
     try:
         names = [
             name
@@ -62,7 +62,7 @@ def _own(folder: Folder, rank: int) -> str:
             if name.startswith(f"__{rank}_") or (rank == 0 and name == METADATA)
         ]
         return json.dumps([file.model_dump() for file in hash_files(folder, names)])
-    except Exception as error:  # the clients of object stores have errors of their own, without a common base
+    except Exception as error:  # the clients of object stores raise errors without a common base
         return json.dumps(f"{type(error).__name__}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Pickles that torch makes, decoded without letting them name anything but what they consist of.
+"""Pickles that torch makes, decoded with a list of the classes that they may name.
 
 torch.distributed.checkpoint pickles twice: the file `.metadata` (metadata.py decodes it), and the plans that the
 ranks exchange when they save or load. Both are decoded by a list of the classes that may be named.
@@ -33,7 +33,7 @@ METADATA = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""What `.metadata` may name, by module; besides, of `torch`, the dtypes."""
+"""Names that `.metadata` may use, by module, besides the dtypes of `torch`."""
 
 PLANS = {
     **METADATA,
@@ -52,11 +52,11 @@ PLANS = {
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "traceback": {"FrameSummary", "StackSummary"},
 }
-"""What ranks may name to each other; besides, the exceptions of Python and of `paceline.errors`."""
+"""Names that objects between ranks may use, besides the exceptions of Python and of `paceline.errors`."""
 
 
 class ListedUnpickler(pickle.Unpickler):
-    """Raises Conflict for a name that is not on the list."""
+    """Unpickler that raises Conflict for a name that is not on its list."""
 
     allowed: ClassVar[dict[str, set[str]]] = METADATA
 
@@ -80,5 +80,5 @@ class _PlanUnpickler(ListedUnpickler):
 
 
 def restrict_rank_objects() -> None:
-    """Let torch's collectives over Python objects decode checkpoint plans and nothing else, in this process."""
+    """Make torch's collectives over Python objects decode only checkpoint plans, in this process."""
     collectives._unpickler = _PlanUnpickler

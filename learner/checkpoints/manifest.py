@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: which files it has, with their sizes and hashes, and where in the run it stands.
+"""The manifest of a checkpoint: its files with sizes and hashes, and its position in the run.
 
-The promise: it exists only when everything it lists is on disk, it appears in one piece, and a file that was cut,
-changed, added or removed afterwards is found before anybody opens it as a checkpoint.
+Promise: it exists only when all files that it lists are on disk, it appears in one piece, and a file that was truncated,
+changed, added or removed afterwards is found before the checkpoint is opened.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CheckpointFile(BaseModel):
 
 
 class CheckpointManifest(BaseModel):
-    """What `manifest.json` holds."""
+    """Content of `manifest.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class CheckpointManifest(BaseModel):
     step: NonNegative
     """Steps trained: the first step to train after loading."""
     chain_hash: str
-    """Position in the ledger's hash chain, as the caller gave it."""
+    """Position in the ledger's hash chain."""
     world_size: Annotated[int, Field(ge=1)]
     num_threads: Annotated[int, Field(ge=1)]
     """Compute threads of rank 0; with another number the continuation is not bit-identical."""
@@ -64,7 +64,7 @@ def hash_files(folder: Folder, names: Collection[str] | None = None) -> tuple[Ch
 
 
 def write_manifest(folder: Folder, manifest: CheckpointManifest) -> str:
-    """Write the manifest as one object after everything else is durable, and returns its SHA-256."""
+    """Write the manifest as one object, after all other files are durable, and return its SHA-256."""
     data = manifest.model_dump_json(indent=1).encode()
     folder.write(CHECKPOINT_MANIFEST, data)
     return hashlib.sha256(data).hexdigest()
@@ -89,9 +89,9 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
 def check_files(
     folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1, contents: bool = True
 ) -> None:
-    """Raises Conflict unless the folder has exactly the manifest's files with its sizes and, for this part, hashes.
+    """Raise Conflict unless the folder has exactly the manifest's files with its sizes and, for this part, hashes.
 
-    Of `parts` ranks each reads every parts-th file; names and sizes are compared by all.
+    Each of `parts` ranks reads every parts-th file; all ranks compare names and sizes.
     """
     listed = {file.path: file for file in manifest.files}
     present = folder.files()

@@ -1,8 +1,8 @@
-"""The `.metadata` of torch.distributed.checkpoint: a pickle, decoded without letting it name anything but what it consists of.
+"""The `.metadata` of torch.distributed.checkpoint: a pickle, decoded with a list of the classes that it may name.
 
-The promise: whatever the bytes are, decoding them calls nothing but classes of checkpoint metadata, and what comes out refers
-to no file outside of the checkpoint. `state_reader` and `StatePlanner` hand it to torch, which would unpickle the file itself,
-and keep objects in the state to what torch's own restricted loader takes.
+Promise: whatever the bytes are, decoding them calls only classes of checkpoint metadata, and the result refers to no file
+outside of the checkpoint. `state_reader` and `StatePlanner` pass it to torch, which would unpickle the file itself, and
+limit objects in the state to those that torch's restricted loader accepts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ METADATA = ".metadata"
 
 
 def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
-    """Return what `.metadata` says, of a checkpoint that has these files. Raises Conflict for anything else than metadata."""
+    """Return the decoded `.metadata` of a checkpoint with these files. Raises Conflict for anything else than metadata."""
     try:
         metadata = ListedUnpickler(io.BytesIO(data)).load()
         named = files_of(metadata)
     except Conflict:
         raise
-    except Exception as error:  # whatever bytes that are no metadata make of themselves
+    except Exception as error:  # decoding other bytes may raise any error
         raise Conflict(f"it cannot be decoded: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata):
         raise Conflict(f"it is a {type(metadata).__name__}, not a Metadata")
@@ -47,7 +47,7 @@ def files_of(metadata: Metadata) -> set[str]:
 
 
 def state_reader(folder: Folder, metadata: Metadata) -> FileSystemReader:
-    """torch's reader of a checkpoint's files, by metadata that were decoded before."""
+    """Return torch's reader of a checkpoint's files, with metadata that were decoded before."""
     if folder.local is not None:
         return _LocalReader(folder.local, metadata)
     return _StoreReader(folder.url, metadata)
@@ -72,7 +72,7 @@ class _StoreReader(FsspecReader):
 
 
 class StatePlanner(DefaultLoadPlanner):
-    """Takes objects from a state only if torch's restricted loader does: numbers, texts, containers and tensors."""
+    """Planner that takes from a state only the objects of torch's restricted loader: numbers, texts, containers, tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

@@ -1,10 +1,10 @@
 """Checkpoints written while training goes on: the state is copied to host memory, then a thread writes the copy.
 
-Invariants. One checkpoint is in the making at a time; the next one waits for it. `begin` and `finish` are called by all
-ranks at the same point, and `begin` returns when the copy is made, so that what is written is the state after that step
-whatever is trained meanwhile. The writing threads of the ranks agree over a process group of their own, because the
-default one belongs to the training step. The manifest is written last, on rank 0: a process that dies in between leaves
-a torn folder, which nobody takes for a checkpoint.
+Invariants. One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at the
+same point, and `begin` returns when the copy is made, so that the written state is that after the step, whatever is
+trained meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs
+to the training step. The manifest is written last, on rank 0: a process that dies before leaves a torn folder, which no
+reader takes for a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class CheckpointWriter:
         self._error: BaseException | None = None
         self._started_s = 0.0
         self.step = -1
-        """Of the checkpoint that was begun last."""
+        """Step of the checkpoint that was begun last."""
         self.seconds = 0.0
-        """From `begin` to the manifest, of the one that was finished last."""
+        """Seconds from `begin` to the manifest, of the checkpoint that was finished last."""
 
     def begin(
         self,
@@ -49,7 +49,7 @@ class CheckpointWriter:
         chain_hash: str = "",
         critic: Critic | None = None,
     ) -> None:
-        """Copy the state after `step` steps and starts to write it. A collective call, after `finish`.
+        """Copy the state after `step` steps, and start to write it. A collective call, after `finish`.
 
         Raises Conflict when that checkpoint exists and is complete.
         """
@@ -58,7 +58,7 @@ class CheckpointWriter:
         self._started_s = time.perf_counter()
         folder = Folder(self._directory) / f"{self._session}-{step}"
         with contextlib.suppress(OSError):
-            # Raised here it would part the ranks; writing meets it again, on all of them.
+            # Not raised here, because it would separate the ranks; writing meets it again, on all of them.
             checkpoints.prepare(self._directory, self._session, step)
         staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer, critic))
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -71,16 +71,16 @@ class CheckpointWriter:
 
     @property
     def in_progress(self) -> bool:
-        """Return whether a checkpoint was begun that nobody has finished."""
+        """Return whether a checkpoint was begun and not finished."""
         return self._thread is not None
 
     @property
     def ready(self) -> bool:
-        """Return whether `finish` would return at once, on this rank."""
+        """Return whether `finish` would return at once on this rank."""
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self) -> Checkpoint | None:
-        """Wait for the checkpoint that was begun, if any, and returns it on rank 0.
+        """Wait for the checkpoint that was begun, if any, and return it on rank 0.
 
         Raises Unavailable when it could not be written (a full disk), which leaves it torn.
         """
@@ -105,6 +105,6 @@ class CheckpointWriter:
                 group=self._group,
                 num_threads=num_threads,
             )
-        except BaseException as error:  # `finish` raises it where it can be answered
+        except BaseException as error:  # `finish` raises it in the thread that can handle it
             self._error = error
         self.seconds = time.perf_counter() - self._started_s
