@@ -1,1 +1,1 @@
-"""Generating completions: engines, sampling, receiving weights. Knows no server and no learner."""
+"""Generating completions: engines, sampling, receiving weights. Independent of servers and learner."""

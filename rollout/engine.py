@@ -1,8 +1,8 @@
-"""What an engine is: token ids in, sampled token ids with log-probabilities and version spans out.
+"""The interface of an engine: token ids in, sampled token ids with log-probabilities and version spans out.
 
-The promise, whichever engine runs: every token comes with the log-probability under the distribution that it was
+Promise, of every engine: every token comes with the log-probability under the distribution that it was
 sampled from and with the version of the weights that made it; a request's tokens depend on its seed, not on what
-else is in the batch; weights change only between two decode steps; and nothing that was generated is lost on an abort.
+else is in the batch; weights change only between two decode steps; and an abort loses no generated token.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ MAX_ID = 2**31 - 1
 """Engines keep ids in 32 or 64 bits."""
 
 MAX_STOP_IDS = 256
-"""Of one request; the longest list makes the table of all that run at a time."""
+"""Stop tokens of one request; the longest list sets the width of the batch's table."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are drawn. Raises InvalidInput on a value that no distribution has."""
+    """Sampling parameters of one request. Raises InvalidInput for a value that no distribution has."""
 
     max_new_tokens: int
     """Longest completion in tokens, a prefix included."""
     min_new_tokens: int = 0
     """No stop token before this many tokens; they have probability 0 until then."""
     temperature: float = 1.0
-    """Logits are divided by it; above 0 (1e-4 is as good as greedy)."""
+    """Divisor of the logits; above 0 (1e-4 is practically greedy)."""
     top_p: float = 1.0
     """Smallest set of likeliest tokens whose probability reaches this; 1 keeps all."""
     top_k: int = 0
     """Likeliest tokens kept; 0 keeps all."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the completion, besides the engine's own end of sequence."""
+    """Tokens that end the completion, besides the engine's end of sequence."""
 
     def __post_init__(self) -> None:
         for name, good, wanted in (
@@ -67,7 +67,7 @@ class SamplingParams:
 
     @classmethod
     def from_spec(cls, generation: GenerationSection) -> SamplingParams:
-        """Return what `policy.generation` asks for."""
+        """Return the parameters of `policy.generation`."""
         return cls(
             max_new_tokens=generation.max_new_tokens,
             min_new_tokens=generation.min_new_tokens,
@@ -107,27 +107,27 @@ class GenerationRequest:
     """One completion to sample."""
 
     request_id: str
-    """Names the request for `abort`; unique among those that run or wait."""
+    """Name of the request for `abort`; unique among those that run or wait."""
     prompt_ids: IntArray
     """[P] tokens of the prompt."""
     params: SamplingParams
     seed: int
-    """It determines each token's random number, whatever the batch. After a prefix `native` goes on with the numbers that
-    an unbroken request would have had; `vllm` draws others."""
+    """Seed of each token's random number, whatever the batch. After a prefix `native` continues with the numbers of an
+    unbroken request; `vllm` draws others."""
     prefix: Completion | None = None
-    """An unfinished completion, handed over by a worker that drained; generation goes on from its end."""
+    """An unfinished completion that a worker has returned; generation continues from its end."""
     on_progress: Callable[[Completion], None] | None = None
-    """Told what exists so far, as an abort would return it, whenever there is more; on the caller's loop, in order,
-    and never after `generate` has returned a result. The last tokens may come with the result alone."""
+    """Called with the completion so far, as an abort would return it, whenever it has grown; on the caller's loop, in order,
+    and never after `generate` has returned a result. The last tokens may come with the result only."""
 
 
 class Engine(Protocol):
     """A sampler with one set of weights, used from one asyncio loop."""
 
     version: Version | None
-    """Of the weights in use; None before the first ones."""
+    """Version of the weights in use; None before the first ones."""
     max_batch_size: int
-    """Sequences that are decoded at a time; more may be submitted and wait."""
+    """Sequences that are decoded at a time; further ones wait."""
 
     @property
     def num_running(self) -> int:
@@ -139,13 +139,13 @@ class Engine(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Sequences that it wants in hand now, running and waiting; may change with every step."""
+        """Sequences that it should have now, running and waiting; may change with every step."""
 
     async def ready(self) -> None:
         """Wait until it can take weights. Raises EngineDied if it did not start, Unavailable if it was closed."""
 
     async def watch(self) -> None:
-        """Wait until it is closed. Raises EngineDied as soon as it died, whether or not anybody waits for a token."""
+        """Wait until it is closed. Raises EngineDied as soon as it has died, even when no caller waits for a token."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Return the completion of `request`, its `text` left empty, a prefix included. Cancelling aborts the request.
@@ -155,24 +155,24 @@ class Engine(Protocol):
         """
 
     def abort(self, request_id: str) -> None:
-        """Make its `generate` return what exists, with finish_reason `abort`. An unknown id is no error."""
+        """Make its `generate` return the completion so far, with finish_reason `abort`. An unknown id is no error."""
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
         """Put `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, where the
         run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.weights.lora_names`.
 
-        Returns the pause in seconds during which no token was sampled because of it. The tensors must not change
-        before it returns. A cancelled call may still take effect; `version` tells.
+        Return the seconds in which no token was sampled because of it. The tensors must not change before it returns. A
+        cancelled call may still take effect, which `version` shows.
         Raises InvalidInput: a name is missing or unknown, a shape is wrong, an element is not finite; the old weights
-        go on serving.
+        stay in use.
         """
 
     async def close(self) -> None:
-        """End the engine. Requests that are left return what exists, with finish_reason `abort`."""
+        """End the engine. Remaining requests return their completions so far, with finish_reason `abort`."""
 
 
 def check_prefix(prefix: Completion) -> None:
-    """Raises InvalidInput if `prefix` cannot be continued: ended already, or tokens, numbers and spans disagree."""
+    """Raise InvalidInput if `prefix` cannot be continued: it has ended, or tokens, numbers and spans disagree."""
     num_tokens = len(prefix.token_ids)
     if prefix.finish_reason != "abort":
         raise InvalidInput(f"prefix ended with {prefix.finish_reason!r}; only 'abort' can be continued")
@@ -188,11 +188,11 @@ def check_prefix(prefix: Completion) -> None:
 
 
 def empty_completion() -> Completion:
-    """Return what exists of a request that was aborted before its first token."""
+    """Return the completion of a request that was aborted before its first token."""
     return Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
 
 
 def sample_seed(group_seed: int, attempt: int, index: int) -> int:
-    """Seed, of 63 bits, of sample `index` in an attempt at a group."""
+    """Return the seed, of 63 bits, of sample `index` in an attempt at a group."""
     digest = hashlib.sha256(f"{group_seed}/{attempt}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

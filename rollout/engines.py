@@ -1,4 +1,4 @@
-"""Which engine a run samples with."""
+"""Factory of the engine that a run samples with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = Fa
     """Return the engine that `policy.generation.backend` names, for the model in `policy`, on `device`.
 
     With `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without, only the structure is
-    read from there, and `generate` is refused until `update_weights` was called. An adapter's base is always read.
+    read from there, and `generate` raises until `update_weights` was called. An adapter's base is always read.
     """
     backend = spec.policy.generation.backend
     if backend == "native":

@@ -1,13 +1,15 @@
-"""The running batch of the native engine: rows join, decode one token a step, and leave when they end.
+"""The running batch of the native engine: sequences join, decode one token a step, and leave when they end.
 
-Rows [0, n) of every tensor are the running sequences; one that ends is overwritten by the last ones. What a step
-needs lives in tensors on the model's device and what only the host needs in `Row`, so a step has no Python work per
-row and reads back one flag per row. The promise: a row's tokens are those it would get alone.
+Slots [0, n) of every tensor hold the running sequences; the last ones overwrite one that ends. The data of a step are
+tensors on the model's device, and the data of the host are in `RunningSequence`, so a step has no Python work per
+sequence and reads back one flag per sequence.
 
-The last token of a row has no keys and values yet: it is the input of the next step. So the cache holds `total` - 1
-positions, and after a change of weights those are all that has to be computed anew.
+Promise: a sequence's tokens are those that it would get alone.
 
-Axis suffixes: S slots, R rows in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary.
+The last token of a sequence has no keys and values yet: it is the input of the next step. So the cache holds `total` - 1
+positions, and after a change of weights only those have to be computed again.
+
+Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ from rollout.native.model import NativeModel
 from rollout.native.sampling import mask_stop_tokens, mix_seed, sample, uniform
 
 PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill pass; bounds its activations. A single longer prompt still goes in whole."""
+"""Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed whole."""
 
 TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
 TEMPERATURE, TOP_P = range(2)
 
 
 @dataclass(eq=False)
-class Row:
-    """The host's side of one running sequence."""
+class RunningSequence:
+    """The data of the host for one running sequence."""
 
     request: GenerationRequest
     stop_ids: frozenset[int]
     limit: int
-    """Tokens, prompt included, at which it ends for its length."""
+    """Tokens, prompt included, at which it ends by its length."""
     spans: list[VersionSpan] = field(default_factory=list)
     birth: int = 0
-    """Decode step at which it would have had 0 tokens: its `total` is the batch's step less this."""
+    """Decode step at which it would have had 0 tokens: its `total` is the batch's step minus this."""
 
     @property
     def prompt_length(self) -> int:
@@ -50,7 +52,7 @@ class Row:
         return len(self.request.prompt_ids)
 
     def known_ids(self) -> IntArray:
-        """Prompt and prefix: the tokens it joins with."""
+        """Return prompt and prefix: the tokens that it joins with."""
         prefix = self.request.prefix
         ids = (
             self.request.prompt_ids
@@ -60,7 +62,7 @@ class Row:
         return np.asarray(ids, np.int32)
 
     def add_span(self, version: Version, num_tokens: int) -> None:
-        """Tokens up to `num_tokens` of the completion, as far as no span has them, are of `version`."""
+        """Assign to `version` the tokens up to `num_tokens` of the completion that no span has yet."""
         start = self.spans[-1].end if self.spans else 0
         if start == num_tokens:
             return
@@ -69,16 +71,16 @@ class Row:
         self.spans.append(VersionSpan(*version, start, num_tokens))
 
 
-Ended = tuple[Row, Completion]
+Ended = tuple[RunningSequence, Completion]
 
 
 class DecodeBatch:
-    """Up to `num_slots` sequences under one version of the weights. All calls are made by one thread."""
+    """Up to `num_slots` sequences under one version of the weights. One thread makes all calls."""
 
     def __init__(self, model: NativeModel, num_slots: int) -> None:
         self.model = model
         self.num_slots = num_slots
-        self.rows: list[Row] = []
+        self.sequences: list[RunningSequence] = []
         self.version: Version | None = None
         self._cache = SlotCache(num_slots)
         self._step = 0
@@ -95,21 +97,21 @@ class DecodeBatch:
     @property
     def num_free(self) -> int:
         """Sequences that can join."""
-        return self.num_slots - len(self.rows)
+        return self.num_slots - len(self.sequences)
 
-    def add(self, rows: Sequence[Row]) -> list[Ended]:
-        """Rows join with their prompts computed, equal ones once, and their first token sampled; some end by it."""
-        by_prompt: dict[bytes, list[Row]] = {}
-        for row in rows:
-            by_prompt.setdefault(row.known_ids().tobytes(), []).append(row)
+    def add(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
+        """Add sequences: compute their prompts, equal ones once, and sample their first tokens. Return those that end by it."""
+        by_prompt: dict[bytes, list[RunningSequence]] = {}
+        for sequence in sequences:
+            by_prompt.setdefault(sequence.known_ids().tobytes(), []).append(sequence)
         for shared in _chunks(list(by_prompt.values())):
             self._prefill(shared)
         self._measure()
         return self._remove_ended()
 
     def step(self) -> list[Ended]:
-        """Return every row gets one more token. Returns the rows that end by it, which have left."""
-        num_rows = len(self.rows)
+        """Sample one more token for every sequence. Return the sequences that end by it, which have left."""
+        num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         positions_R = total_R - 1
         rows_R = self._index_S[:num_rows]
@@ -120,77 +122,87 @@ class DecodeBatch:
         self._longest += 1
         return self._remove_ended()
 
-    def remove(self, rows: Sequence[Row]) -> list[Ended]:
-        """Take `rows` out unfinished, with what they have."""
-        return self._take([self.rows.index(row) for row in rows], "abort")
+    def remove(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
+        """Remove `sequences` unfinished, and return them with their tokens so far."""
+        return self._take([self.sequences.index(sequence) for sequence in sequences], "abort")
 
     def watched(self) -> list[Ended]:
-        """Return what exists of each row that has someone to tell it to; nobody leaves."""
-        watched = [index for index, row in enumerate(self.rows) if row.request.on_progress is not None]
+        """Return the completion so far of each sequence with a progress callback; none leaves."""
+        watched = [
+            index for index, sequence in enumerate(self.sequences) if sequence.request.on_progress is not None
+        ]
         return self._read(watched, "abort") if watched else []
 
     def change_version(self, version: Version, recompute: bool) -> None:
-        """Tokens from now on are of `version`, whose weights the model has now; `recompute` renews keys and values."""
+        """Assign tokens from now on to `version`, whose weights the model has; with `recompute` renew keys and values."""
         if self.version is not None:
-            for row in self.rows:
-                row.add_span(self.version, self._step - row.birth - row.prompt_length)
+            for sequence in self.sequences:
+                sequence.add_span(self.version, self._step - sequence.birth - sequence.prompt_length)
         self.version = version
-        if recompute and self.rows:
+        if recompute and self.sequences:
             self._recompute()
 
-    def _prefill(self, shared: list[list[Row]]) -> None:
-        """Add rows; those in one list of `shared` have the same tokens."""
-        first, rows = len(self.rows), [row for group in shared for row in group]
-        end = first + len(rows)
-        known = [row.known_ids() for row in rows]
+    def _prefill(self, shared: list[list[RunningSequence]]) -> None:
+        """Add sequences; those in one list of `shared` have the same tokens."""
+        first, sequences = len(self.sequences), [sequence for group in shared for sequence in group]
+        end = first + len(sequences)
+        known = [sequence.known_ids() for sequence in sequences]
         longest = max(map(len, known))
-        ids_RL = np.zeros((len(rows), longest), np.int64)
-        logprobs_RL = np.zeros((len(rows), longest), np.float32)
-        for index, (row, ids) in enumerate(zip(rows, known, strict=True)):
+        ids_RL = np.zeros((len(sequences), longest), np.int64)
+        logprobs_RL = np.zeros((len(sequences), longest), np.float32)
+        for index, (sequence, ids) in enumerate(zip(sequences, known, strict=True)):
             ids_RL[index, : len(ids)] = ids
-            if row.request.prefix is not None:
-                logprobs_RL[index, row.prompt_length : len(ids)] = row.request.prefix.logprobs
+            if sequence.request.prefix is not None:
+                logprobs_RL[index, sequence.prompt_length : len(ids)] = sequence.request.prefix.logprobs
         device = self.model.device
         self._tokens_SL[first:end, :longest] = torch.from_numpy(ids_RL).to(device)
         self._logprobs_SL[first:end, :longest] = torch.from_numpy(logprobs_RL).to(device)
-        self._write_parameters(rows, known, first, end)
-        self.rows += rows
+        self._write_parameters(sequences, known, first, end)
+        self.sequences += sequences
 
         source_R = None
         leaders_U = self._index_S[first:end]
-        if len(shared) < len(rows):
+        if len(shared) < len(sequences):
             sizes = [len(group) for group in shared]
             source_R = torch.from_numpy(np.repeat(np.arange(len(shared)), sizes)).to(device)
             leaders_U = torch.from_numpy(first + np.cumsum([0, *sizes[:-1]])).to(device)
-        self._cache.begin_prefill(first, len(rows), longest, source_R)
+        self._cache.begin_prefill(first, len(sequences), longest, source_R)
         logits_UV = self.model.prefill(
             self._tokens_SL[leaders_U, :longest], self._counts[leaders_U, TOTAL], self._cache
         )
         self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
-        for row, ids in zip(rows, known, strict=True):
-            row.birth = self._step - len(ids) - 1
+        for sequence, ids in zip(sequences, known, strict=True):
+            sequence.birth = self._step - len(ids) - 1
 
-    def _write_parameters(self, rows: list[Row], known: list[IntArray], first: int, end: int) -> None:
+    def _write_parameters(
+        self, sequences: list[RunningSequence], known: list[IntArray], first: int, end: int
+    ) -> None:
         counts, floats = [], []
-        for row, ids in zip(rows, known, strict=True):
-            params, prompt = row.request.params, row.prompt_length
+        for sequence, ids in zip(sequences, known, strict=True):
+            params, prompt = sequence.request.params, sequence.prompt_length
             min_total = prompt + params.min_new_tokens
-            counts.append((len(ids), prompt, row.limit, min_total, mix_seed(row.request.seed), params.top_k))
+            counts.append(
+                (len(ids), prompt, sequence.limit, min_total, mix_seed(sequence.request.seed), params.top_k)
+            )
             floats.append((params.temperature, params.top_p))
-        width = max(self._stops_SK.shape[1], *(len(row.stop_ids) for row in rows))
+        width = max(self._stops_SK.shape[1], *(len(sequence.stop_ids) for sequence in sequences))
         if width > self._stops_SK.shape[1]:
             added = width - self._stops_SK.shape[1]
             self._stops_SK = torch.nn.functional.pad(self._stops_SK, (0, added), value=-1)
-        stops = [sorted(row.stop_ids) + [-1] * (width - len(row.stop_ids)) for row in rows]
+        stops = [
+            sorted(sequence.stop_ids) + [-1] * (width - len(sequence.stop_ids)) for sequence in sequences
+        ]
         device = self.model.device
         self._counts[first:end] = torch.tensor(counts, device=device)
         self._floats[first:end] = torch.tensor(floats, device=device)
         self._stops_SK[first:end] = torch.tensor(stops, device=device)
-        self._masks_top |= any(row.request.params.top_k > 0 or row.request.params.top_p < 1 for row in rows)
-        self._masks_stop |= any(row.request.params.min_new_tokens > 0 for row in rows)
+        self._masks_top |= any(
+            sequence.request.params.top_k > 0 or sequence.request.params.top_p < 1 for sequence in sequences
+        )
+        self._masks_stop |= any(sequence.request.params.min_new_tokens > 0 for sequence in sequences)
 
     def _append(self, logits_RV: Tensor, first: int, end: int) -> None:
-        """Sample the next token of rows [first, end) and writes it down."""
+        """Sample and store the next token of slots [first, end)."""
         counts, floats = self._counts[first:end], self._floats[first:end]
         total_R = counts[:, TOTAL]
         if self._masks_stop:
@@ -208,48 +220,51 @@ class DecodeBatch:
         total_R += 1
 
     def _remove_ended(self) -> list[Ended]:
-        num_rows = len(self.rows)
+        num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         last_R1 = self._tokens_SL[self._index_S[:num_rows], total_R - 1][:, None]
         ended_R = (last_R1 == self._stops_SK[:num_rows]).any(1) | (total_R >= self._counts[:num_rows, LIMIT])
         return self._take(np.flatnonzero(ended_R.cpu().numpy()).tolist(), None)
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove rows by index; without `reason` it is `stop` or `length` by their last token."""
+        """Remove sequences by index; without `reason` it is `stop` or `length` by their last token."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
         self._close_gaps(leaving)
         self._measure()
         if not all(np.isfinite(completion.logprobs).all() for _, completion in ended):
-            self._cache.wipe(len(self.rows))
+            self._cache.wipe(len(self.sequences))
         return ended
 
     def _read(self, indexes: list[int], reason: str | None) -> list[Ended]:
-        """Return the completions of rows by index, as they are now; the reason as for `_take`."""
+        """Return the completions of sequences by index, as they are now; the reason as for `_take`."""
         index_R = torch.tensor(indexes, device=self.model.device)
-        rows = [self.rows[index] for index in indexes]
-        totals = [self._step - row.birth for row in rows]
+        sequences = [self.sequences[index] for index in indexes]
+        totals = [self._step - sequence.birth for sequence in sequences]
         tokens_RL = self._tokens_SL[index_R, : max(totals)].cpu().numpy().astype(np.int32)
         logprobs_RL = self._logprobs_SL[index_R, : max(totals)].cpu().numpy()
         completions = []
-        for row, total, ids_L, logprobs_L in zip(rows, totals, tokens_RL, logprobs_RL, strict=True):
+        for sequence, total, ids_L, logprobs_L in zip(sequences, totals, tokens_RL, logprobs_RL, strict=True):
             assert self.version is not None
-            row.add_span(self.version, total - row.prompt_length)
-            why = reason or ("stop" if int(ids_L[total - 1]) in row.stop_ids else "length")
-            taken = slice(row.prompt_length, total)
-            # Copies, so that a completion does not keep its neighbours' rows alive.
+            sequence.add_span(self.version, total - sequence.prompt_length)
+            why = reason or ("stop" if int(ids_L[total - 1]) in sequence.stop_ids else "length")
+            taken = slice(sequence.prompt_length, total)
+            # Copies, so that a completion does not keep the arrays of all alive.
             completions.append(
-                (row, Completion(ids_L[taken].copy(), logprobs_L[taken].copy(), tuple(row.spans), why))
+                (
+                    sequence,
+                    Completion(ids_L[taken].copy(), logprobs_L[taken].copy(), tuple(sequence.spans), why),
+                )
             )
         return completions
 
     def _close_gaps(self, leaving: list[int]) -> None:
-        """Move the last rows that stay into the places of those that leave."""
-        num_left = len(self.rows) - len(leaving)
+        """Move the last sequences that stay into the slots of those that leave."""
+        num_left = len(self.sequences) - len(leaving)
         gone = set(leaving)
         targets = [index for index in sorted(gone) if index < num_left]
-        sources = [index for index in range(num_left, len(self.rows)) if index not in gone]
+        sources = [index for index in range(num_left, len(self.sequences)) if index not in gone]
         if targets:
             device = self.model.device
             source_R, target_R = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
@@ -257,31 +272,31 @@ class DecodeBatch:
             for store in (self._tokens_SL, self._logprobs_SL, self._counts, self._floats, self._stops_SK):
                 store[target_R] = store[source_R]
             for source, target in zip(sources, targets, strict=True):
-                self.rows[target] = self.rows[source]
-        del self.rows[num_left:]
+                self.sequences[target] = self.sequences[source]
+        del self.sequences[num_left:]
 
     def _measure(self) -> None:
-        """What the host has to know of all rows together, after rows came or went."""
-        self._longest = max((self._step - row.birth for row in self.rows), default=0)
-        params = [row.request.params for row in self.rows]
+        """Update the host's facts about all sequences, after some joined or left."""
+        self._longest = max((self._step - sequence.birth for sequence in self.sequences), default=0)
+        params = [sequence.request.params for sequence in self.sequences]
         self._masks_top = any(one.top_k > 0 or one.top_p < 1 for one in params)
         self._masks_stop = any(one.min_new_tokens > 0 for one in params)
 
     def _recompute(self) -> None:
-        """Keys and values of all but each row's last token, with the weights of now."""
+        """Compute keys and values of all but each sequence's last token again, with the current weights."""
         longest = self._longest - 1
         rows_per_pass = max(1, PREFILL_TOKENS // longest)
-        for first in range(0, len(self.rows), rows_per_pass):
-            end = min(first + rows_per_pass, len(self.rows))
+        for first in range(0, len(self.sequences), rows_per_pass):
+            end = min(first + rows_per_pass, len(self.sequences))
             self._cache.begin_prefill(first, end - first, longest, None)
             self.model.prefill(
                 self._tokens_SL[first:end, :longest], self._counts[first:end, TOTAL] - 1, self._cache
             )
 
 
-def _chunks(groups: list[list[Row]]) -> Iterator[list[list[Row]]]:
-    """`groups` in parts whose prompts, padded to the longest of the part, stay within PREFILL_TOKENS."""
-    part: list[list[Row]] = []
+def _chunks(groups: list[list[RunningSequence]]) -> Iterator[list[list[RunningSequence]]]:
+    """Yield `groups` in parts whose prompts, padded to the longest of the part, stay within PREFILL_TOKENS."""
+    part: list[list[RunningSequence]] = []
     longest = 0
     for group in groups:
         length = len(group[0].known_ids())

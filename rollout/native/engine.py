@@ -1,10 +1,10 @@
-"""The native engine: continuous batching over a Hugging Face model, on a thread of its own, for any machine.
+"""The native engine: continuous batching over a Hugging Face model, on a separate thread, for any machine.
 
-The promise is that of `rollout.engine.Engine`, and that asyncio never waits for a forward pass. Who owns what: the
-thread alone touches model and batch; callers only append to the inbox (`_waiting`, `_aborted`, `_updates`) under
-`_wake`, and get their answers through futures on their own loop. A turn of the thread is: take the inbox, abort,
-change weights, let requests join, decode one token for every row. So aborts and new weights wait for one decode step,
-and new requests for free rows. When the thread dies of an error, everyone who waits is told why, and later callers too.
+Promise: that of `rollout.engine.Engine`, and asyncio never waits for a forward pass. Only the thread uses model and batch;
+callers append to the inbox (`_waiting`, `_aborted`, `_updates`) under `_wake`, and get their answers through futures on
+their loops. A turn of the thread is: take the inbox, abort, change weights, let requests join, decode one token for every
+sequence. So aborts and new weights wait for one decode step, and new requests for free slots. When an error ends the
+thread, all waiting and later callers get its reason.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from paceline.errors import EngineDied, InvalidInput, Unavailable
 from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, check_prefix, empty_completion
-from rollout.native.batch import DecodeBatch, Ended, Row
+from rollout.native.batch import DecodeBatch, Ended, RunningSequence
 from rollout.native.model import load_native_model
 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
-"""How long `close` waits for the decode step that is under way."""
+"""Seconds for which `close` waits for the decode step in progress."""
 
 
 @dataclass(eq=False)
@@ -59,10 +59,10 @@ class NativeEngine:
             self._batch.change_version(self.version, recompute=False)
 
         self._wake = threading.Condition()
-        self._answers: dict[Row, asyncio.Future[Completion]] = {}
-        self._by_id: dict[str, Row] = {}
-        self._waiting: deque[Row] = deque()
-        self._aborted: list[Row] = []
+        self._answers: dict[RunningSequence, asyncio.Future[Completion]] = {}
+        self._by_id: dict[str, RunningSequence] = {}
+        self._waiting: deque[RunningSequence] = deque()
+        self._aborted: list[RunningSequence] = []
         self._updates: deque[_Update] = deque()
         self._closing = False
         self._error: BaseException | None = None
@@ -73,7 +73,7 @@ class NativeEngine:
     @property
     def num_running(self) -> int:
         """Sequences in the batch."""
-        return len(self._batch.rows)
+        return len(self._batch.sequences)
 
     @property
     def num_waiting(self) -> int:
@@ -94,9 +94,9 @@ class NativeEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `Engine.generate`."""
-        row = self._admit(request)
+        sequence = self._admit(request)
         done = 0 if request.prefix is None else len(request.prefix.token_ids)
-        if row.prompt_length + done >= row.limit and request.prefix is not None:
+        if sequence.prompt_length + done >= sequence.limit and request.prefix is not None:
             prefix = request.prefix
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -106,21 +106,21 @@ class NativeEngine:
                 raise Unavailable("the engine has no weights yet; call update_weights first")
             if request.request_id in self._by_id:
                 raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request its own")
-            self._by_id[request.request_id] = row
-            self._answers[row] = answer
-            self._waiting.append(row)
+            self._by_id[request.request_id] = sequence
+            self._answers[sequence] = answer
+            self._waiting.append(sequence)
             self._wake.notify()
         try:
             return await answer
         except asyncio.CancelledError:
-            self._abort(row)
+            self._abort(sequence)
             raise
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
-        row = self._by_id.get(request_id)
-        if row is not None:
-            self._abort(row)
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            self._abort(sequence)
 
     async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
         """See `Engine.update_weights`. The pause is the copy and the recomputation of keys and values.
@@ -144,8 +144,8 @@ class NativeEngine:
         if self._thread.is_alive():
             raise Unavailable(f"the engine's decode step has not ended after {CLOSE_TIMEOUT_S} s")
 
-    def _admit(self, request: GenerationRequest) -> Row:
-        """Check everything about a request that could later hurt the batch. Raises InvalidInput."""
+    def _admit(self, request: GenerationRequest) -> RunningSequence:
+        """Check a request for everything that could later fail in the batch. Raises InvalidInput."""
         num_prompt = len(request.prompt_ids)
         if request.prefix is not None:
             check_prefix(request.prefix)
@@ -156,21 +156,23 @@ class NativeEngine:
             )
         limit = min(num_prompt + request.params.max_new_tokens, self._model.max_tokens)
         stop_ids = frozenset((*self._model.stop_token_ids, *request.params.stop_token_ids))
-        row = Row(request, stop_ids, limit, list(request.prefix.spans) if request.prefix else [])
-        known = row.known_ids()
+        sequence = RunningSequence(
+            request, stop_ids, limit, list(request.prefix.spans) if request.prefix else []
+        )
+        known = sequence.known_ids()
         if known.min() < 0 or known.max() >= self._model.vocab_size:
             raise InvalidInput(
                 f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
                 f"{self._model.vocab_size - 1}; is it the model's own tokenizer?"
             )
-        return row
+        return sequence
 
-    def _abort(self, row: Row) -> None:
+    def _abort(self, sequence: RunningSequence) -> None:
         with self._wake:
-            if row in self._answers:
-                self._aborted.append(row)
-                # The id is free at once: a cancelled request may be submitted again under its name.
-                self._by_id.pop(row.request.request_id, None)
+            if sequence in self._answers:
+                self._aborted.append(sequence)
+                # The id is free at once, because a cancelled request may be submitted again under it.
+                self._by_id.pop(sequence.request.request_id, None)
                 self._wake.notify()
 
     def _refuse_if_ended(self) -> None:
@@ -193,35 +195,35 @@ class NativeEngine:
             self._end(None)
 
     def _turn(self) -> bool:
-        """Return one round of the loop; False when the engine is closed."""
+        """Make one round of the loop; return False when the engine is closed."""
         batch = self._batch
         with self._wake:
             # No deadline: an idle engine waits for its callers, and close() is one of them.
             self._wake.wait_for(
-                lambda: batch.rows or self._waiting or self._aborted or self._updates or self._closing
+                lambda: batch.sequences or self._waiting or self._aborted or self._updates or self._closing
             )
             if self._closing:
                 return False
             aborted, self._aborted = list(dict.fromkeys(self._aborted)), []
-            never_ran = [row for row in aborted if row in self._waiting]
-            for row in never_ran:
-                self._waiting.remove(row)
-        self._answer([_unstarted(row) for row in never_ran])
-        self._answer(batch.remove([row for row in aborted if row in batch.rows]))
-        if self._updates and (self._in_flight or not batch.rows):
+            never_ran = [sequence for sequence in aborted if sequence in self._waiting]
+            for sequence in never_ran:
+                self._waiting.remove(sequence)
+        self._answer([_unstarted(sequence) for sequence in never_ran])
+        self._answer(batch.remove([sequence for sequence in aborted if sequence in batch.sequences]))
+        if self._updates and (self._in_flight or not batch.sequences):
             self._apply(self._updates[0])
             self._updates.popleft()
         if self._waiting and not self._updates:
             self._answer(batch.add(self._joining()))
-        if batch.rows:
+        if batch.sequences:
             self._answer(batch.step())
             self._tell_progress()
         return True
 
-    def _joining(self) -> list[Row]:
-        """Requests that join now: as soon as all that wait fit, else when an eighth of the batch is free.
+    def _joining(self) -> list[RunningSequence]:
+        """Return the requests that join now: as soon as all waiting ones fit, else when an eighth of the batch is free.
 
-        A prefill pass for each single row that ends would cost as much as a decode step of the whole batch.
+        A prefill pass for each single sequence that ends would cost as much as a decode step of the whole batch.
         """
         free = self._batch.num_free
         with self._wake:
@@ -240,33 +242,36 @@ class NativeEngine:
     def _answer(self, ended: Iterable[Ended]) -> None:
         answers: list[tuple[asyncio.Future[Any], Any]] = []
         with self._wake:
-            for row, completion in ended:
-                if self._by_id.get(row.request.request_id) is row:
-                    del self._by_id[row.request.request_id]
+            for sequence, completion in ended:
+                if self._by_id.get(sequence.request.request_id) is sequence:
+                    del self._by_id[sequence.request.request_id]
                 broken = not np.isfinite(completion.logprobs).all()
                 answers.append(
-                    (self._answers.pop(row), _not_finite(row, self.version) if broken else completion)
+                    (
+                        self._answers.pop(sequence),
+                        _not_finite(sequence, self.version) if broken else completion,
+                    )
                 )
         _resolve(answers)
 
     def _tell_progress(self) -> None:
-        for row, completion in self._batch.watched():
+        for sequence, completion in self._batch.watched():
             with self._wake:
-                loop = self._answers[row].get_loop()
-            assert row.request.on_progress is not None
-            with contextlib.suppress(RuntimeError):  # a loop that was closed: nobody listens any more
-                loop.call_soon_threadsafe(row.request.on_progress, completion)
+                loop = self._answers[sequence].get_loop()
+            assert sequence.request.on_progress is not None
+            with contextlib.suppress(RuntimeError):  # a closed loop: no caller waits any more
+                loop.call_soon_threadsafe(sequence.request.on_progress, completion)
 
     def _end(self, error: BaseException | None) -> None:
-        """Tell everyone who waits: after close what exists, after an error why."""
+        """Answer all waiting callers: after `close` with their completions so far, after an error with its reason."""
         with self._wake:
             self._error, self._closing = error, True
             waiting, self._waiting = list(self._waiting), deque()
             updates, self._updates = list(self._updates), deque()
         if error is None:
             with torch.inference_mode():
-                self._answer(self._batch.remove(list(self._batch.rows)))
-            self._answer([_unstarted(row) for row in waiting])
+                self._answer(self._batch.remove(list(self._batch.sequences)))
+            self._answer([_unstarted(sequence) for sequence in waiting])
             _resolve([(update.answer, Unavailable("the engine was closed")) for update in updates])
             self._ended.set_result(None)
             return
@@ -283,15 +288,15 @@ def _died(error: BaseException) -> EngineDied:
     return died
 
 
-def _not_finite(row: Row, version: Version | None) -> Unavailable:
+def _not_finite(sequence: RunningSequence, version: Version | None) -> Unavailable:
     return Unavailable(
-        f"request {row.request.request_id!r}: the model's logits under {version} are not finite; "
+        f"request {sequence.request.request_id!r}: the model's logits under {version} are not finite; "
         "newer weights or policy.generation_precision=float32 may help"
     )
 
 
-def _unstarted(row: Row) -> Ended:
-    return row, row.request.prefix or empty_completion()
+def _unstarted(sequence: RunningSequence) -> Ended:
+    return sequence, sequence.request.prefix or empty_completion()
 
 
 def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
@@ -303,7 +308,7 @@ def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
         try:
             loop.call_soon_threadsafe(_set_all, items)
         except RuntimeError:
-            # The loop was closed, so nobody waits any more.
+            # The loop was closed, so no caller waits any more.
             log.debug("%d answers for a loop that is closed", len(items))
 
 

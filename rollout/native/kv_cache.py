@@ -1,10 +1,11 @@
-"""The key-value cache of a batch whose rows have lengths of their own.
+"""The key-value cache of a batch whose sequences have different lengths.
 
-A transformers `Cache` over fixed slots: new keys and values are written in place at each row's own position, so a
-decode step copies nothing that was already there, and attention reads a view. The promise: rows [0, n) are the
-running ones, and what a row attends to is its own first `length` positions, whatever lies beyond.
+A transformers `Cache` over fixed slots: new keys and values are written in place at each slot's position, so a decode step
+copies no earlier keys or values, and attention reads a view.
 
-Axis suffixes: S slots, R rows in use, H key-value heads, C capacity, T new tokens, D head size.
+Promise: slots [0, n) are the running ones, and each attends to its first `length` positions only.
+
+Axis suffixes: S slots, R slots in use, H key-value heads, C capacity, T new tokens, D head size.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ BLOCK_TOKENS = 64
 
 
 class SlotCache(Cache):
-    """Keys and values of up to `num_slots` rows, per layer [S, H, C, D]; right-padded, allocated on first use.
+    """Keys and values of up to `num_slots` sequences, per layer [S, H, C, D]; right-padded, allocated on first use.
 
-    Before each forward pass say what it is: `begin_prefill` (rows from their first token on, causal, no mask needed)
-    or `begin_decode` (one token for each of the first rows, with `decode_mask`).
+    Call one of two methods before each forward pass: `begin_prefill` (sequences from their first token on, causal, no mask
+    needed) or `begin_decode` (one token for each of the first slots, with `decode_mask`).
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -39,7 +40,7 @@ class SlotCache(Cache):
         self._kv_length = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for rows of `num_tokens`; grows by half so that the copies are paid once per token."""
+        """Make room for sequences of `num_tokens`; grow by half, so that each token is copied about once."""
         if num_tokens <= self.capacity:
             return
         wanted = max(num_tokens, self.capacity * 3 // 2)
@@ -51,22 +52,22 @@ class SlotCache(Cache):
                 store_SHCD[layer] = new_SHCD
 
     def begin_prefill(self, first_row: int, num_rows: int, num_tokens: int, source_R: Tensor | None) -> None:
-        """The next pass computes the first `num_tokens` positions of rows [first_row, first_row + num_rows).
+        """Prepare a pass over the first `num_tokens` positions of rows [first_row, first_row + num_rows).
 
-        `source_R` says which row of the pass belongs to which cache row, where rows share a prompt; None: its own.
+        `source_R` gives the row of the pass for each row of the cache, where rows share a prompt; None: the same row.
         """
         self.reserve(num_tokens)
         self._first_row, self._num_rows, self._source_R = first_row, num_rows, source_R
         self._positions_R = None
 
     def begin_decode(self, rows_R: Tensor, positions_R: Tensor, kv_length: int) -> None:
-        """The next pass adds one token to each of `rows_R` = 0 … R-1, at `positions_R`, all below `kv_length`."""
+        """Prepare a pass that adds one token to each of `rows_R` = 0 … R-1, at `positions_R`, all below `kv_length`."""
         self.reserve(kv_length)
         self._num_rows = len(rows_R)
         self._rows_R, self._positions_R, self._kv_length = rows_R, positions_R, kv_length
 
     def decode_mask(self, dtype: torch.dtype) -> Tensor:
-        """[R, 1, 1, kv_length] added to attention scores: 0 up to the row's own position, else the type's lowest."""
+        """Return [R, 1, 1, kv_length], to add to attention scores: 0 up to the row's position, else the type's lowest."""
         if self._positions_R is None:
             raise RuntimeError("decode_mask() outside of a decode pass")
         positions_R = self._positions_R
@@ -78,7 +79,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [R, H, T, D] keys and values of one layer and returns those to attend to."""
+        """Write [R, H, T, D] keys and values of one layer, and return those to attend to."""
         if layer_idx not in self._keys_SHCD:
             self._keys_SHCD[layer_idx] = self._allocate(key_states)
             self._values_SHCD[layer_idx] = self._allocate(value_states)
@@ -104,23 +105,23 @@ class SlotCache(Cache):
                 view_SHCD[target_R] = view_SHCD[source_R]
 
     def wipe(self, first_row: int) -> None:
-        """Zeroes rows from `first_row` on: what is masked still takes part in sums, where a NaN would spread."""
+        """Zero the rows from `first_row` on, because masked values take part in sums, where a NaN would spread."""
         for store_SHCD in (self._keys_SHCD, self._values_SHCD):
             for layer_SHCD in store_SHCD.values():
                 layer_SHCD[first_row:] = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: a prefill starts from nothing, and a decode pass brings its own mask and positions."""
+        """Return 0: a prefill starts from an empty cache, and a decode pass has its mask and positions."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (keys, offset) as transformers' mask code asks for; only a prefill gets there."""
+        """Return (keys, offset) for transformers' mask code; only a prefill calls it."""
         return query_length, 0
 
     def _spread(self, states_RHTD: Tensor) -> Tensor:
         return states_RHTD if self._source_R is None else states_RHTD[self._source_R]
 
     def _allocate(self, like_RHTD: Tensor) -> Tensor:
-        # Zeros, not empty memory: attention multiplies what is masked by 0, and 0 times a stray NaN is a NaN.
+        # Zeros, not empty memory: attention multiplies masked values by 0, and 0 times a NaN is a NaN.
         _, num_heads, _, head_size = like_RHTD.shape
         return like_RHTD.new_zeros(self.num_slots, num_heads, self.capacity, head_size)

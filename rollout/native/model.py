@@ -1,7 +1,7 @@
-"""A Hugging Face causal language model as the native engine uses it: prefill, decode one token, replace weights.
+"""A Hugging Face causal language model for the native engine: prefill, decode one token, replace weights.
 
-The promise: `replace` changes all weights or none (what could be wrong is found by `check` before anything is
-written), and only the positions that are sampled from ever reach the LM head.
+Promise: `replace` changes all weights or none, because `check` finds every fault before anything is written; and only the
+positions that are sampled from reach the LM head.
 
 Axis suffixes: R rows, T tokens of a padded prompt, V vocabulary.
 """
@@ -31,7 +31,7 @@ from rollout.weights.layout import (
 )
 
 ONEDNN_ROWS = 32
-"""Fewest rows of a product that oneDNN is faster for."""
+"""Fewest rows of a product for which oneDNN is faster."""
 
 
 class NativeModel:
@@ -46,7 +46,7 @@ class NativeModel:
     ) -> None:
         self.module = module.eval().requires_grad_(False)
         self.stop_token_ids = stop_token_ids
-        """End of sequence: of the model's config, of its generation config and of the tokenizer."""
+        """End-of-sequence tokens of the model's config, its generation config and the tokenizer."""
         self.max_tokens = max_tokens
         """Longest sequence, prompt and completion together."""
         self.device: torch.device = module.device
@@ -63,9 +63,9 @@ class NativeModel:
                     layer.forward = partial(_linear, layer)
 
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, cache: SlotCache) -> Tensor:
-        """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` came before.
+        """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` must come before.
 
-        Needs no mask: attention is causal, so the padding on the right is never seen by what is left of it.
+        No mask is needed: attention is causal, so no token attends to the padding on its right.
         """
         positions_1T = torch.arange(ids_RT.shape[1], device=self.device)[None]
         self._last_R = lengths_R - 1
@@ -78,7 +78,7 @@ class NativeModel:
         return output.logits[:, 0]  # type: ignore[no-any-return]
 
     def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
-        """Return [R, V] logits after one more token for each row; `cache.begin_decode` came before."""
+        """Return [R, V] logits after one more token for each row; `cache.begin_decode` must come before."""
         output = self.module(
             input_ids=ids_R[:, None],
             attention_mask=cache.decode_mask(self.dtype),
@@ -89,8 +89,8 @@ class NativeModel:
         return output.logits[:, -1]  # type: ignore[no-any-return]
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises InvalidInput if `weights` does not fit, see `WeightLayout.check`; where the run trains an adapter, `weights`
-        is one.
+        """Raise InvalidInput if `weights` do not fit, see `WeightLayout.check`; where the run trains an adapter, `weights` are
+        one.
         """
         if self._adapter is not None:
             self._adapter.check(weights)
@@ -109,7 +109,7 @@ class NativeModel:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked, so that a pause can be measured."""
+        """Wait until the device has finished its work, so that a pause can be measured."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -122,8 +122,8 @@ class NativeModel:
 
 
 def load_native_model(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
-    """Return the model that `policy.model_name` describes; its memory is not initialised unless `load_weights`, or an adapter
-    will come, whose base is what is loaded here.
+    """Return the model that `policy.model_name` describes; its memory is not initialised without `load_weights`, except
+    where the run trains an adapter, whose base is loaded here.
 
     Raises InvalidInput: an architecture whose attention needs more than all earlier positions.
     """

@@ -1,7 +1,7 @@
 """Drawing tokens from logits: pure functions over rows, with one random number per (seed, position).
 
-The promise: the log-probability returned is that of the very distribution the token was drawn from (after minimum
-length, temperature, top-k and top-p), and a row's token depends on nothing but its own logits, seed and position.
+Promise: the returned log-probability is that of the distribution from which the token was drawn (after minimum length,
+temperature, top-k and top-p), and a row's token depends only on its logits, seed and position.
 
 Axis suffixes: R rows of the batch, V vocabulary, K stop tokens.
 """
@@ -43,7 +43,7 @@ def splitmix64(state_R: Tensor, position_R: Tensor) -> Tensor:
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finaliser that
     their reference code uses (D. Stafford's variant 13). The generator adds a constant in each step and hashes the
-    sum, so its i-th output can be computed on its own: that is what makes it a counter-based generator.
+    sum, so its i-th output can be computed alone, as of a counter-based generator.
     Arithmetic modulo 2^64 is int64 arithmetic that wraps.
     """
     z_R = state_R + (position_R + 1) * _signed(GOLDEN_GAMMA)
@@ -63,7 +63,7 @@ def mask_stop_tokens(logits_RV: Tensor, stop_ids_RK: Tensor, masked_R: Tensor) -
     """Return [R, V] logits with the row's stop tokens at -inf where `masked_R`. Ids below 0 are padding."""
     num_tokens = logits_RV.shape[1]
     known_RK = (stop_ids_RK >= 0) & (stop_ids_RK < num_tokens)
-    # Padding lands in a column of its own that is cut off again.
+    # Padding goes to an extra column, which is cut off again.
     index_RK = torch.where(known_RK, stop_ids_RK, num_tokens)
     hit_RV = torch.zeros(len(logits_RV), num_tokens + 1, dtype=torch.bool, device=logits_RV.device)
     hit_RV = hit_RV.scatter_(1, index_RK, True)[:, :num_tokens]

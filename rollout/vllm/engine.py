@@ -250,7 +250,7 @@ class VllmEngine:
         if tell is None or not output.token_ids:
             return
         so_far = progress(sequence.request, output, self._spans_so_far(sequence.name, len(output.token_ids)))
-        with contextlib.suppress(RuntimeError):  # a loop that was closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # a closed loop: no caller waits any more
             sequence.loop.call_soon_threadsafe(tell, so_far)
 
     def _spans_so_far(self, name: str, num_tokens: int) -> list[tuple[str, int, int]]:

@@ -1,1 +1,1 @@
-"""Receiving weights, over a link or from the store, and what a model takes of them."""
+"""Receiving weights, over a link or from the object store, and the layout that a model requires."""

@@ -1,8 +1,8 @@
-"""The adapter of a model that is sampled from: kept apart from its base, merged into it whenever a new one comes.
+"""The adapter of a sampling model: kept apart from its base, and merged into it whenever a new one comes.
 
-The promise: after `replace` every adapted layer has W + (alpha/dim)·B·A, computed from the base as it was loaded and
-never from an earlier merge, so versions leave no trace in each other. Merging makes a decode step cost what it costs
-without an adapter; it takes a copy of the adapted layers' weights.
+Promise: after `replace` every adapted layer has W + (alpha/dim)·B·A, computed from the base as it was loaded and
+never from an earlier merge, so versions do not affect each other. With a merged adapter a decode step costs as much as
+without one; merging takes a copy of the adapted layers' weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AdapterSlot:
         self._base: dict[str, Tensor] = {}
 
     def check(self, adapter: Mapping[str, Tensor]) -> None:
-        """Raises InvalidInput if `adapter` does not fit: another base, an unknown layer, a wrong shape, a NaN."""
+        """Raise InvalidInput if `adapter` does not fit: another base, an unknown layer, a wrong shape, a NaN."""
         if FINGERPRINT not in adapter:
             raise InvalidInput(
                 f"no tensor {FINGERPRINT!r}: these are no adapter's weights, but policy.lora_cfg.enabled is true; "
@@ -55,7 +55,7 @@ class AdapterSlot:
                 raise InvalidInput(f"the adapter of {name!r} has NaN or infinite elements; {KEPT}")
 
     def replace(self, adapter: Mapping[str, Tensor]) -> None:
-        """Put a checked adapter in place of the one before."""
+        """Replace the current adapter by a checked one."""
         left = set(self._base)
         for name, a_RI, b_OR in pairs(adapter):
             weight = self._layers[name].weight.data

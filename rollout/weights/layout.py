@@ -1,6 +1,6 @@
-"""What an engine has to know of a model before it has any weights: the tensors it takes, its limits, its end tokens.
+"""Facts about a model that an engine needs before it has weights: names and shapes of tensors, limits, end tokens.
 
-Both engines check new weights by the same rules, so that what one accepts the other accepts too.
+Both engines check new weights by the same rules, so that both accept the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightLayout:
 
     shapes: dict[str, torch.Size]
     tied: list[list[str]]
-    """The names in groups that are one tensor under several names; most groups have one."""
+    """Groups of names that share one tensor; most groups have one name."""
     architecture: str
     """Name of the model's class."""
     vocab_size: int
@@ -44,7 +44,7 @@ class WeightLayout:
         return cls(shapes, list(groups.values()), type(module).__name__, vocab_size)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises InvalidInput if `weights` does not fit: an unknown or missing name, a wrong shape, a NaN.
+        """Raise InvalidInput if `weights` do not fit: an unknown or missing name, a wrong shape, a NaN.
 
         Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal.
         """
@@ -73,7 +73,7 @@ class WeightLayout:
                     )
 
     def completed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Checked `weights` under all names: tied ones that were left out are the same tensors."""
+        """Return checked `weights` under all names: tied ones that were left out are the same tensors."""
         return {
             name: next(weights[alias] for alias in (name, *names) if alias in weights)
             for names in self.tied
@@ -97,7 +97,7 @@ def read_config(policy: PolicySection) -> PreTrainedConfig:
 
 
 def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
-    """Most tokens of prompt and completion together: what the run allows and the model can."""
+    """Return the most tokens of prompt and completion together that the run allows and the model supports."""
     return min(
         policy.max_total_sequence_length,
         getattr(config, "max_position_embeddings", None) or policy.max_total_sequence_length,
@@ -113,7 +113,7 @@ def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
 
 
 def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
-    """End-of-sequence tokens, from everywhere they are written: chat models often name them in one place only."""
+    """Return the end-of-sequence tokens of all sources, because chat models often name them in one of them only."""
     found: set[int] = set()
     sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
     folder = Path(policy.model_name)
@@ -127,13 +127,18 @@ def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_co
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether every element is finite. One sum says so at the speed of memory; only a sum that is not asks them all."""
+    """Return whether every element is finite. One sum shows it at the speed of memory; only a sum that is not finite needs a
+    check of each element."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    same_bytes = (one.data_ptr(), one.shape, one.dtype) == (other.data_ptr(), other.shape, other.dtype)
-    return same_bytes or torch.equal(one, other)
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    same_bytes = (first.data_ptr(), first.shape, first.dtype) == (
+        second.data_ptr(),
+        second.shape,
+        second.dtype,
+    )
+    return same_bytes or torch.equal(first, second)
 
 
 def _refuse(what: str, names: list[str]) -> None:

@@ -1,12 +1,12 @@
-"""Receiving weights in the rollout process, while it goes on sampling with the ones it has.
+"""Receiving weights in the rollout process, while it samples with its current ones.
 
-The promise: new weights reach the engine whole or not at all. A version is received into memory of its own, every
-tensor's checksum and the layout are compared, then `on_weights` swaps it in, and only then is it acknowledged. A sender
-that dies, stops or lies costs nothing: the old weights go on serving.
+Promise: new weights reach the engine whole or not at all. A version is received into separate memory, every tensor's
+checksum and the layout are compared, then `on_weights` swaps it in, and only then is it acknowledged. A sender that dies,
+stops or sends wrong bytes has no effect: the old weights stay in use.
 
-Who waits for whom: every link has a thread, which waits for offers of its prefix, for buckets (each with a time-out) and
-for `on_weights`. `offer` never waits. An offer with another prefix makes a new link and leaves the old thread behind,
-wherever it is stuck; what that thread still receives is thrown away. Swaps happen one at a time and only forward.
+Every link has a thread, which waits for offers of its prefix, for buckets (each with a time-out) and for `on_weights`.
+`offer` never waits. An offer with another prefix makes a new link and abandons the old thread, wherever it is stuck;
+its further bytes are thrown away. Swaps happen one at a time and only forward.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class WeightReceiver:
     """One member's receiving side.
 
     `on_weights(version, tensors)` returns when the engine samples with a copy of the tensors, whose memory then takes the
-    next version; raising refuses the version. `on_ack(version, ok, message)` carries the answer to the learner.
-    `on_progress(version, received_bytes)` is told after each bucket. All three are called from the links' threads.
-    `host` is this machine's address as the learner reaches it.
+    next version; an exception refuses the version. `on_ack(version, ok, message)` sends the answer to the learner.
+    `on_progress(version, received_bytes)` is called after each bucket. All three are called from the links' threads.
+    `host` is the address at which the learner reaches this machine.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class WeightReceiver:
 
     @property
     def held(self) -> Version | None:
-        """The version that the engine got last; None before the first."""
+        """The last version that the engine got; None before the first."""
         return self._held
 
     @property
     def at_work(self) -> list[WeightProgress]:
-        """What is being received or loaded now, by links that were left behind too."""
+        """Return the versions that are received or loaded now, by abandoned links too."""
         with self._lock:
             return list(self._at_work.values())
 
     def offer(self, offer: LinkOffer) -> None:
-        """Take up an offer; the newest wins. Returns at once, every outcome goes to `on_ack`.
+        """Take an offer; the newest wins. Return at once: every outcome goes to `on_ack`.
 
-        Raises WireError for an offer or a manifest that cannot be right and Conflict after `close`.
+        Raises WireError for an invalid offer or manifest, and Conflict after `close`.
         """
         offer.check()
         manifest = WeightManifest.from_bytes(offer.manifest)
@@ -99,12 +99,12 @@ class WeightReceiver:
         threading.Thread(target=self._acknowledge, args=(offer.version, *answer), daemon=True).start()
 
     def leave_epoch(self) -> None:
-        """Drop the link, wherever it is; what is held goes on serving, and the next offer makes another link."""
+        """Drop the link, whatever it does; the current weights stay in use, and the next offer makes another link."""
         with self._lock:
             self._supersede()
 
     def close(self) -> None:
-        """Take no more offers and drops the link; waits for nothing."""
+        """Take no more offers and drop the link, without waiting."""
         with self._lock:
             self._closed = True
             self._supersede()
@@ -133,7 +133,7 @@ class WeightReceiver:
         return None
 
     def _take(self, link: _Link, offer: LinkOffer, manifest: WeightManifest) -> None:
-        """Receive one offer over `link` and swaps it in. Runs in the link's thread."""
+        """Receive one offer over `link`, and swap it in. Runs in the link's thread."""
         try:
             self._receive(link, offer, manifest)
         finally:
@@ -158,13 +158,13 @@ class WeightReceiver:
             link.receive(flat, manifest, on_bucket)
             self._note(link, offer.version, "received", manifest.total_bytes)
             tensors = check.tensors()
-        # One swap at a time: a thread that was left behind may still be inside the engine.
+        # One swap at a time: an abandoned thread may still be inside the engine.
         limit_s = longest_s(self._max_wait_s, manifest.total_bytes)
         if not self._swap.acquire(timeout=limit_s):
             raise Unavailable(f"the engine was busy with an earlier swap for {limit_s:.0f} s")
         try:
             if self._holds(offer, manifest):
-                return  # what the earlier swap was about
+                return  # the earlier swap has loaded this version
             with self._lock:
                 overtaken = self._current is not link or (
                     self._held is not None and offer.version <= self._held
@@ -177,13 +177,13 @@ class WeightReceiver:
             with self._lock:
                 if offer.run_id == self._run_id:
                     self._held, self._held_manifest = offer.version, manifest
-                # Only here is it certain that neither a link nor the engine touches these bytes any more.
+                # Only here is it certain that neither a link nor the engine uses these bytes any more.
                 self._spare = flat
         finally:
             self._swap.release()
 
     def _memory(self, manifest: WeightManifest) -> torch.Tensor:
-        """Return where the next version goes: the memory of the one before, once it is copied into the engine, or new."""
+        """Return memory for the next version: that of the one before, once it is copied into the engine, or new."""
         with self._lock:
             spare, self._spare = self._spare, None
         if spare is not None and len(spare) == manifest.total_bytes:
@@ -203,8 +203,8 @@ class WeightReceiver:
     def _acknowledge(self, version: Version, ok: bool, message: str) -> None:
         try:
             self._on_ack(version, ok, message)
-        except Exception as error:  # of whatever the listener calls: this thread has versions to come
-            # The learner hears nothing and tries again after its deadline; this side then says "already held".
+        except Exception as error:  # of the listener: this thread has to receive further versions
+            # The learner gets no answer and tries again after its deadline; this side then answers "already held".
             unforeseen.note("acknowledging weights", error)
 
     def _failed(self, link: _Link, version: Version, error: Exception) -> None:
@@ -218,7 +218,7 @@ class WeightReceiver:
 
 
 class _Link:
-    """A prefix's thread and its newest offer that was not begun."""
+    """The thread of a prefix, and the newest offer that it has not begun."""
 
     def __init__(self, receiver: WeightReceiver, first: LinkOffer) -> None:
         self.prefix = first.prefix
@@ -250,7 +250,7 @@ class _Link:
             self._changed.notify_all()
 
     def connect(self, max_wait_s: float, host: str) -> None:
-        """Forms the link of this prefix, at the first call."""
+        """Form the link of this prefix, at the first call."""
         if self._link is None:
             self._link = form_link(
                 backend=self._offer.backend,
@@ -271,7 +271,7 @@ class _Link:
             offer, manifest = taken
             try:
                 self._receiver._take(self, offer, manifest)
-            except Exception as error:  # of torch and the engine too: the version is refused with its text
+            except Exception as error:  # of torch and the engine too: its text is the reason of the refusal
                 if not isinstance(error, PacelineError):
                     unforeseen.note("taking weights", error)
                 # A link that failed once may hold half a version; the learner will offer another.
@@ -282,7 +282,7 @@ class _Link:
 
     def _next(self) -> tuple[LinkOffer, WeightManifest] | None:
         with self._changed:
-            # No deadline: the next version comes when the learner has one. `leave` ends it.
+            # No deadline: the learner decides when the next version comes. `leave` ends it.
             self._changed.wait_for(lambda: self._left or self._waiting is not None)
             taken, self._waiting = self._waiting, None
             return None if self._left else taken

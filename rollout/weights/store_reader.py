@@ -1,11 +1,11 @@
-"""Reading weights from the store: deltas on top of what is held, or a snapshot and what came after it.
+"""Reading weights from the object store: deltas on top of the held version, or a snapshot and the deltas after it.
 
-The promise: the tensors that `fetch` returns are the learner's, bit for bit. Every object has the digest that its manifest
-names, the manifests are chained to the one digest that came over the control plane, and the checksum of every slice that
-was touched is compared before anything is handed on. Whatever is damaged, cut or of another base is refused, named in
-the log, and replaced by reading the snapshot.
+Promise: the tensors that `fetch` returns are the learner's, bit for bit. Every object has the digest that its manifest
+names, the manifests are chained to the one digest that came over the control plane, and the checksum of every changed
+slice is compared before the tensors are returned. An object that is damaged, truncated or of another base is refused,
+named in the log, and replaced by reading the snapshot.
 
-One copy of the weights is kept here in host memory, because a delta needs the bits that it changes.
+One copy of the weights stays in host memory, because a delta needs the bits that it changes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ LONGEST_CHAIN = 4096
 
 
 class Damaged(WireError):
-    """The store can be read, but the version cannot be made of what is there: a snapshot has to be written."""
+    """The store can be read, but its files do not give the version: a snapshot has to be written."""
 
 
 class StoreReader:
-    """Holds the weights of one run as they were read last. Used by one thread."""
+    """Reader of one run, with the last weights that it has read. Used by one thread."""
 
     def __init__(self, store: WeightStore, run_id: str) -> None:
         self._store = store
@@ -57,13 +57,13 @@ class StoreReader:
 
     @property
     def held(self) -> Version | None:
-        """The version that a delta can go on from."""
+        """The version on which a delta can build; None without one."""
         return self._held.version if self._held is not None else None
 
     def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
-        """Return the tensors of the offered version, which stay this object's: valid until the next call.
+        """Return the tensors of the offered version, which belong to this object and are valid until the next call.
 
-        Raises NotFound or Unavailable when the store cannot be read, Damaged when it can but not to the end.
+        Raises NotFound or Unavailable when the store cannot be read, Damaged when it can but a part is damaged.
         """
         target = self._manifest(offer, offer.manifest, offer.version)
         try:
@@ -72,7 +72,7 @@ class StoreReader:
                 return self._apply(deltas)
         except (WireError, NotFound) as error:
             log.warning("weights %s: %s; reading the snapshot", tuple(offer.version), error)
-        # Whatever was changed half-way is gone with the copy.
+        # A copy that was changed in part is dropped.
         self._held = None
         try:
             return self._from_snapshot(offer, target)
@@ -86,7 +86,7 @@ class StoreReader:
     # What to read
 
     def _deltas_after_held(self, offer: StoreOffer, target: StoredVersion) -> list[StoredVersion] | None:
-        """Return the deltas from what is held to the target, oldest first; None when a snapshot is the shorter way."""
+        """Return the deltas from the held version to the target, oldest first; None when a snapshot has fewer bytes."""
         held = self._held
         if held is None:
             return None
@@ -141,13 +141,13 @@ class StoreReader:
     # Reading and applying
 
     def _apply(self, deltas: list[StoredVersion]) -> dict[str, torch.Tensor]:
-        """Go on from what is held; every slice that a delta touched is compared at the end."""
+        """Apply deltas to the held version, and compare every slice that they have changed."""
         held = self._held
         assert held is not None
         touched: dict[tuple[int, str], Slice] = {}
         try:
             for manifest in deltas:
-                # All of a version is decoded against its base before the first element of it is written.
+                # A whole version is decoded against its base before its first element is written.
                 overwrites = []
                 for rank, stored in enumerate(manifest.parts):
                     header, payloads = self._part(manifest, rank, stored)
@@ -228,7 +228,7 @@ class _Held:
         self.tables: list[dict[str, Slice]] = [{} for _ in snapshot.parts]
 
     def contents(self) -> tuple[str, ...]:
-        """By rank: the hash over all its slices."""
+        """Hash over all slices of each rank."""
         return tuple(content_hash(table.values()) for table in self.tables)
 
     def slice_bits(self, rank: int, one: Slice) -> npt.NDArray[Any]:
@@ -257,7 +257,7 @@ class _Held:
             self.tables[rank][one.name] = one
 
     def check_complete(self) -> None:
-        """Raises WireError unless the slices of all ranks are every element of every tensor, once."""
+        """Raise WireError unless the slices of all ranks are every element of every tensor, once."""
         for name, bits in self._bits.items():
             end = 0
             for one in sorted((table[name] for table in self.tables if name in table), key=lambda s: s.start):
@@ -272,7 +272,7 @@ class _Held:
         return [((rank, name), one) for rank, table in enumerate(self.tables) for name, one in table.items()]
 
     def check(self, manifest: StoredVersion, slices: Iterable[tuple[tuple[int, str], Slice]]) -> None:
-        """Raises WireError unless these slices have their checksums, and all of them are the manifest's contents."""
+        """Raise WireError unless these slices have their checksums, and all slices the manifest's contents."""
         for (rank, name), one in slices:
             digest = checksum(self.slice_bits(rank, one).view(np.uint8), self._algorithm)
             if digest != one.checksum:

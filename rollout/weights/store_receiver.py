@@ -1,10 +1,11 @@
-"""Taking weights from a store in the rollout process, while it goes on sampling with the ones it has.
+"""Taking weights from the object store in the rollout process, while it samples with its current ones.
 
-The promise: new weights reach the engine whole and verified, or not at all. Of the versions offered while one is being
-read only the newest is taken up afterwards.
+Promise: new weights reach the engine whole and verified, or not at all. Of the versions offered during a read only the
+newest is read afterwards.
 
-Who waits for whom: one thread waits for offers, then for the store, then for `on_weights`. `offer` never waits. A thread
-that a store has held up for `STUCK_S`, and for what the bytes may take, is left behind when the next offer comes; what it still brings is thrown away.
+One thread waits for offers, then for the store, then for `on_weights`. `offer` never waits. A thread that the store has
+blocked for `STUCK_S`, and for the time that the bytes may take, is abandoned when the next offer comes; its further
+bytes are thrown away.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ OnAck = Callable[[Version, bool, str, bool], None]
 class StoreReceiver:
     """One member's reading side, for one run.
 
-    `on_weights(version, tensors)` returns when the engine samples with them, or raises; the tensors are this object's
-    again afterwards. `on_ack(version, ok, message, damaged)` carries the answer to the learner. Both are called from the
+    `on_weights(version, tensors)` returns when the engine samples with them, or raises; the tensors belong to this object
+    again afterwards. `on_ack(version, ok, message, damaged)` sends the answer to the learner. Both are called from the
     reading thread.
     """
 
@@ -55,7 +56,7 @@ class StoreReceiver:
         self._closed = False
 
     def offer(self, offer: StoreOffer) -> None:
-        """Take up an offer; the newest wins. Returns at once. Raises Conflict after `close` or for another run."""
+        """Take an offer; the newest wins. Return at once. Raises Conflict after `close` or for another run."""
         if offer.run_id != self._run_id:
             raise Conflict(f"offer is of run {offer.run_id!r}, this member serves {self._run_id!r}")
         with self._lock:
@@ -70,13 +71,13 @@ class StoreReceiver:
 
     @property
     def at_work(self) -> list[WeightProgress]:
-        """What is being read or loaded now."""
+        """Return the version that is read or loaded now."""
         with self._lock:
             progress = self._thread.progress() if self._thread is not None else None
         return [progress] if progress is not None else []
 
     def close(self) -> None:
-        """Take no more offers; waits for nothing."""
+        """Take no more offers, without waiting."""
         with self._lock:
             self._closed = True
             if self._thread is not None:
@@ -84,7 +85,7 @@ class StoreReceiver:
 
 
 class _Reading:
-    """A reading thread, its newest offer, and the copy of the weights that deltas go on from."""
+    """A reading thread, its newest offer, and the copy of the weights on which deltas build."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class _Reading:
         with self._changed:
             current = self._current
             if current is not None and (current.version, current.snapshot) == (offer.version, offer.snapshot):
-                return  # said again while it is being read
+                return  # the same offer again, while it is read
             if self._waiting is None or offer.version >= self._waiting.version:
                 self._waiting = offer
                 self._changed.notify_all()
@@ -125,7 +126,7 @@ class _Reading:
             return current is not None and busy_s > STUCK_S + slowest_s(current.snapshot_bytes)
 
     def progress(self) -> WeightProgress | None:
-        """Return how far the offer under way is; None between two."""
+        """Return the progress of the offer that is read; None between two."""
         with self._changed:
             current, reader = self._current, self._reader
             if current is None or self._left:
@@ -143,13 +144,13 @@ class _Reading:
                 log.warning("weights %s refused: %s", tuple(offer.version), message)
             try:
                 self._on_ack(offer.version, ok, message, damaged)
-            except Exception as error:  # of whatever the listener calls: this thread has versions to come
-                # The learner hears nothing and offers again; this side then says that it has them.
+            except Exception as error:  # of the listener: this thread has to receive further versions
+                # The learner gets no answer and offers again; this side then answers that it has them.
                 unforeseen.note("acknowledging stored weights", error)
 
     def _next(self) -> StoreOffer | None:
         with self._changed:
-            # No deadline: the next version comes when the learner has one. `leave` ends it.
+            # No deadline: the learner decides when the next version comes. `leave` ends it.
             self._changed.wait_for(lambda: self._left or self._waiting is not None)
             self._current, self._waiting = self._waiting, None
             self._began_s, self._phase = time.monotonic(), "receiving"
@@ -172,7 +173,7 @@ class _Reading:
             return False, first_line(error), False
         except (
             Exception
-        ) as error:  # of the store's client and the engine too: the version is refused with its text
+        ) as error:  # of the store's client and the engine too: its text is the reason of the refusal
             unforeseen.note("taking stored weights", error)
             self._reader = None
             return False, first_line(error), False

@@ -17,7 +17,7 @@ from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams
 from rollout.engines import create_engine
-from rollout.native.batch import DecodeBatch, Row
+from rollout.native.batch import DecodeBatch, RunningSequence
 from rollout.native.model import NativeModel
 
 FIRST = Version(1, 0)
@@ -28,8 +28,8 @@ def ask(name: str, num_tokens: int = 12, seed: int = 0, prompt: Any = PROMPT) ->
     return GenerationRequest(name, prompt, SamplingParams(num_tokens), seed)
 
 
-def row(name: str, num_tokens: int, seed: int = 0, prompt: Any = PROMPT) -> Row:
-    return Row(ask(name, num_tokens, seed, prompt), frozenset(), len(prompt) + num_tokens)
+def sequence(name: str, num_tokens: int, seed: int = 0, prompt: Any = PROMPT) -> RunningSequence:
+    return RunningSequence(ask(name, num_tokens, seed, prompt), frozenset(), len(prompt) + num_tokens)
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def batch(make_model: Callable[..., Any]) -> DecodeBatch:
 
 def finish(batch: DecodeBatch) -> dict[str, Completion]:
     ended: list[Any] = []
-    while batch.rows:
+    while batch.sequences:
         ended += batch.step()
-    return {row.request.request_id: completion for row, completion in ended}
+    return {sequence.request.request_id: completion for sequence, completion in ended}
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
@@ -160,26 +160,30 @@ def test_equal_prompts_are_computed_once_and_only_their_last_position_reaches_th
     module.get_output_embeddings().register_forward_hook(
         lambda _m, inputs, _o: headed.append(inputs[0].shape)
     )
-    batch.add([row("a", 5, 1), row("b", 5, 2, PROMPT[:3]), row("c", 5, 3), row("d", 5, 4)])
+    batch.add(
+        [sequence("a", 5, 1), sequence("b", 5, 2, PROMPT[:3]), sequence("c", 5, 3), sequence("d", 5, 4)]
+    )
     assert embedded == [(2, 5)]
     assert headed == [(2, 1, 32)]
     together = finish(batch)
     for name, seed, prompt in [("a", 1, PROMPT), ("b", 2, PROMPT[:3]), ("c", 3, PROMPT), ("d", 4, PROMPT)]:
-        batch.add([row(name, 5, seed, prompt)])
+        batch.add([sequence(name, 5, seed, prompt)])
         alone = finish(batch)[name]
         assert alone.token_ids.tolist() == together[name].token_ids.tolist()
 
 
 @torch.inference_mode()
 def test_rows_join_a_running_batch_without_changing_it(batch: DecodeBatch) -> None:
-    batch.add([row("a", 100, 1)])
+    batch.add([sequence("a", 100, 1)])
     alone = finish(batch)["a"]
-    batch.add([row("short", 3, 9), row("a", 100, 1)])
+    batch.add([sequence("short", 3, 9), sequence("a", 100, 1)])
     ended = {}
     for step in range(70):
         ended |= {r.request.request_id: c for r, c in batch.step()}
         if step % 10 == 0:
-            ended |= {r.request.request_id: c for r, c in batch.add([row(f"j{step}", 4, step, PROMPT[:2])])}
+            ended |= {
+                r.request.request_id: c for r, c in batch.add([sequence(f"j{step}", 4, step, PROMPT[:2])])
+            }
     assert {"short", "j0", "j60"} <= ended.keys()
     together = finish(batch)["a"]
     assert together.token_ids.tolist() == alone.token_ids.tolist()
@@ -188,10 +192,10 @@ def test_rows_join_a_running_batch_without_changing_it(batch: DecodeBatch) -> No
 
 @torch.inference_mode()
 def test_a_row_that_ends_with_its_first_token_leaves_at_once(batch: DecodeBatch) -> None:
-    batch.add([row("long", 10)])
-    ended = batch.add([row("one", 1)])
+    batch.add([sequence("long", 10)])
+    ended = batch.add([sequence("one", 1)])
     assert [(r.request.request_id, len(c.token_ids)) for r, c in ended] == [("one", 1)]
-    assert [r.request.request_id for r in batch.rows] == ["long"]
+    assert [r.request.request_id for r in batch.sequences] == ["long"]
 
 
 @torch.inference_mode()
@@ -199,7 +203,7 @@ def test_without_recomputation_new_weights_see_the_old_keys_and_values(
     batch: DecodeBatch, make_model: Callable[..., Any]
 ) -> None:
     old, new = make_model(), make_model(seed=1)
-    batch.add([row("a", 20)])
+    batch.add([sequence("a", 20)])
     for _ in range(7):
         batch.step()
     batch.model.replace(new.state_dict())
@@ -225,7 +229,7 @@ def test_recomputation_in_several_passes(
     monkeypatch.setattr("rollout.native.batch.PREFILL_TOKENS", 40)
     new = make_model(seed=1)
     prompts = {str(i): np.arange(3 + i, dtype=np.int32) for i in range(8)}
-    batch.add([row(name, 20, i, prompt) for i, (name, prompt) in enumerate(prompts.items())])
+    batch.add([sequence(name, 20, i, prompt) for i, (name, prompt) in enumerate(prompts.items())])
     for _ in range(7):
         batch.step()
     batch.model.replace(new.state_dict())
