@@ -1,1 +1,1 @@
-"""Reward functions and how they run. Knows no server and no learner."""
+"""Reward functions and the processes that run them. Independent of servers and learner."""

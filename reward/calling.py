@@ -1,6 +1,6 @@
-"""Calls one reward function on one group and checks what it returns.
+"""Call of one reward function on one group, with a check of its result.
 
-Promise: what comes out is a list of C finite numbers or None, or an exception that says what the function did.
+Promise: the result is a list of C finite numbers or None, or an exception that says what the function did.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 class InvalidRewards(Exception):
-    """A function cannot take the group's columns, or returned something that is not one reward per completion."""
+    """The function cannot take the group's columns, or has not returned one reward per completion."""
 
 
 def call_function(
@@ -27,7 +27,7 @@ def call_function(
 ) -> list[float | None]:
     """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
 
-    All arguments go by name; a function without `**` gets only those that it names; `kwargs` win over columns of the
+    All arguments are passed by name; a function without `**` gets only those that it names; `kwargs` win over columns of the
     same name. `run` waits for the result of an async function. Raises InvalidRewards, and what the function raises.
     """
     arguments = {
@@ -44,7 +44,7 @@ def call_function(
 
 
 def checked_rewards(result: Any, num_completions: int) -> list[float | None]:
-    """`result` as a list of floats and None. Raises InvalidRewards: no list, wrong length, not finite, no number."""
+    """Return `result` as a list of floats and None. Raises InvalidRewards: no list, wrong length, not finite, no number."""
     if not isinstance(result, list | tuple):
         tolist = getattr(result, "tolist", None)
         values = tolist() if tolist is not None else result

@@ -1,7 +1,7 @@
-"""Finds the function that a spec names: a built-in, or `path/to/file.py:function`.
+"""Loader of the function that a spec names: a built-in, or `path/to/file.py:function`.
 
-A file is loaded under a module name made from its path, so a user's `learner.py` shadows nothing of ours and two files
-of one name do not meet. Everything that can be wrong with a function is said before the first group is scored.
+A file is loaded under a module name made from its path, so a user's `learner.py` shadows no module of this project, and
+two files of one name do not collide. Every fault of a function is reported before the first group is scored.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        # A package or a file that this machine lacks may come; what the file itself does wrong stays.
+        # A missing package or file may still come; a fault of the file itself stays.
         kind = Unreadable if isinstance(error, OSError | ImportError) else InvalidInput
         raise kind(f"{path} fails to import: {describe_error(error, path)}") from error
     return module
 
 
 class NeighbourFinder(PathFinder):
-    """Lets a user's file import the files beside it; asked after every other finder, so they shadow nothing.
+    """Finder that lets a user's file import the files beside it. It comes after every other finder, so they shadow nothing.
 
-    A folder at the end of `sys.path` would not do: packages installed in editable mode are found after that.
+    A folder at the end of `sys.path` would not do, because packages installed in editable mode are found after that.
     """
 
     folders: ClassVar[list[str]] = []
@@ -103,7 +103,7 @@ class NeighbourFinder(PathFinder):
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module of that name in one of the folders; None for what is inside a package."""
+        """Return the module of that name in one of the folders; None for a module inside a package."""
         return super().find_spec(fullname, cls.folders, target) if path is None else None
 
 
@@ -130,10 +130,11 @@ def describe_error(error: BaseException, path: Path | None = None) -> str:
 def _check_kwargs(
     function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool
 ) -> None:
-    """`takes_columns_only`: the `**` of a built-in is for columns, so a misspelt setting must not vanish in it."""
+    """Check that the function takes `kwargs`. With `takes_columns_only` its `**` is for columns, as of a built-in, so a
+    misspelt setting is refused."""
     try:
         parameters = inspect.signature(loaded).parameters
-    except (TypeError, ValueError):  # a callable written in C says nothing about itself
+    except (TypeError, ValueError):  # a callable written in C has no signature
         return
     settings = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     catches_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

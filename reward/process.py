@@ -1,9 +1,9 @@
-"""The runner's side of one reward process: starts it, asks it, kills it.
+"""The runner's side of one reward process: start, calls, end.
 
-Tasks: one watch per process life waits for its end and then kills what is left of its process group, so that a
-grandchild that still holds the socket cannot hide the death; readers see EOF after that. `start` waits for the watch of
-the life before. The process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop has to run in
-one that lasts. Every wait for an answer has the caller's time limit.
+Tasks: one watch per process life waits for its end, and then kills the rest of its process group, so that a grandchild
+that still holds the socket cannot hide the death; readers see EOF after that. `start` waits for the watch of the life
+before. The process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop has to run in a thread that
+lasts. Every wait for an answer has the caller's time limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from reward.worker import m
 
 
 STARVED_SHARE = 0.1
-"""Of its time limit: a process that wants to work and gets less of a processor is starved."""
+"""Fraction of its time limit: a runnable process that gets less of a processor is starved."""
 NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED)
 
 
@@ -39,21 +39,21 @@ class ProcessTimeout(PacelineError):
     """No answer within the time limit. The process is killed."""
 
     starved = False
-    """Whether it wanted to work all the time and hardly got a processor (or its disk): no fault of what it ran."""
+    """True when it was runnable all the time and hardly got a processor (or its disk), which is no fault of the function."""
 
 
 class ProcessDied(PacelineError):
     """The process ended instead of answering. The message says how, `died with signal SIGKILL`."""
 
     by_signal = False
-    """Whether a signal that this side did not send ended it: the kernel out of memory, a crash, a person."""
+    """True when a signal that this side did not send ended it: by the kernel out of memory, a crash, a person."""
 
 
 class RewardProcess:
     """One child process with all functions of a run loaded. Used by one caller at a time."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection], start_timeout_s: float) -> None:
-        """Nothing runs before `start`. start_timeout_s: limit of starting and importing the functions."""
+        """Set the functions; `start` starts the process. start_timeout_s: limit of the start with the functions' imports."""
         self._load_frame = encode(
             {
                 "load": [
@@ -70,16 +70,16 @@ class RewardProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it is started and not killed."""
+        """Process id, from the start to the kill; None else."""
         return self._process.pid if self._process else None
 
     @property
     def usable(self) -> bool:
-        """Return whether it is started and, as far as is known, alive."""
+        """Return whether the process is started and not known to have ended."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start a new process (ending the one before) and loads the functions.
+        """Start a new process, after ending the one before, and load the functions.
 
         Raises InvalidInput when a function cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while
         importing).
@@ -111,14 +111,16 @@ class RewardProcess:
             raise kind(str(reply["refused"]))
 
     async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send `frames` and gives the one reply. Raises ProcessTimeout, ProcessDied; the process is gone then.
+        """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied; the process is gone then.
 
-        Also when cancelled, for a process in the middle of a call cannot be used by the next caller.
+        A cancelled call ends the process too, because one in the middle of a call cannot serve the next caller.
         """
         if self._reader is None or self._writer is None or self._process is None or self._watch is None:
             raise ProcessDied("was not running")
         process, watch = self._process, self._watch
-        used_s: list[float] = []  # by the half of the time: to measure it reads all processes of the machine
+        used_s: list[
+            float
+        ] = []  # at half of the time, because the measurement reads all processes of the machine
         half = asyncio.get_running_loop().call_later(
             timeout_s / 2, lambda: used_s.append(processor_seconds(process.pid))
         )
@@ -130,7 +132,7 @@ class RewardProcess:
         except TimeoutError:
             timeout = ProcessTimeout(f"timed out after {timeout_s:g} s")
             since_s = processor_seconds(process.pid) - sum(used_s)
-            if since_s < STARVED_SHARE * timeout_s / 2 and wants_to_work(process.pid):
+            if since_s < STARVED_SHARE * timeout_s / 2 and is_runnable(process.pid):
                 timeout = ProcessTimeout(
                     f"timed out after {timeout_s:g} s, with {since_s:.2f} s of a processor in the second half"
                 )
@@ -138,11 +140,11 @@ class RewardProcess:
             self.kill()
             raise timeout from None
         except (EOFError, OSError):
-            if process.returncode is None:  # it closed the socket, or is just ending
+            if process.returncode is None:  # it closed the socket, or is ending
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(watch), timeout=1.0)
             died = ProcessDied(describe_end(process.returncode))
-            # Somebody who has called `kill` meanwhile has made it forget the process.
+            # Another caller of `kill` may have dropped the process meanwhile.
             died.by_signal = (process.returncode or 0) < 0 and process is self._process
             self.kill()
             raise died from None
@@ -156,7 +158,7 @@ class RewardProcess:
             half.cancel()
 
     def kill(self) -> None:
-        """End the process and all that it started, now; `close` or `start` waits until it is gone."""
+        """Kill the process and its children; `close` or `start` waits until they are gone."""
         if self._process is not None and self._process.returncode is None:
             _kill_group(self._process.pid)
         self._process = None
@@ -165,11 +167,11 @@ class RewardProcess:
         self._reader = self._writer = None
 
     async def close(self) -> None:
-        """Kill the process and waits for its end."""
+        """Kill the process, and wait for its end."""
         self.kill()
         watch, self._watch = self._watch, None
         if watch is not None:
-            await watch  # no deadline: nothing outlives SIGKILL but the kernel's own waits
+            await watch  # no deadline: after SIGKILL only the kernel's waits can delay the end
 
     async def _wait_for_end(self, process: Process) -> None:
         await process.wait()
@@ -177,22 +179,22 @@ class RewardProcess:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return what a process and its children have had so far, those that ended included; 0 for one that is gone."""
+    """Return the processor seconds of a process and its children, ended ones included; 0 for a process that is gone."""
     used_s = 0.0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        for one in [process, *process.children(recursive=True)]:
+        for member in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
-                used_s += sum(one.cpu_times()[:4])  # user and system, its own and its ended children's
+                used_s += sum(member.cpu_times()[:4])  # user and system, with those of its ended children
     return used_s
 
 
-def wants_to_work(pid: int) -> bool:
-    """Return whether a process or one of its children would go on if it were let: it waits for a processor or the disk, or it was
-    stopped. One that sleeps waits for something by its own will."""
+def is_runnable(pid: int) -> bool:
+    """Return whether a process or one of its children is runnable: it waits for a processor or the disk, or was stopped. A
+    sleeping process waits by its choice."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return any(_status(one) in NOT_SLEEPING for one in [process, *process.children(recursive=True)])
+        return any(_status(member) in NOT_SLEEPING for member in [process, *process.children(recursive=True)])
     return False
 
 
@@ -203,7 +205,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def describe_end(returncode: int | None) -> str:
-    """Return how a process ended, for people: the signal or the exit code, and the likely cause."""
+    """Return a text on the end of a process: the signal or the exit code, and the likely cause."""
     if returncode is None:
         return "closed its connection"
     if returncode == -signal.SIGKILL:

@@ -1,14 +1,14 @@
 """Messages between the runner and a reward process: a length, then JSON, over a socket pair that only the two hold.
 
-JSON and not pickle: a reply is made in a process that runs user code, and reading it must not run anything.
+JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any.
 
 runner → process    {"load": [{function, kwargs, memory_bytes}]}   once, first
                     {"group": {prompts, completions, completion_ids, columns}}   no reply
                     {"call": i}   function i on the last group
 process → runner    {"loaded": F} | {"refused": text, "passing": bool}
-                    {"rewards": [C]} | {"raised": text, "worn": bool} | {"invalid": text}
+                    {"rewards": [C]} | {"raised": text, "out_of_memory": bool} | {"invalid": text}
 
-`worn` says that the process ran out of memory and should not be used again.
+A process that is `out_of_memory` should not be used again.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message, waiting for it; for the process. Raises EOFError when the runner is gone.
+    """Wait for the next message, in the process. Raises EOFError when the runner is gone.
 
-    Waits without a deadline: an idle process has nothing else to do, and the runner's end shows as EOF.
+    There is no deadline: an idle process has nothing else to do, and the runner's end shows as EOF.
     """
     (size_bytes,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return decode(_exactly(connection, size_bytes))
 
 
 async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the next message; for the runner, which sets the deadline. Raises EOFError when the process is gone, WireError."""
+    """Wait for the next message, in the runner, which sets the deadline. Raises EOFError when the process is gone; WireError."""
     (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if size_bytes > MAX_FRAME_BYTES:
         raise WireError(f"a reward process announced {size_bytes} bytes, at most {MAX_FRAME_BYTES} are read")

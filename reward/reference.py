@@ -1,8 +1,8 @@
-"""The run's reference in the reward pool: how likely each sampled token is to a teacher, or to the policy as it was.
+"""The run's reference in the reward pool: log-probabilities of the sampled tokens by a teacher, or by the initial policy.
 
-Promise: the numbers are log softmax(logits / temperature) at the sampled tokens, as the learner's own reference gives them
-up to rounding, and only `logprob_chunk_tokens` tokens' logits exist at one time. `ReferenceScorer` computes on one thread of
-its own, one group after another, so that the service's event loop goes on; who awaits `ask` waits for the groups before.
+Promise: the numbers are log softmax(logits / temperature) at the sampled tokens, as the learner's reference gives them up
+to rounding, and only `logprob_chunk_tokens` tokens' logits exist at one time. `ReferenceScorer` computes on a separate
+thread, one group after another, so that the service's event loop goes on; a call of `score` waits for the groups before.
 
 Suffixes: P prompt tokens, T completion tokens of one completion, R tokens of a padded row, B rows, H hidden size, V vocabulary.
 """
@@ -32,8 +32,8 @@ class ReferenceModel:
     """A frozen causal language model, whole, on the first GPU that this process sees, else on the CPU."""
 
     def __init__(self, policy: PolicySection, temperature: float) -> None:
-        """Load policy.model_name in policy.precision. Raises InvalidInput when there is no such model, or its head is none
-        that log-probabilities can be had from in chunks."""
+        """Load policy.model_name in policy.precision. Raises InvalidInput when there is no such model, or its head does not
+        give log-probabilities in chunks."""
         import torch
 
         self._temperature = temperature
@@ -46,7 +46,7 @@ class ReferenceModel:
     def logprobs(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
         """Return [T] for each completion: the log-probability of its tokens after the prompt, in nats, float32.
 
-        Rows are padded at their end, which a causal model does not see; completions of like length share a pass of at most
+        Rows are padded at their end, which does not affect a causal model; completions of similar length share a pass of at most
         policy.train_mb_tokens tokens, or of one completion. Raises InvalidInput for one that does not fit into memory or
         has a log-probability that is not finite.
         """
@@ -72,7 +72,7 @@ class ReferenceModel:
         return found
 
     def _passes(self, prompt_tokens: int, lengths: list[int]) -> Iterator[list[int]]:
-        """Places of the completions that have tokens, longest first, in passes of at most the budget."""
+        """Yield the indices of the completions that have tokens, longest first, in passes of at most the budget."""
         places = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
         while places:
             row_tokens = prompt_tokens + lengths[places[0]] - 1
@@ -111,11 +111,11 @@ class ReferenceScorer:
     """The reference of one run, on its thread; an async context manager.
 
     async with ReferenceScorer(spec) as scorer:
-        logprobs = await scorer.ask(prompt_ids, completions)
+        logprobs = await scorer.score(prompt_ids, completions)
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        """Load nothing before it is entered, and nothing at all where the run does not want it of the reward pool."""
+        """Set the run; the model is loaded on entry, if the reward pool serves the run's reference."""
         self._spec = spec
         self._thread = ThreadPoolExecutor(1, "reference")
         self._model: ReferenceModel | None = None
@@ -135,8 +135,8 @@ class ReferenceScorer:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._model = None
 
-    async def ask(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
-        """As `ReferenceModel.logprobs`; waits for the groups before. Raises InvalidInput as that does, and without a
+    async def score(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
+        """Return `ReferenceModel.logprobs`, after the groups before. Raises InvalidInput as that does, and without a
         reference."""
         if self._model is None:
             raise InvalidInput("a task wants the reference, and this run has none in the reward pool")

@@ -1,4 +1,4 @@
-"""What scoring a group gives: rewards, or the one failure that prevented them. Never a zero in place of a failure."""
+"""Result of scoring a group: rewards, or the failure that prevented them. A failure is never a zero."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FailureKind = Literal["raised", "timeout", "died", "invalid", "unavailable", "ki
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Why a reward function gave no rewards for a group."""
+    """Reason why a reward function gave no rewards for a group."""
 
     function: str
     """The function's label."""
     kind: FailureKind
     """`raised` an exception; `timeout`: passed its time limit; `died`: it ended its process; `invalid`: cannot take the
-    data set's columns, or returned something else than a finite number or None for each completion. Two say nothing about
-    the group: `unavailable`, what it calls could not be reached (ConnectionError, TimeoutError, an unknown host), its file
+    data set's columns, or returned something else than a finite number or None for each completion. Two kinds are no fault
+    of the group: `unavailable`, what it calls could not be reached (ConnectionError, TimeoutError, an unknown host), its file
     is away, or it got no processor; and `killed`, a signal from outside or a crash ended its process."""
     message: str
     """One line for people: what happened and where, the function's name included."""
@@ -30,7 +30,7 @@ class RewardResult:
     """Exactly one of `rewards_CF` and `failure` is set."""
 
     rewards_CF: FloatArray | None
-    """[C, F] finite rewards in the order of the spec, NaN where a function said None."""
+    """[C, F] finite rewards in the order of the spec, NaN where a function gave None."""
     failure: RewardFailure | None
     """The first failure; functions behind it did not run."""
     durations_s_F: tuple[float, ...]

@@ -1,8 +1,8 @@
-"""`RewardRunner`: scores groups with a run's reward functions, in processes of their own.
+"""`RewardRunner`: scores groups with a run's reward functions, in separate processes.
 
-Promises: a function that raises, hangs, dies or returns nonsense fails this group and nothing else; a failure is never a
-zero; after it the runner goes on with a fresh process. Owner of a process is whoever took it from `_free`; callers wait
-there for each other, each no longer than the sum of the time limits before it.
+Promises: a function that raises, hangs, dies or returns an invalid value fails this group only; a failure is never a zero;
+after it the runner goes on with a fresh process. The caller that took a process from `_free` owns it; callers wait there
+for each other, each no longer than the sum of the time limits before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reward.results import FailureKind, RewardFailure, RewardResult
 
 
 class RewardRunner:
-    """Runs reward functions on groups; an async context manager.
+    """Runner of reward functions on groups; an async context manager.
 
     async with RewardRunner(spec.rewards, num_processes=4) as runner:
         result = await runner.score(prompts, completions, completion_ids, columns)
@@ -36,7 +36,7 @@ class RewardRunner:
         num_processes: int = 1,
         start_timeout_s: float = 120.0,
     ) -> None:
-        """num_processes: groups that are scored at one time. start_timeout_s: limit of one process' start, the imports
+        """Set the functions. num_processes: groups that are scored at one time. start_timeout_s: limit of one process' start, the imports
         of the functions' files included. Raises InvalidInput without functions or processes."""
         if not functions:
             raise InvalidInput("there are no reward functions to run; name at least one under rewards")
@@ -63,7 +63,7 @@ class RewardRunner:
 
     async def start(self) -> None:
         """Start the processes. Raises InvalidInput when a function cannot be loaded, Unavailable when a process was killed
-        or took too long meanwhile; nothing runs then."""
+        or took too long meanwhile; no process runs then."""
         if self._state != "new":
             raise Conflict(f"the reward runner is {self._state}; make a new one")
         self._state = "running"
@@ -91,7 +91,7 @@ class RewardRunner:
         completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> RewardResult:
-        """Rewards of one group by every function in turn, or the first failure.
+        """Return the rewards of one group by every function in turn, or the first failure.
 
         prompts, completions, completion_ids: one for each of the C completions, likewise every column. Raises
         InvalidInput when the lengths differ or a value has no JSON form, Conflict when the runner is not running.
@@ -116,7 +116,7 @@ class RewardRunner:
             self._free.put_nowait(process)
 
     async def close(self) -> None:
-        """End all processes. Calls that still run end with a failure or Conflict."""
+        """End all processes. Running calls end with a failure or Conflict."""
         self._state = "closed"
         await asyncio.gather(*(process.close() for process in self._processes))
 
@@ -143,7 +143,7 @@ class RewardRunner:
                 failure = _failure(function, "killed" if error.by_signal else "died", str(error))
             else:
                 failure = _failure_in(function, reply)
-                if reply.get("worn"):
+                if reply.get("out_of_memory"):
                     process.kill()
                 if failure is None:
                     rewards_CF[:, index] = [np.nan if r is None else r for r in reply["rewards"]]

@@ -1,8 +1,8 @@
-"""The process in which reward functions run: loads them once, then answers one call after another.
+"""The process in which reward functions run: it loads them once, then answers one call after another.
 
-Started by `reward.process` with one end of a socket pair. Promises: nothing that a function prints can get into the
-protocol, it cannot add more address space than its limit, and the process does not outlive the runner. Time limits
-are the runner's: it kills the process. Never imports torch or transformers itself.
+`reward.process` starts it with one end of a socket pair. Promises: a function's output cannot get into the protocol, a
+function cannot add more address space than its limit, and the process does not outlive the runner. The runner enforces
+time limits by killing the process. This module never imports torch or transformers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from reward.calling import InvalidRewards, call_function
 from reward.loading import RewardFunction, describe_error, load_function
 from reward.protocol import encode, receive
 
-MAX_LIMIT_BYTES = 2**62  # what setrlimit takes
-OOM_SCORE = 500  # of 1000: when the host runs out of memory, the kernel takes this process before the service
+MAX_LIMIT_BYTES = 2**62  # the most that setrlimit takes
+OOM_SCORE = 500  # of 1000: when the host runs out of memory, the kernel kills this process before the service
 
 
 @dataclass
 class LoadedFunction:
-    """A function, what it is called with, and how much address space it has added so far."""
+    """A function with its arguments, and the address space that it has added so far."""
 
     function: RewardFunction
     path: Path | None
@@ -48,7 +48,7 @@ def main() -> None:
     connection_fd, runner_pid = int(sys.argv[2]), int(sys.argv[3])
     die_with_parent(
         runner_pid, signal.SIGKILL
-    )  # elsewhere than on Linux, the closed socket ends an idle process
+    )  # on other systems than Linux, the closed socket ends an idle process
     _be_killed_first()
     _print_to_stderr()
     os.set_inheritable(connection_fd, False)
@@ -84,28 +84,31 @@ def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner)
     async def wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
-    own_group = copy.deepcopy(group)  # a function that edits its arguments must not edit the next one's
+    copied = copy.deepcopy(group)  # a function may change its arguments, but not those of the next one
     try:
         with _memory_limit(loaded):
             rewards = call_function(
-                loaded.function, own_group, loaded.kwargs, lambda awaitable: loop.run(wait(awaitable))
+                loaded.function, copied, loaded.kwargs, lambda awaitable: loop.run(wait(awaitable))
             )
         return {"rewards": rewards}
     except InvalidRewards as error:
         return {"invalid": str(error)}
-    except BaseException as error:  # sys.exit() in a function is a failure of the function too
+    except BaseException as error:  # sys.exit() in a function is a failure too
         traceback.print_exc()
         description = describe_error(error, loaded.path)
         if _is_unreachable(error):
             return {"unavailable": f"could not reach something: {description}"}
         if _is_out_of_memory(error):
             limit_mb = loaded.memory_bytes >> 20
-            return {"raised": f"ran out of memory, memory_mb is {limit_mb}: {description}", "worn": True}
-        return {"raised": f"raised {description}", "worn": False}
+            return {
+                "raised": f"ran out of memory, memory_mb is {limit_mb}: {description}",
+                "out_of_memory": True,
+            }
+        return {"raised": f"raised {description}", "out_of_memory": False}
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
-    """Return whether a connection is at the bottom of it: a fault of what the function calls, not of it or of the data."""
+    """Return whether a failed connection is the cause: a fault of the called service, not of the function or the data."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
@@ -126,7 +129,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _memory_limit(loaded: LoadedFunction) -> Iterator[None]:
-    """Let the function's own additions to the address space, over all its calls, reach its limit and no more."""
+    """Limit the address space that the function adds, over all its calls."""
     mapped_bytes = _mapped_bytes()
     if mapped_bytes is None:
         yield
@@ -144,7 +147,7 @@ def _memory_limit(loaded: LoadedFunction) -> Iterator[None]:
 
 
 def _mapped_bytes() -> int | None:
-    """Address space of this process; None where the system does not say (not Linux)."""
+    """Return the address space of this process; None on other systems than Linux."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -152,13 +155,13 @@ def _mapped_bytes() -> int | None:
 
 
 def _be_killed_first() -> None:
-    """When the host runs out of memory, the kernel takes this process before the service. Linux only."""
+    """Let the kernel kill this process before the service when the host runs out of memory. Linux only."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
 def _print_to_stderr() -> None:
-    """What functions print, also below Python, joins the service's log."""
+    """Redirect the functions' output, also below Python, to the service's log."""
     os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)

@@ -1,7 +1,7 @@
 """The built-in reward functions, by the name that a spec uses.
 
-All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`; what a spec
-sets under `kwargs` are their keyword-only parameters. Importing this package stays cheap: no sympy, no numpy.
+All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`; a spec's
+`kwargs` are their keyword-only parameters. Importing this package stays cheap: no sympy, no numpy.
 """
 
 from __future__ import annotations
@@ -23,4 +23,4 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "soft_overlong": soft_overlong,
     "think_answer_format": think_answer_format,
 }
-"""Name in `RewardFunctionSection.function` to function."""
+"""Functions by their name in `RewardFunctionSection.function`."""

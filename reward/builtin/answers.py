@@ -1,8 +1,8 @@
-"""Finds the final answer in a text, and reads those that are plain numbers exactly.
+"""Finds the final answer in a text, and reads plain numbers exactly.
 
-`find_answer` says where an answer was stated; `as_number` reads `1,234`, `$18`, `7/14`, `3 1/2` or `18 eggs` without
-a computer algebra system, which settles nearly every answer of a school-mathematics data set in microseconds. The
-same text always gives the same result: nothing here depends on time.
+`find_answer` returns the stated answer; `as_number` reads `1,234`, `$18`, `7/14`, `3 1/2` or `18 eggs` without
+a computer algebra system, which decides nearly every answer of a school-mathematics data set in microseconds. The same
+text always gives the same result: no function depends on time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_answer(text: str) -> str | None:
 
 
 def clean(answer: str) -> str:
-    r"""`answer` without what surrounds a value: white space, `$…$`, `\(…\)`, `**`, quotes, a final full stop."""
+    r"""Return `answer` without the marks around a value: white space, `$…$`, `\(…\)`, `**`, quotes, a final full stop."""
     answer = answer.strip().replace("{,}", ",").replace(r"\!", "").replace(r"\$", "$")
     previous = None
     while answer != previous:

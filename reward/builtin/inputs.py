@@ -1,6 +1,6 @@
-"""What every built-in reads: the text of a completion and a column of the data set.
+"""Inputs of the built-in functions: the text of a completion and a column of the data set.
 
-Keeps the two shapes of a completion (text, or chat messages) out of the functions themselves.
+The functions need not know the two forms of a completion (text, or chat messages).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def completion_text(completion: Any) -> str:
 
 
 def column_values(columns: Mapping[str, Any], name: str) -> list[Any]:
-    """Column `name`, one value per completion. Raises LookupError that names those that exist."""
+    """Return column `name`, one value per completion. Raises LookupError with the names of the existing columns."""
     if name not in columns:
         known = ", ".join(sorted(columns)) or "none"
         raise LookupError(

@@ -1,6 +1,6 @@
-"""`math_accuracy`: is the final answer of a completion the right one?
+"""`math_accuracy`: comparison of a completion's final answer with the gold answer.
 
-Plain numbers are compared exactly; everything else goes to math-verify (sympy), which is imported only then. A
+Plain numbers are compared exactly; all other answers go to math-verify (sympy), which is imported only then. A
 completion that states no readable answer is wrong (0.0); an example without a readable gold answer is not scored (None).
 """
 
@@ -64,8 +64,8 @@ def equal_answers(gold: str, answer: str) -> bool:
         return False
     from math_verify import verify
 
-    # No timer: math-verify's own works by SIGALRM and would make the verdict depend on the machine's load. What
-    # EXPLOSIVE lets through is ended by the function's time limit, as a failure and not as a wrong answer.
+    # No timer: math-verify's works by SIGALRM, and the result would depend on the machine's load. The function's time limit
+    # ends the cases that EXPLOSIVE does not catch, as a failure and not as a wrong answer.
     return bool(verify(list(gold_expressions), list(expressions), timeout_seconds=None))
 
 
@@ -92,7 +92,7 @@ def _gold_answer(gold: Any) -> tuple[str | None, str]:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """Sympy's readings of `answer`; none for prose, which sympy would take for a product of letters."""
+    """Return sympy's readings of `answer`; none for prose, which sympy would read as a product of letters."""
     if len(answer) > MAX_ANSWER_CHARS or EXPLOSIVE.search(answer) or WORD.search(LATEX_TEXT.sub(" ", answer)):
         return ()
     from math_verify import parse
@@ -103,7 +103,7 @@ def _parsed(answer: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _quiet_math_verify() -> None:
-    """math-verify warns that its timer is off, which is our choice."""
+    """Suppress math-verify's warning that its timer is off, which is intended."""
     import math_verify.grader
     import math_verify.parser
 

@@ -1,5 +1,6 @@
-"""A trained reward model as a reward function: what `algorithm: rm` exports, or any sequence classification with one
-output. It runs in the reward worker's processes, on the CPU, so it has to be small, or its time limit generous.
+"""A trained reward model as a reward function: an export of `algorithm: rm`, or any sequence classification with one output.
+
+It runs in the reward worker's processes, on the CPU, so it has to be small, or its time limit generous.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def reward_model(
 ) -> list[float | None]:
     """Return [C] scale · (score - offset) of each prompt with its completion, by the reward model in folder `path`.
 
-    The text is tokenised as in the model's training, with the model's own tokenizer and chat template. torch and the
-    model are loaded at the first call: allow for that in timeout_s and memory_mb. Raises InvalidInput: no such folder,
+    The text is tokenised as in the model's training, with the model's tokenizer and chat template. torch and the
+    model are loaded at the first call, which timeout_s and memory_mb have to allow for. Raises InvalidInput: no such folder,
     or no sequence classification with one output in it.
     """
     import torch
@@ -48,7 +49,7 @@ def reward_model(
 
 @functools.lru_cache(maxsize=2)
 def _load(path: str) -> tuple[Any, Any]:
-    """Tokenizer and model, once a process."""
+    """Return tokenizer and model, loaded once a process."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     from paceline.data.tokens import padding_token_id

@@ -1,1 +1,1 @@
-"""The vLLM engine: its processes, its weights, and how much it is given to do."""
+"""The vLLM engine: its processes, its weights, and the limit on its sequences."""

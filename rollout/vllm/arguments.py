@@ -1,4 +1,4 @@
-"""From a run's spec to vLLM's engine arguments and to the environment that its processes need."""
+"""vLLM's engine arguments, and the environment of its processes, from a run's spec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRANSFER = "paceline"
 
 
 def require_vllm() -> None:
-    """Raises InvalidInput, with the remedy, where vLLM cannot run."""
+    """Raise InvalidInput, with the remedy, where vLLM cannot run."""
     if importlib.util.find_spec("vllm") is None:
         raise InvalidInput(
             "policy.generation.backend is 'vllm', but vLLM is not installed here; `pip install 'paceline[vllm]'` brings "
@@ -37,7 +37,7 @@ def require_vllm() -> None:
 def engine_arguments(
     spec: RunSpec, config: PreTrainedConfig, architecture: str, device: str, load_weights: bool
 ) -> dict[str, Any]:
-    """Arguments for `vllm.AsyncEngineArgs`, for the model that `config` describes and whose class is `architecture`.
+    """Return the arguments for `vllm.AsyncEngineArgs`, for the model that `config` describes and whose class is `architecture`.
 
     Token ids in and out: vLLM itself needs no tokenizer.
     """
@@ -86,8 +86,8 @@ def engine_arguments(
 
 
 def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -> Any:
-    """vLLM's own configuration, made in the environment that its processes will have. Raises InvalidInput with vLLM's
-    words when it refuses an argument or the model.
+    """Return vLLM's configuration, made in the environment of its processes. Raises InvalidInput with vLLM's message when it
+    refuses an argument or the model.
     """
     _set_environment(guard, device)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -99,19 +99,19 @@ def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -
 
 
 def _set_environment(guard: ProcessGuard, device: str) -> None:
-    """Set what vLLM's processes inherit; what the user has set wins, but for the guard's own."""
+    """Set the environment that vLLM's processes inherit; the user's variables win, except over the guard's."""
     os.environ.update(guard.environment)
     os.environ["VLLM_RPC_BASE_PATH"] = guard.directory
     wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if device == "cpu":
-        # nobind: several engines of one host would all be bound to the first cores. No compilation: eager is wanted,
-        # and the sampler's log-probabilities alone would take a C++ compiler and 15 s.
+        # nobind: several engines of one host would all be bound to the first cores. No compilation: the engine runs
+        # eagerly, and the sampler's log-probabilities alone would need a C++ compiler and 15 s.
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
 
 def replicas(policy: PolicySection) -> int:
-    """Worker processes that hold weights."""
+    """Return the number of worker processes that hold weights."""
     config = policy.generation.vllm_cfg
     return config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size

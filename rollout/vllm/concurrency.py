@@ -1,11 +1,11 @@
-"""How many sequences an engine wants in hand: a state machine fed with what its scheduler reports after each step.
+"""The number of sequences that an engine should have: a state machine fed with its scheduler's report of each step.
 
-An engine with a paged KV cache has room for as many sequences as their tokens fit, which nobody knows beforehand: few
-if all of them get long, many if most end early. Too few in hand leave it idle; too many are preempted, and what a
-preempted sequence had computed is computed again. So the limit starts where even the longest sequences fit, and then
+An engine with a paged KV cache has room for as many sequences as their tokens fit, which is not known beforehand: few if
+all of them get long, many if most end early. Too few leave it idle; too many are preempted, and the work on a preempted
+sequence is done again. So the limit starts where even the longest sequences fit, and then
 
-- *grows* by an eighth when it is what holds the engine back: everything in hand runs and the cache has room;
-- is *trimmed* to what runs when the cache is nearly full: those that end are not replaced;
+- *grows* by an eighth when it holds the engine back: all sequences run and the cache has room;
+- is *trimmed* to the running sequences when the cache is nearly full: those that end are not replaced;
 - is *cut* by a fifth when a sequence was preempted, and does not grow for a while.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 GROW_BELOW = 0.80
 """KV-cache use (fraction of blocks) under which the limit may grow."""
 TRIM_ABOVE = 0.95
-"""KV-cache use above which it is trimmed."""
+"""KV-cache use (fraction of blocks) above which the limit is trimmed."""
 GROW_EVERY = 32
-"""Steps between two growths: new sequences need time to show what they take."""
+"""Steps between two growths, because new sequences need time to fill their blocks."""
 REST_AFTER_CUT = 512
 """Steps without growth after a cut."""
 
@@ -32,14 +32,14 @@ class StepReport:
     kv_use: float
     """Fraction of the KV cache's blocks that are in use."""
     preempted: int
-    """Sequences that lost their place in this step."""
+    """Sequences that were preempted in this step."""
 
 
 class ConcurrencyLimit:
-    """`limit` is how many sequences should be in hand, running and waiting; from `least` to `most`."""
+    """State machine whose `limit`, from `least` to `most`, is the number of sequences to have, running and waiting."""
 
     def __init__(self, *, sure: int, most: int, least: int = 1) -> None:
-        """`sure` sequences fit however long they get; the engine runs at most `most` at a time."""
+        """Start at `sure` sequences, which fit however long they get; the engine runs at most `most` at a time."""
         self._most = most
         self._least = min(least, most)
         self.limit = max(self._least, min(sure, most))
@@ -47,7 +47,7 @@ class ConcurrencyLimit:
         self._excused = 0
 
     def step(self, report: StepReport) -> int:
-        """Take note of one step; returns the limit."""
+        """Update the limit after one step, and return it."""
         excused = min(report.preempted, self._excused)
         self._excused -= excused
         self._rest = max(0, self._rest - 1)
@@ -67,8 +67,9 @@ class ConcurrencyLimit:
             self._rest = GROW_EVERY
         return self.limit
 
-    def excuse(self, running: int) -> None:
-        """New weights make the engine compute the cache of its `running` sequences anew, which it reports as preemptions."""
+    def ignore_preemptions(self, running: int) -> None:
+        """Ignore the next `running` preemptions: after new weights the engine computes the cache of its running sequences
+        again, and reports each as preempted."""
         self._excused = running
 
     def _set(self, limit: int) -> None:

@@ -1,15 +1,15 @@
-"""The vLLM engine: vLLM's AsyncLLM behind the engine protocol, with our weights and without processes left behind.
+"""The vLLM engine: vLLM's AsyncLLM behind the engine protocol, with the run's weights, and no process left behind.
 
-Who owns what: a thread of its own (`engine_thread`) runs the asyncio loop on which AsyncLLM lives, so that neither its
-start nor its bookkeeping for hundreds of sequences holds up the service. Callers wait for futures. Everything below the
-line is that loop's alone. vLLM's own processes (the engine core, a worker for each part of the model) are watched by a guard
-(`process_guard`): they end with this process however it ends.
+A separate thread (`engine_thread`) runs the asyncio loop of AsyncLLM, so that neither its start nor its bookkeeping for
+hundreds of sequences blocks the service. Callers wait for futures. The methods below the line belong to that loop. A guard
+(`process_guard`) watches vLLM's processes (the engine core, a worker for each part of the model): they end with this
+process however it ends.
 
-Every request is one completion (`vllm_requests`); siblings are submitted one after the other, so vLLM's prefix cache
-computes their prompt once. Versions of tokens are those that vLLM reports itself.
+Every request is one completion (`requests`); siblings are submitted one after the other, so vLLM's prefix cache computes
+their prompt once. vLLM itself reports the versions of tokens.
 
-An update of the weights (`vllm_update`) that fails before the pause leaves the old weights serving; one that fails in
-between ends the engine, since nobody could say which weights it has.
+An update of the weights (`update`) that fails before the pause leaves the old weights in use; one that fails during the
+pause ends the engine, because its weights are then unknown.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from rollout.vllm.reports import Reports
 
 WATCH_S = 0.2
-"""Seconds between two looks at whether the engine lives: vLLM tells nobody who does not ask."""
+"""Seconds between two checks whether the engine lives, because vLLM does not report its end."""
 END_S = 0.5
-"""How long the engine's processes may take to end by themselves, which on CPUs they never do: then the guard kills them."""
+"""Seconds in which the engine's processes may end by themselves, which they never do on CPUs; then the guard kills them."""
 log = logging.getLogger(__name__)
 
 
@@ -59,11 +59,11 @@ log = logging.getLogger(__name__)
 class _Sequence:
     request: GenerationRequest
     name: str
-    """Its name within vLLM: unique over the engine's life, so a request's own name is free as soon as it has ended."""
+    """Its name within vLLM: unique over the engine's life, so that a request's id is free as soon as it has ended."""
     limit: int
     """Most tokens of prompt and completion together."""
     loop: asyncio.AbstractEventLoop
-    """The caller's."""
+    """Loop of the caller."""
     aborted: bool = False
     submitted: bool = False
 
@@ -72,8 +72,8 @@ class VllmEngine:
     """See `rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
-        """Return at once; the engine starts meanwhile, and `ready` waits for it. Raises InvalidInput: vLLM or the
-        model's config cannot be used.
+        """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the model's
+        config cannot be used.
         """
         config = read_config(spec.policy)
         self._spec = spec
@@ -98,7 +98,7 @@ class VllmEngine:
         self._failed: EngineDied | None = None
         self._llm: Any = None
         self._reports: list[Reports] = []
-        self._feeding = ConcurrencyLimit(sure=1, most=self.max_batch_size)
+        self._concurrency = ConcurrencyLimit(sure=1, most=self.max_batch_size)
         self._updating = asyncio.Lock()
         self._thread = EngineThread(self._live_once, self._guard.close)
         self._thread.start()
@@ -116,7 +116,7 @@ class VllmEngine:
     @property
     def capacity(self) -> int:
         """See `Engine.capacity`."""
-        return self._feeding.limit
+        return self._concurrency.limit
 
     async def ready(self) -> None:
         """See `Engine.ready`."""
@@ -153,7 +153,7 @@ class VllmEngine:
             self._thread.call(self._abort, sequence)
 
     async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
-        """See `Engine.update_weights`, and `WeightUpdates.swap` for what the pause is."""
+        """See `Engine.update_weights`, and `WeightUpdates.swap` for the pause."""
         await asyncio.to_thread(self._weights.check, weights)
         await self.ready()
         self._thread.refuse_if_ended()
@@ -162,7 +162,7 @@ class VllmEngine:
 
     @property
     def prefix_hits(self) -> int:
-        """Prompt tokens that were not computed, since the prefix cache had them."""
+        """Prompt tokens that were not computed, because the prefix cache had them."""
         return sum(report.prefix_hits for report in self._reports)
 
     async def close(self) -> None:
@@ -170,7 +170,7 @@ class VllmEngine:
         self._thread.closing = self.closed = True
         started = self._thread.started
         while not started.done():
-            # Nothing else interrupts a start; it may have more processes to come.
+            # Nothing else interrupts a start, which may still make processes.
             await asyncio.to_thread(self._guard.kill)
             await asyncio.wait([asyncio.wrap_future(started)], timeout=WATCH_S)
         await asyncio.to_thread(self._thread.join)
@@ -178,7 +178,7 @@ class VllmEngine:
     # Everything below runs on the engine's thread.
 
     async def _live_once(self) -> None:
-        """Start AsyncLLM and watches it until `close`. Raises whatever it died of."""
+        """Start AsyncLLM, and watch it until `close`. Raises the error that ended it."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from rollout.vllm.reports import Reports
@@ -192,8 +192,8 @@ class VllmEngine:
             if self._spec.policy.generation.vllm_cfg.pipeline_parallel_size > 1:
                 await self._llm.collective_rpc("paceline_make_stage_buffers")
             kv_tokens = sum(report.kv_tokens for report in self._reports)
-            self._feeding = ConcurrencyLimit(sure=kv_tokens // self._max_tokens, most=self.max_batch_size)
-            self._updates = WeightUpdates(self._llm, self._spec, self._reports, self._feeding)
+            self._concurrency = ConcurrencyLimit(sure=kv_tokens // self._max_tokens, most=self.max_batch_size)
+            self._updates = WeightUpdates(self._llm, self._spec, self._reports, self._concurrency)
             if self._first is not None:
                 await self._llm.update_weight_version(label_of(self._first))
                 self.version = self._first
@@ -254,7 +254,7 @@ class VllmEngine:
             sequence.loop.call_soon_threadsafe(tell, so_far)
 
     def _spans_so_far(self, name: str, num_tokens: int) -> list[tuple[str, int, int]]:
-        """Return the versions of an unfinished sequence's first `num_tokens`, which vLLM keeps but tells only at the end."""
+        """Return the versions of an unfinished sequence's first `num_tokens`, which vLLM reports only at the end."""
         processor = self._llm.output_processor
         (internal,) = processor.external_req_ids.get(name) or [None]
         state = processor.request_states.get(internal)
@@ -291,7 +291,7 @@ class VllmEngine:
 
     def _on_step(self, preempted: int) -> None:
         latest = [report.latest for report in self._reports]
-        self._feeding.step(
+        self._concurrency.step(
             StepReport(
                 sum(one.running for one in latest),
                 sum(one.waiting for one in latest),

@@ -1,8 +1,8 @@
-"""A thread whose asyncio loop is an engine's whole life: others hand it work, and learn what it died of.
+"""A thread with the asyncio loop of an engine: callers submit work, and get the reason when the engine has ended.
 
-The engine's own coroutine runs on the loop from the thread's start to its end. Callers on other loops wait for futures, so
-that nothing the engine does holds them up. When the engine has ended, everything that still waits is told why, and
-whatever comes later is refused: at no time is work taken that nobody will do.
+The engine's coroutine runs on the loop from the thread's start to its end. Callers on other loops wait for futures, so
+that the engine never blocks them. When the engine has ended, all waiting callers get the reason, and later work is
+refused: no work is accepted that will not be done.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """`live` begins with `start`. When it has returned or raised, `at_end` is called, and then everybody is told."""
+    """Thread that runs `live` after `start`. When it has ended, `at_end` is called, and then all waiting callers are answered."""
 
     def __init__(self, live: Callable[[], Coroutine[Any, Any, None]], at_end: Callable[[], object]) -> None:
         self.started: Future[None] = Future()
-        """For `live` to set. Unavailable: it was closed before; EngineDied: it died before."""
+        """Set by `live`. Fails with Unavailable when the engine was closed before, with EngineDied when it died before."""
         self.ended: Future[None] = Future()
         self.error: BaseException | None = None
-        """What it died of."""
+        """The error that ended the engine."""
         self.closing = False
-        """Set by whoever ends it, for `live` to look at."""
+        """Set by the caller that ends the engine; `live` checks it."""
         self._live = live
         self._at_end = at_end
         self._gate = threading.Lock()
@@ -39,7 +39,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Return at once."""
+        """Start the thread, and return at once."""
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
@@ -52,13 +52,13 @@ class EngineThread:
         raise Unavailable("the engine is closed")
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has `function` called on the engine's loop, if there still is one."""
+        """Call `function` on the engine's loop, if it still runs."""
         with self._gate:
             if not self._over:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     async def result(self, future: Future[ResultT]) -> ResultT:
-        """Return what came of submitted work; its cancellation by the engine's end becomes the reason of that end."""
+        """Return the result of submitted work; when the engine's end has cancelled it, raise the reason of that end."""
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -68,7 +68,7 @@ class EngineThread:
             raise
 
     def refuse_if_ended(self) -> None:
-        """Raises EngineDied if it died, Unavailable if it was closed."""
+        """Raise EngineDied if the engine has died, Unavailable if it was closed."""
         if self.error is not None:
             raise died(self.error)
         if self.closing:
@@ -89,7 +89,9 @@ class EngineThread:
         self._at_end()
         with self._gate:
             self._over = True
-        for round_ in range(2):  # what was submitted last becomes a task first, and is cancelled then
+        for round_ in range(
+            2
+        ):  # work that was submitted last becomes a task in the first round, and is cancelled in the second
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
             self._loop.run_until_complete(asyncio.sleep(0.01 * round_))
@@ -107,7 +109,7 @@ class EngineThread:
 
 
 def died(error: BaseException) -> EngineDied:
-    """Return what callers are told of an engine that `error` ended."""
+    """Return the error for callers of an engine that `error` has ended."""
     if isinstance(error, EngineDied):
         return error
     told = EngineDied(f"the engine died: {error!r}")

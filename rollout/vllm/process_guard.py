@@ -1,12 +1,13 @@
-"""Ends an engine's processes and removes what they left behind, however the process that started them ends.
+"""Guard of an engine's processes: it ends them and removes their shared memory, however their owner ends.
 
 An engine of several processes outlives a killed owner, and shared memory outlives them all. So the owner starts a guard
-first: a bare interpreter, in a session of its own and nobody's child, that waits for the end of a pipe which only the
-owner holds. Then it kills every process that carries the engine's mark in its environment and unlinks the shared memory
-that they mapped. The promise holds for any end of the owner, SIGKILL of its whole process group included; only a killed
-guard breaks it.
+first: a bare interpreter, in a separate session and without a parent, that waits for the end of a pipe which only the
+owner holds. Then it kills every process that has the engine's mark in its environment, and unlinks the shared memory that
+they mapped.
 
-Run as a file, it imports nothing of ours. Linux only: it reads /proc.
+Promise: this holds for any end of the owner, SIGKILL of its whole process group included; only a killed guard breaks it.
+
+Run as a file, it imports no module of this project. Linux only: it reads /proc.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ VARIABLE = "PACELINE_ENGINE"
 SHARED_MEMORY = "/dev/shm/"
 STARTING_S = 0.1
 RUNNING_S = 5.0
-"""Longest seconds between two looks at the processes' shared memory, until the owner says that they have started, and
-after; the guard also looks whenever something new is there."""
+"""Longest seconds between two checks of the processes' shared memory, before and after the owner has reported their start;
+the guard also checks whenever a new file appears."""
 LOOK_S = 0.02
-"""Shortest seconds between two looks, however much other programs put into shared memory."""
+"""Shortest seconds between two checks, however many files other programs put into shared memory."""
 IN_CREATE = 0x100
-"""inotify(7): something was created in the folder."""
+"""inotify(7): a file was created in the folder."""
 KILL_S = 10.0
-"""How long killed processes may take to be gone."""
+"""Seconds in which killed processes must be gone."""
 
 
 class ProcessGuard:
-    """Start it before the engine, and the engine with `environment`; `close` when it has ended."""
+    """The owner's side. Make it before the engine, start the engine with `environment`, and `close` it after the engine's end."""
 
     def __init__(self) -> None:
-        # Python's resource tracker of this process removes this process's semaphores at its end. It has to be there before
-        # the mark gets into the environment, or it would be taken for one of the engine's processes.
+        # The resource tracker of this process removes the process's semaphores at its end. It has to run before the mark
+        # is in the environment, or it would count as one of the engine's processes.
         resource_tracker.ensure_running()
         mark = uuid.uuid4().hex
         self.directory = tempfile.mkdtemp(prefix="paceline-")
-        """For the engine's sockets; removed with it."""
+        """Folder for the engine's sockets; removed with it."""
         self.environment = {VARIABLE: mark, "SPT_NOENV": "1"}
-        """What the engine's processes need in theirs. (SPT_NOENV keeps setproctitle from overwriting the mark.)"""
+        """Variables for the engine's processes. (SPT_NOENV keeps setproctitle from overwriting the mark.)"""
         guard = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, mark, self.directory, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -61,11 +62,11 @@ class ProcessGuard:
         assert guard.stdout is not None
         self._owner, self._end = guard.stdin, guard.stdout
         self._lock = threading.Lock()
-        guard.wait()  # it goes on as a process of its own
+        guard.wait()  # the guard itself goes on as a separate process
 
     def started(self) -> None:
-        """The engine's processes are all there: returns when the guard has noted their shared memory; it looks less often
-        from now on.
+        """Report that all of the engine's processes have started, and wait until the guard has noted their shared memory; from
+        now on it checks less often.
         """
         self._owner.write(b"s")
         self._owner.flush()
@@ -74,14 +75,14 @@ class ProcessGuard:
             os.read(self._end.fileno(), 1)
 
     def kill(self) -> None:
-        """Kill the processes that are there now; the guard goes on."""
+        """Kill the engine's current processes; the guard goes on."""
         with self._lock:
             if not self._owner.closed:
                 self._owner.write(b"k")
                 self._owner.flush()
 
     def close(self, timeout_s: float = 2 * KILL_S) -> bool:
-        """Has everything that is left ended and removed; whether that was seen to happen within `timeout_s`."""
+        """End the remaining processes and remove their files; return whether that was done within `timeout_s`."""
         with self._lock:
             if self._owner.closed:
                 return True
@@ -92,7 +93,7 @@ class ProcessGuard:
 
 
 class _Engine:
-    """The processes with one mark, as /proc shows them, and the shared memory seen with them."""
+    """The processes with one mark in /proc, and the shared memory that they have mapped."""
 
     def __init__(self, mark: str, owner: int) -> None:
         self._owner = owner
@@ -101,8 +102,8 @@ class _Engine:
         self._files: set[str] = set()
         self._owners_files: set[str] = set()
 
-    def look(self) -> list[int]:
-        """Return the process ids; takes note of their shared memory."""
+    def scan(self) -> list[int]:
+        """Return the process ids, and note their shared memory."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         pids = [pid for pid in pids if self._mark in _read(pid, "environ").split(b"\0")]
         for pid in pids:
@@ -111,24 +112,24 @@ class _Engine:
         return pids
 
     def _mapped(self, pid: int) -> set[str]:
-        """Return what a process has mapped of shared memory: only what came to be in our time, and nothing in folders, since a
-        user may keep a model there.
+        """Return the files of shared memory that a process has mapped: only those made since the guard began, and none in
+        folders, because a user may keep a model there.
         """
         lines = _read(pid, "maps").decode(errors="replace").splitlines()
         names = {line.partition(SHARED_MEMORY)[2].removesuffix(" (deleted)") for line in lines}
         return {name for name in names if name and "/" not in name} - self._others
 
     def end(self) -> None:
-        """Kill and removes. Python's resource trackers come last, they remove shared memory by themselves."""
+        """Kill the processes and remove their files. Python's resource trackers come last, because they remove shared memory."""
         deadline_s = time.monotonic() + KILL_S
-        while (pids := self.look()) and time.monotonic() < deadline_s:
+        while (pids := self.scan()) and time.monotonic() < deadline_s:
             trackers = {pid for pid in pids if b"resource_tracker" in _read(pid, "cmdline")}
             late = time.monotonic() > deadline_s - KILL_S / 2
             for pid in pids:
                 if pid not in trackers or late:
                     self._kill(pid)
             time.sleep(0.02)
-        # The owner's semaphores are its resource tracker's to remove, but that may have been killed with it.
+        # The owner's resource tracker removes the owner's semaphores, but it may have been killed with it.
         owner_lives = bool(_read(self._owner, "maps"))
         for name in self._files if owner_lives else self._files | self._owners_files:
             with _Ignoring(OSError):
@@ -138,7 +139,7 @@ class _Engine:
         with _Ignoring(OSError):
             process = os.pidfd_open(pid)
             try:
-                # Asked again with the process held: its number may have gone to another one in between.
+                # Checked again with the process held, because another process may have got its number in between.
                 if self._mark in _read(pid, "environ").split(b"\0"):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
@@ -146,7 +147,7 @@ class _Engine:
 
 
 class _Ignoring:
-    """contextlib.suppress, without the import."""
+    """Replacement of contextlib.suppress, without the import."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self._error = error
@@ -159,7 +160,7 @@ class _Ignoring:
 
 
 def watch_folder(path: str) -> int:
-    """Return a file descriptor that can be read when something was created in `path`; -1 where the system has none to give."""
+    """Return a file descriptor that can be read when a file was created in `path`; -1 where the system has none."""
     import ctypes
 
     libc = ctypes.CDLL(None)
@@ -171,7 +172,7 @@ def watch_folder(path: str) -> int:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Return a file of a process in /proc; empty if it is gone or somebody else's."""
+    """Return a file of a process in /proc; empty if it is gone or another user's."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()
@@ -198,7 +199,7 @@ def _guard(mark: str, directory: str, owner: int) -> None:
         if word == b"k":
             engine.end()
             continue
-        engine.look()
+        engine.scan()
         if word == b"s":
             interval_s = RUNNING_S
             os.write(1, b".")

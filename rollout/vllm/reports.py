@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says after each step, for the engine's own use: a stat logger that keeps the latest numbers."""
+"""Reports of vLLM's scheduler after each step: a stat logger that keeps the latest numbers for the engine."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from rollout.vllm.concurrency import StepReport
 
 
 class Reports(StatLoggerBase):  # type: ignore[misc]
-    """One for each engine core (several with data parallelism), on the engine's loop. `on_step` is told how many sequences
-    were preempted in the step.
+    """The reports of one engine core (several with data parallelism), on the engine's loop. `on_step` is called with the
+    number of sequences that were preempted in the step.
     """
 
     def __init__(self, on_step: Callable[[int], None], vllm_config: Any, engine_index: int = 0) -> None:
         self._on_step = on_step
         cache = vllm_config.cache_config
         self.kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
-        """Tokens that the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         self.latest = StepReport(0, 0, 0.0, 0)
         self.prefix_hits = 0
-        """Prompt tokens that the prefix cache had."""
+        """Prompt tokens that were in the prefix cache."""
         self.last_token_s = 0.0
-        """When (monotonic) a token last came out."""
+        """Monotonic time of the last token."""
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """vLLM calls it after each step's output."""
+        """Take a step's numbers; vLLM calls it after each step's output."""
         preempted = 0
         if iteration_stats is not None:
             preempted = iteration_stats.num_preempted_reqs
@@ -45,4 +45,4 @@ class Reports(StatLoggerBase):  # type: ignore[misc]
             self._on_step(preempted)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing."""

@@ -1,6 +1,6 @@
-"""Between our requests and vLLM's: what is refused, what vLLM is asked for, and what its outputs say, as completions.
+"""Conversion between this project's requests and vLLM's: checks, sampling parameters, and completions from outputs.
 
-No function here waits or keeps anything. Versions travel through vLLM as labels, `session.step`.
+The functions do not wait and keep no state. Versions travel through vLLM as labels, `session.step`.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from paceline.groups import Completion, Version, VersionSpan
 from rollout.engine import GenerationRequest, check_prefix, empty_completion
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM samples at none between 0 and this one: it takes this one instead, and says so in a log only. Below it we ask for the
-likeliest token, which then is certain.
+"""Lowest temperature above 0 of vLLM, which raises lower ones to it with no more than a log line. Below it the engine takes
+the likeliest token, which is then certain.
 """
 LabelSpan = tuple[str, int, int]
 """Label of a version, first token and end, counted from the first token that vLLM sampled."""
 
 
 def label_of(version: Version) -> str:
-    """By which vLLM knows a version."""
+    """Return the label of a version within vLLM."""
     return f"{version.session}.{version.step}"
 
 
 def version_of(label: str) -> Version:
-    """Return what `label_of` was given."""
+    """Return the version of a label."""
     session, step = label.split(".")
     return Version(int(session), int(step))
 
 
 def known_tokens(request: GenerationRequest) -> list[int]:
-    """Prompt and prefix: what vLLM has to compute before it samples."""
+    """Return prompt and prefix: the tokens that vLLM has to compute before it samples."""
     known: list[int] = request.prompt_ids.tolist()
     return known if request.prefix is None else known + request.prefix.token_ids.tolist()
 
 
 def check_request(request: GenerationRequest, max_tokens: int, vocab_size: int) -> int:
-    """Return the most tokens that prompt and completion may have together. Raises InvalidInput for everything about a request that
-    could later hurt the engine.
+    """Return the most tokens that prompt and completion may have together. Raises InvalidInput for a request that
+    could later fail in the engine.
     """
     num_prompt = len(request.prompt_ids)
     known = request.prompt_ids
@@ -63,7 +63,7 @@ def check_request(request: GenerationRequest, max_tokens: int, vocab_size: int) 
 
 
 def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[int]) -> Any:
-    """vLLM's parameters of a request that `check_request` gave `limit`; any of `stop_ids` ends it."""
+    """Return vLLM's parameters of a request with `limit` from `check_request`; any of `stop_ids` ends it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -80,7 +80,7 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
         top_k=params.top_k,
         seed=_seed(request.seed, done),
         stop_token_ids=sorted(stop_ids),
-        ignore_eos=True,  # the ends of sequence are among the stop tokens
+        ignore_eos=True,  # the end-of-sequence tokens are among the stop tokens
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
@@ -89,12 +89,12 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
 
 
 def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) -> Completion:
-    """Return what exists of a request that goes on."""
+    """Return the completion so far of a running request."""
     return _joined(request, output, spans, "abort")
 
 
 def completion(request: GenerationRequest, output: Any) -> Completion:
-    """Return what a request has come to. Raises Unavailable if the model's numbers were not finite."""
+    """Return the completion of a request that has ended. Raises Unavailable if the model's numbers were not finite."""
     spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
     reason = output.finish_reason
     ended = _joined(request, output, spans, reason if reason in ("stop", "length") else "abort")
@@ -108,20 +108,20 @@ def completion(request: GenerationRequest, output: Any) -> Completion:
 
 
 def spans_so_far(starts: list[tuple[str, int]], num_tokens: int) -> list[LabelSpan]:
-    """Return the versions of an unfinished sequence's first `num_tokens`, from (label, first token) of each that it met."""
+    """Return the versions of an unfinished sequence's first `num_tokens`, from (label, first token) of each of its versions."""
     met = [(label, start) for label, start in starts if start < num_tokens]
     ends = [start for _, start in met[1:]] + [num_tokens]
     return [(label, start, end) for (label, start), end in zip(met, ends, strict=True)]
 
 
 def _joined(request: GenerationRequest, output: Any, spans: list[LabelSpan], reason: str) -> Completion:
-    """Prefix and what vLLM has sampled after it, as one completion."""
+    """Return prefix and the tokens that vLLM has sampled after it, as one completion."""
     prefix = request.prefix or empty_completion()
     num_new, done = len(output.token_ids), len(prefix.token_ids)
     logprobs = output.logprobs.logprobs[:num_new] if output.logprobs is not None else []
     sampled = np.array(logprobs, np.float32)
     if _is_greedy(request):
-        sampled *= 0  # a NaN stays one
+        sampled *= 0  # a NaN stays a NaN
     joined = list(prefix.spans)
     for label, start, end in spans:
         version = version_of(label)
@@ -144,8 +144,8 @@ def _is_greedy(request: GenerationRequest) -> bool:
 
 
 def _seed(seed: int, position: int) -> int:
-    """vLLM's generator starts anew with a request, so a prefix gets another seed: the same noise twice in one
-    completion would not be a sample of the model's distribution.
+    """Return the seed of a request after `position` tokens. vLLM's generator starts again with each request, so a prefix needs
+    another seed: the same noise twice in one completion would not be a sample of the model's distribution.
     """
     if not position:
         return seed

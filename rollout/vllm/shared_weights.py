@@ -1,9 +1,9 @@
 """A version of the weights in anonymous shared memory: written by one process, read and verified by an engine's workers.
 
 The memory is a memfd, so it has no name in /dev/shm that could be left behind, and no container's /dev/shm is too small
-for it; it goes with the last process that holds it. A reader computes the checksum of every tensor that it sees and
-leaves the hash of them all in its place at the end of the memory, its *receipt*. The writer compares: only when every
-reader has seen the writer's bytes does anybody touch a model.
+for it; it is freed with the last process that holds it. A reader computes the checksum of every tensor, and writes the
+hash of all at its offset at the end of the memory, its *receipt*. The writer compares the receipts: only when every reader
+has seen the writer's bytes, a model is changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class SharedWeights:
-    """The writer's side. `path` and `manifest` are what a reader of the same user needs while this is open."""
+    """The writer's side. A reader of the same user needs `path` and `manifest`, while this is open."""
 
     def __init__(self, weights: Mapping[str, Tensor], num_readers: int) -> None:
         layout = plan(weights, bucket_bytes=1 << 30)
@@ -71,12 +71,12 @@ class SharedWeights:
         return self._memory[start : start + RECEIPT_BYTES]
 
     def close(self) -> None:
-        """Let go of the memory; it is freed when the readers have let go too."""
+        """Release the memory; it is freed when the readers have released it too."""
         os.close(self._fd)
 
 
 def read_shared(path: str, manifest: bytes, reader: int) -> dict[str, Tensor]:
-    """Return the tensors as views of the shared memory, verified; leaves the receipt of reader number `reader`."""
+    """Write the receipt of reader number `reader`, and return the tensors as verified views of the shared memory."""
     layout = WeightManifest.from_bytes(manifest)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -24,26 +24,28 @@ if TYPE_CHECKING:
     from rollout.vllm.reports import Reports
 
 READ_TIMEOUT_S = 300.0
-"""How long the workers may take to read and verify new weights, while they go on decoding."""
+"""Seconds in which the workers must read and verify new weights, while they go on decoding."""
 RESUME_TIMEOUT_S = 60.0
-"""How long `swap` waits for the first token after it, which only measures the pause."""
+"""Seconds for which `swap` waits for the next token, which only measures the pause."""
 
 
 class WeightUpdates:
-    """Of one AsyncLLM, on its loop, one at a time."""
+    """Updates of one AsyncLLM, on its loop, one at a time."""
 
-    def __init__(self, llm: Any, spec: RunSpec, reports: list[Reports], feeding: ConcurrencyLimit) -> None:
+    def __init__(
+        self, llm: Any, spec: RunSpec, reports: list[Reports], concurrency: ConcurrencyLimit
+    ) -> None:
         self._llm = llm
         self._reports = reports
-        self._feeding = feeding
+        self._concurrency = concurrency
         self._num_readers = replicas(spec.policy)
         self._in_flight = spec.async_grpo.in_flight_weight_updates
         self._recompute = spec.async_grpo.recompute_kv_cache_after_weight_updates
 
     async def read(self, weights: Mapping[str, Tensor]) -> SharedWeights:
-        """Whole `weights` under all names, in memory that every worker has mapped and verified; to be closed after `swap`.
+        """Return whole `weights` under all names, in memory that every worker has mapped and verified; close it after `swap`.
 
-        Raises Unavailable: a worker could not read them; nothing has changed.
+        Raises Unavailable when a worker could not read them; no model has changed then.
         """
         shared = await asyncio.to_thread(SharedWeights, weights, self._num_readers)
         try:
@@ -55,17 +57,18 @@ class WeightUpdates:
         return shared
 
     async def swap(self, version: Version, in_hand: Callable[[], int]) -> float:
-        """Pause, load what was read, resume; `in_hand` counts the engine's requests. Returns the seconds without a token.
+        """Pause, load the weights that were read, and resume; `in_hand` counts the engine's requests. Return the seconds
+        without a token.
 
-        They end with the first token after it, so that recomputing keys and values counts; without in-flight updates
-        running sequences are decoded to their end first, which does not count. An error leaves the engine in a state that
-        nobody knows.
+        They end with the first token after the pause, so that recomputing keys and values counts; without in-flight
+        updates running sequences are decoded to their end first, which does not count. An error leaves the engine in an
+        unknown state.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         started_s = time.monotonic()
-        # Not `AsyncLLM.pause_generation`: that sleeps 20 ms afterwards, for callers who want the last outputs first. Ours
-        # have their versions from the engine's core, so it does not matter when they arrive.
+        # Not `AsyncLLM.pause_generation`, which sleeps 20 ms afterwards for callers that need the last outputs first. Here
+        # the engine core assigns the versions, so it does not matter when outputs arrive.
         await self._llm.engine_core.pause_scheduler_async(
             mode="keep" if self._in_flight else "wait", clear_cache=self._recompute
         )
@@ -73,7 +76,7 @@ class WeightUpdates:
         if not self._in_flight:
             started_s, running = time.monotonic(), 0
         if self._recompute:
-            self._feeding.excuse(running)
+            self._concurrency.ignore_preemptions(running)
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={}))
         await self._llm.finish_weight_update(label_of(version))

@@ -1,7 +1,7 @@
-"""What comes over a weight channel, as the whole model's tensors: they are that already, or an adapter and its base.
+"""The whole model's tensors from a weight channel's: the channel sends them whole, or sends an adapter to the base.
 
-For engines that load whole tensors only. The base is in this process's memory, in the type that is sampled in; merging
-goes on while the engine decodes.
+For engines that load only whole tensors. The base is in this process's memory, in the type that the engine samples in; the
+merge runs while the engine decodes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rollout.weights.layout import WeightLayout, generation_dtype
 
 
 class WholeWeights(Protocol):
-    """One update at a time calls `whole`; `check` may run in another thread."""
+    """Conversion to whole tensors. One update at a time calls `whole`; `check` may run in another thread."""
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises InvalidInput if `weights`, as they came, do not fit."""
+        """Raise InvalidInput if the channel's `weights` do not fit."""
 
     def whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Checked `weights` as the model's tensors, tied ones under all their names; valid until the next call."""
+        """Return checked `weights` as the model's tensors, tied ones under all their names; valid until the next call."""
 
 
 class ModelWeights:
-    """Where the run trains the model's own weights."""
+    """Whole weights of a run that trains all of them."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self._layout = layout
@@ -43,7 +43,7 @@ class ModelWeights:
 
 
 class MergedAdapter:
-    """Where the run trains an adapter (`policy.lora_cfg`): the base from `policy.model_name` with the adapter merged."""
+    """Whole weights of a run that trains an adapter (`policy.lora_cfg`): the base from `policy.model_name` with the adapter merged."""
 
     def __init__(self, policy: PolicySection, layout: WeightLayout, device: str) -> None:
         auto: Any = AutoModelForCausalLM
@@ -64,5 +64,5 @@ class MergedAdapter:
 
 
 def whole_weights(policy: PolicySection, layout: WeightLayout, device: str) -> WholeWeights:
-    """For the run's `policy`, sampled on `device`."""
+    """Return the conversion for the run's `policy`, sampled on `device`."""
     return MergedAdapter(policy, layout, device) if policy.lora_cfg.enabled else ModelWeights(layout)

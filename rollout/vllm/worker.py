@@ -1,10 +1,10 @@
-"""What runs of ours inside vLLM's worker processes: reading new weights, and loading them while generation is paused.
+"""Extension of vLLM's worker processes: it reads new weights, and loads them while generation is paused.
 
 vLLM imports this module in every worker, because it is named as `worker_extension_cls`, and that registers the weight
 transfer. An update has two parts. `paceline_read_weights` maps and verifies the shared memory on a thread, while the
 worker goes on decoding. Then, between `start_weight_update` and `finish_weight_update`, everything that was read is
-loaded at once, each worker taking its part of the tensors. So nothing that can fail from outside happens while the
-model is half one version and half another.
+loaded at once, each worker taking its part of the tensors. So no step that can fail from outside happens while the
+model has parts of two versions.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from rollout.vllm.shared_weights import read_shared
 
 BACKEND = "paceline"
-"""The name by which vLLM knows the transfer."""
+"""Name of the transfer within vLLM."""
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing has to be agreed beforehand."""
+    """Empty: the transfer needs no preparation."""
 
 
 @dataclass
 class ReadWeights(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Load what `paceline_read_weights` has read."""
+    """Order to load the weights that `paceline_read_weights` has read."""
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: ignore[misc]
-    """See the module."""
+    """The weight transfer, see the module."""
 
     init_info_cls = NoInit
     update_info_cls = ReadWeights
@@ -58,7 +58,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: 
         threading.Thread(target=run, args=(self._tensors,), name="paceline-weights", daemon=True).start()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
         """Put every layer into the state in which a checkpoint's tensors can be loaded."""
@@ -67,7 +67,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: 
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ReadWeights) -> None:
-        """Load this worker's part of every tensor. The receipts came first, so there is nothing left to wait for."""
+        """Load this worker's part of every tensor. The receipts came first, so the read has ended."""
         tensors = self._tensors.result(timeout=0)
         del self._tensors
         self.model.load_weights(iter(tensors.items()))
@@ -79,7 +79,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: 
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class WorkerExtension:
@@ -92,7 +92,7 @@ class WorkerExtension:
 
     def paceline_make_stage_buffers(self) -> None:
         """Make the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up, which
-        it leaves out on a CPU without compilation.
+        it skips on a CPU without compilation.
         """
         from vllm.distributed import get_pp_group
 

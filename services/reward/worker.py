@@ -258,7 +258,7 @@ class RewardWorker:
         """Return the payload frame of the reference's scores for a task that wants them."""
         assert self._reference is not None, "tasks are asked for by a worker that has set up the run"
         ids = [completion.token_ids for completion in completions]
-        return encode_reference(await self._reference.ask(prompt_ids, ids))
+        return encode_reference(await self._reference.score(prompt_ids, ids))
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         match directive.WhichOneof("directive"):

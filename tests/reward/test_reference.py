@@ -107,7 +107,7 @@ async def test_without_a_reference_in_the_pool_nothing_is_loaded() -> None:
     spec = spec_of(Path("nowhere")).model_copy(update={"algorithm": "grpo"})
     async with ReferenceScorer(spec) as scorer:
         with pytest.raises(InvalidInput, match="has none in the reward pool"):
-            await scorer.ask(PROMPT, COMPLETIONS)
+            await scorer.score(PROMPT, COMPLETIONS)
 
 
 async def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

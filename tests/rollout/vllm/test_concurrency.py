@@ -1,15 +1,15 @@
-"""The feeding limit, event by event, with numbers worked out by hand."""
+"""The limit, event by event, with numbers worked out by hand."""
 
 from __future__ import annotations
 
 from rollout.vllm.concurrency import GROW_EVERY, REST_AFTER_CUT, ConcurrencyLimit, StepReport
 
 
-def steps(feeding: ConcurrencyLimit, count: int, *report: float) -> int:
+def steps(limit: ConcurrencyLimit, count: int, *report: float) -> int:
     running, waiting, kv_use, preempted = report
     for _ in range(count):
-        feeding.step(StepReport(int(running), int(waiting), kv_use, int(preempted)))
-    return feeding.limit
+        limit.step(StepReport(int(running), int(waiting), kv_use, int(preempted)))
+    return limit.limit
 
 
 def test_it_starts_where_the_longest_sequences_fit_and_never_beyond_what_runs_at_a_time() -> None:
@@ -19,46 +19,46 @@ def test_it_starts_where_the_longest_sequences_fit_and_never_beyond_what_runs_at
 
 
 def test_it_grows_by_an_eighth_when_everything_runs_and_the_cache_has_room() -> None:
-    feeding = ConcurrencyLimit(sure=16, most=64)
-    assert steps(feeding, GROW_EVERY - 1, 16, 0, 0.5, 0) == 16
-    assert steps(feeding, 1, 16, 0, 0.5, 0) == 18
-    assert steps(feeding, GROW_EVERY, 18, 0, 0.5, 0) == 20
-    assert steps(feeding, GROW_EVERY, 20, 0, 0.5, 0) == 22
+    limit = ConcurrencyLimit(sure=16, most=64)
+    assert steps(limit, GROW_EVERY - 1, 16, 0, 0.5, 0) == 16
+    assert steps(limit, 1, 16, 0, 0.5, 0) == 18
+    assert steps(limit, GROW_EVERY, 18, 0, 0.5, 0) == 20
+    assert steps(limit, GROW_EVERY, 20, 0, 0.5, 0) == 22
 
 
 def test_it_does_not_grow_for_less() -> None:
-    feeding = ConcurrencyLimit(sure=16, most=64)
-    assert steps(feeding, 1000, 15, 0, 0.1, 0) == 16  # the limit holds nothing back
-    assert steps(feeding, 1000, 16, 1, 0.1, 0) == 16  # one waits already
-    assert steps(feeding, 1000, 16, 0, 0.8, 0) == 16  # the cache has not enough room
-    assert steps(feeding, 1, 16, 0, 0.79, 0) == 18
+    limit = ConcurrencyLimit(sure=16, most=64)
+    assert steps(limit, 1000, 15, 0, 0.1, 0) == 16  # the limit holds nothing back
+    assert steps(limit, 1000, 16, 1, 0.1, 0) == 16  # one waits already
+    assert steps(limit, 1000, 16, 0, 0.8, 0) == 16  # the cache has not enough room
+    assert steps(limit, 1, 16, 0, 0.79, 0) == 18
 
 
 def test_it_ends_at_most() -> None:
-    feeding = ConcurrencyLimit(sure=62, most=64)
-    assert steps(feeding, GROW_EVERY, 62, 0, 0.1, 0) == 64
-    assert steps(feeding, 1000, 64, 0, 0.1, 0) == 64
+    limit = ConcurrencyLimit(sure=62, most=64)
+    assert steps(limit, GROW_EVERY, 62, 0, 0.1, 0) == 64
+    assert steps(limit, 1000, 64, 0, 0.1, 0) == 64
 
 
 def test_a_full_cache_trims_it_to_what_runs() -> None:
-    feeding = ConcurrencyLimit(sure=40, most=64)
-    assert steps(feeding, 1, 40, 0, 0.95, 0) == 40
-    assert steps(feeding, 1, 37, 3, 0.96, 0) == 37
-    assert steps(feeding, 1, 38, 2, 0.96, 0) == 37
-    assert steps(feeding, 1, 0, 9, 0.99, 0) == 1
+    limit = ConcurrencyLimit(sure=40, most=64)
+    assert steps(limit, 1, 40, 0, 0.95, 0) == 40
+    assert steps(limit, 1, 37, 3, 0.96, 0) == 37
+    assert steps(limit, 1, 38, 2, 0.96, 0) == 37
+    assert steps(limit, 1, 0, 9, 0.99, 0) == 1
 
 
 def test_a_preemption_cuts_a_fifth_of_what_is_in_hand_and_growth_rests() -> None:
-    feeding = ConcurrencyLimit(sure=40, most=64)
-    assert steps(feeding, 1, 28, 2, 0.5, 1) == 24  # 30 in hand · 4/5
-    assert steps(feeding, 1, 28, 20, 0.5, 1) == 19  # the limit itself, 24 · 4/5
-    assert steps(feeding, REST_AFTER_CUT - 1, 19, 0, 0.1, 0) == 19
-    assert steps(feeding, 1, 19, 0, 0.1, 0) == 21
+    limit = ConcurrencyLimit(sure=40, most=64)
+    assert steps(limit, 1, 28, 2, 0.5, 1) == 24  # 30 in hand · 4/5
+    assert steps(limit, 1, 28, 20, 0.5, 1) == 19  # the limit itself, 24 · 4/5
+    assert steps(limit, REST_AFTER_CUT - 1, 19, 0, 0.1, 0) == 19
+    assert steps(limit, 1, 19, 0, 0.1, 0) == 21
 
 
 def test_new_weights_preempt_without_blame() -> None:
-    feeding = ConcurrencyLimit(sure=40, most=40)
-    feeding.excuse(12)
-    assert steps(feeding, 1, 40, 0, 0.5, 8) == 40
-    assert steps(feeding, 1, 40, 0, 0.5, 4) == 40
-    assert steps(feeding, 1, 40, 0, 0.5, 1) == 32
+    limit = ConcurrencyLimit(sure=40, most=40)
+    limit.ignore_preemptions(12)
+    assert steps(limit, 1, 40, 0, 0.5, 8) == 40
+    assert steps(limit, 1, 40, 0, 0.5, 4) == 40
+    assert steps(limit, 1, 40, 0, 0.5, 1) == 32
