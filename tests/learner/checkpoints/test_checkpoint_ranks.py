@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
 from learner.checkpoints import checkpoint
 from learner.step.trainer import Trainer
-
-WORKER = Path(__file__).parents[2] / "support" / "checkpoint_rank.py"
-ROOT = WORKER.parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +32,7 @@ def two_ranks(policy: Path, one: Trainer, tmp_path_factory: pytest.TempPathFacto
     out = tmp_path_factory.mktemp("ranks")
     saved = checkpoint.save(out / "one", session=1, step=1, model=one.model, optimizer=one.optimizer)
     assert saved is not None
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, WORKER, policy, saved.path, saved.manifest_sha256, out],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("checkpoint_rank.py", 2, policy, saved.path, saved.manifest_sha256, out)
     return out
 
 

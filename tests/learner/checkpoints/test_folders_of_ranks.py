@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-WORKER = Path(__file__).parents[2] / "support" / "folder_rank.py"
-ROOT = WORKER.parents[2]
+from ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +15,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     taken = out / "taken" / "checkpoints" / "7-3"
     taken.mkdir(parents=True)
     (taken / "manifest.json").write_text("{}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, WORKER, out],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("folder_rank.py", 2, out)
     return out
 
 

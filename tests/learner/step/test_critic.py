@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
+from tiny_policy import CPU, make_batch, make_spec
 
 from learner.batch.samples import TrainingSample, pack_row
 from learner.checkpoints import checkpoint
@@ -20,11 +20,6 @@ from paceline.spec import RunSpec
 
 PPO = {"preset": "ppo"}
 FAST = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 def make_ppo(model: Path, value: dict[str, object] | None = None, **options: object) -> RunSpec:

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from tiny_policy import CPU, VOCABULARY, make_spec, save_tiny_policy
+from tiny_policy import CPU, VOCABULARY, make_spec
 
 from learner.batch.samples import pack_row, sequences_from_groups
 from learner.model.policy import row_logprobs
@@ -17,11 +17,6 @@ from paceline.groups import Completion, Group, VersionSpan
 from paceline.spec.presets import PresetName
 
 TEMPERATURE = 0.8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
+from tiny_policy import CPU, make_batch, make_spec
 
 from learner.batch.examples import ExampleSource
 from learner.objectives import objective_of
@@ -17,16 +17,6 @@ from paceline.data.tokens import load_tokenizer
 from paceline.spec import RunSpec
 from reward.reference import ReferenceModel
 from services.demo.model import make_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_policy(tmp_path_factory.mktemp("moved"), seed=1)
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "kto"])

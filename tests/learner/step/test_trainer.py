@@ -9,18 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_policy import CASES, CPU, VOCABULARY, batch_of, make_batch, make_spec, run_case, save_tiny_policy
+from tiny_policy import CASES, CPU, VOCABULARY, batch_of, make_batch, make_spec, run_case
 from transformers import Qwen3ForCausalLM
 
 from learner.advantages.group import advantages
 from learner.batch.samples import TrainingSample
 from learner.step.trainer import Trainer
 from paceline.errors import NonFiniteLoss
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.mark.parametrize("name", CASES)

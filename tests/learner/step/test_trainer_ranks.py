@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_policy import CASES, batch_of, run_case, save_tiny_policy
-
-WORKER = Path(__file__).parents[2] / "support" / "trainer_rank.py"
-ROOT = WORKER.parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+from tiny_policy import CASES, batch_of, run_case
 
 
 @pytest.fixture(scope="module")
 def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            WORKER,
-            model,
-            out,
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("trainer_rank.py", 2, model, out)
     return out
 
 

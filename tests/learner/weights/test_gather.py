@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from gather_rank import Uneven
+from ranks import run_ranks
 from safetensors.torch import load_file
-
-RANK = Path(__file__).parents[2] / "support" / "gather_rank.py"
-ROOT = RANK.parents[2]
 
 
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("gathered")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    done = subprocess.run(
-        [*launcher, RANK, out],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("gather_rank.py", 3, out)
     return out
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import save_tiny_policy
 
@@ -19,8 +17,6 @@ from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
 from rollout.weights.store_reader import StoreReader
 
-WORKER = Path(__file__).parents[2] / "support" / "store_rank.py"
-ROOT = WORKER.parents[2]
 STEPS = 5
 
 
@@ -47,15 +43,7 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     for tied, folder in folders.items():
         save_tiny_policy(folder / "model", tied=tied)
         (folder / "out").mkdir()
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", WORKER, *folders.values()]
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("store_rank.py", 3, *folders.values())
     return folders
 
 

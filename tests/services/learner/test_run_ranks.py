@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-WORKER = Path(__file__).parents[2] / "support" / "idle_rank.py"
-ROOT = WORKER.parents[2]
+from ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def met(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank met."""
     out = tmp_path_factory.mktemp("ranks")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, WORKER, out],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("idle_rank.py", 2, out)
     return [json.loads((out / f"rank.{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""Two tiny policies for the objectives."""
+"""The tiny policy that the learner's tests share."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model of that shape: what the policy has become, so that no log-ratio is 0."""
+    """Another model of that shape, to which a policy has moved, so that no log-ratio is 0."""
     return save_tiny_policy(tmp_path_factory.mktemp("moved"), seed=1)
