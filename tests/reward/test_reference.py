@@ -96,7 +96,7 @@ async def test_a_run_asks_what_its_spec_names(tmp_path: Path) -> None:
         ReferenceScorer(spec.model_copy(update={"distillation": named})) as distilled,
         ReferenceScorer(spec_of(student, "grpo")) as penalised,
     ):
-        by_teacher, by_student = await distilled.ask(PROMPT, ids), await penalised.ask(PROMPT, ids)
+        by_teacher, by_student = await distilled.score(PROMPT, ids), await penalised.score(PROMPT, ids)
     for folder, found in ((teacher, by_teacher), (student, by_student)):
         expected = ReferenceModel(spec_of(folder).policy, 0.7).logprobs(PROMPT, ids)
         assert found[0].tolist() == expected[0].tolist()
