@@ -63,14 +63,14 @@ def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None
 
 def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
     """Return all distinct numbers that any rank has, ascending."""
-    own = sorted(set(numbers))
+    distinct = sorted(set(numbers))
     if world_size() == 1:
-        return own
-    longest = int(max_over_ranks(torch.tensor([len(own)], device=device)).item())
-    # Ranks have unequal counts, a gather needs equal ones: the flag says which places are filled.
+        return distinct
+    longest = int(max_over_ranks(torch.tensor([len(distinct)], device=device)).item())
+    # Ranks have unequal counts, a gather needs equal ones: the flag marks the filled positions.
     padded = torch.zeros(2, max(longest, 1), dtype=torch.int64, device=device)
-    padded[0, : len(own)] = torch.tensor(own, dtype=torch.int64)
-    padded[1, : len(own)] = 1
+    padded[0, : len(distinct)] = torch.tensor(distinct, dtype=torch.int64)
+    padded[1, : len(distinct)] = 1
     gathered = [torch.empty_like(padded) for _ in range(world_size())]
     dist.all_gather(gathered, padded)
     return sorted({int(n) for part in gathered for n in part[0][part[1] == 1].tolist()})

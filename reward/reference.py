@@ -55,10 +55,10 @@ class ReferenceModel:
         found: list[FloatArray] = [np.empty(0, np.float32)] * len(completions)
         try:
             with torch.inference_mode():
-                for places in self._passes(len(prompt_ids), [len(ids) for ids in completions]):
-                    chosen = [completions[place] for place in places]
-                    for place, values in zip(places, self._ask(prompt_ids, chosen), strict=True):
-                        found[place] = values
+                for indices in self._passes(len(prompt_ids), [len(ids) for ids in completions]):
+                    chosen = [completions[index] for index in indices]
+                    for index, values in zip(indices, self._ask(prompt_ids, chosen), strict=True):
+                        found[index] = values
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
@@ -73,12 +73,12 @@ class ReferenceModel:
 
     def _passes(self, prompt_tokens: int, lengths: list[int]) -> Iterator[list[int]]:
         """Yield the indices of the completions that have tokens, longest first, in passes of at most the budget."""
-        places = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
-        while places:
-            row_tokens = prompt_tokens + lengths[places[0]] - 1
+        indices = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
+        while indices:
+            row_tokens = prompt_tokens + lengths[indices[0]] - 1
             count = max(1, self._row_tokens // row_tokens)
-            yield places[:count]
-            places = places[count:]
+            yield indices[:count]
+            indices = indices[count:]
 
     def _ask(self, prompt_ids: IntArray, completions: list[IntArray]) -> list[FloatArray]:
         import torch

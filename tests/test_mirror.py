@@ -20,6 +20,7 @@ COVERED_BY = {
     "learner/checkpoints/files.py": "test_checkpoint.py",
     "learner/checkpoints/manifest.py": "test_checkpoint.py",
     "learner/checkpoints/metadata.py": "test_listed_pickle.py",
+    "learner/checkpoints/verification.py": "test_checkpoint.py",
     "learner/collectives.py": "tests/services/learner/test_run.py",
     "learner/model/attention.py": "test_policy.py",
     "learner/model/cpu_linear.py": "test_policy.py",

@@ -153,5 +153,5 @@ class ExampleSource:
         return self._maker.mismatched_sample(row, other, number, self._encoder, self._reference_sums(pair))
 
     def _reference_sums(self, pair: RowPair) -> list[float] | None:
-        """Return the reference's sums for the completions of `pair`; None where it is asked in the step."""
+        """Return the reference's sums for the completions of `pair`; None where they are computed in the step."""
         return None if self._reference is None else self._reference[pair]

@@ -14,8 +14,6 @@ metadata (`learner/checkpoints/metadata.py`).
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -28,7 +26,6 @@ from torch import nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -41,33 +38,19 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_collectiv
 
 from learner.checkpoints.files import files_of_all_ranks
 from learner.checkpoints.listed_pickle import restrict_rank_objects
-from learner.checkpoints.manifest import (
-    CheckpointManifest,
-    check_files,
-    read_manifest,
-    write_manifest,
-)
-from learner.checkpoints.metadata import METADATA, StatePlanner, decode_metadata, state_reader
-from learner.collectives import max_over_ranks, world_size
+from learner.checkpoints.manifest import CheckpointManifest, write_manifest
+from learner.checkpoints.metadata import StatePlanner, state_reader
+from learner.checkpoints.verification import Location, Verified, verify
+from learner.collectives import world_size
 from learner.model.adapter import has_adapter, is_part_of_adapter
 from learner.step.critic import Critic
-from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
+from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
 
 restrict_rank_objects()  # before the ranks exchange any object
 
 NAME = re.compile(r"(\d+)-(\d+)")
-
-FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
-    (Unavailable, "checkpoint {} cannot be read: another rank cannot read it"),
-    (NotFound, "no checkpoint at {}: another rank does not find it"),
-    (Conflict, "checkpoint {} refused: another rank found it damaged"),
-)
-"""Kinds of a rank's finding, the gravest last, and the message of the other ranks."""
-
-Location = str | os.PathLike[str]
-"""A local path or an fsspec URL."""
 
 
 class Misfit(Conflict):
@@ -81,14 +64,6 @@ class Checkpoint(NamedTuple):
     manifest_sha256: str
     """The hash that the ledger registers and that `load` requires."""
     manifest: CheckpointManifest
-
-
-class Verified(NamedTuple):
-    """A checkpoint whose files are those that the expected manifest lists."""
-
-    folder: Folder
-    manifest: CheckpointManifest
-    metadata: Metadata
 
 
 def save(
@@ -198,64 +173,6 @@ def load(
     if ranks == manifest.world_size:
         _restore_generators(model, state["rng"][str(rank)])
     return manifest
-
-
-def verify(
-    path: Location,
-    expected_sha256: str,
-    rank: int = 0,
-    ranks: int = 1,
-    device: torch.device | None = None,
-) -> Verified:
-    """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
-
-    Raises NotFound, Conflict or Unavailable as `load` does: the gravest finding of all ranks, on every rank.
-    """
-    problem: PacelineError | None = None
-    verified = None
-    try:
-        verified = _verify_part(Folder(path), expected_sha256, rank, ranks)
-    except (NotFound, Conflict) as error:
-        problem = error
-    except Exception as error:  # the clients of object stores raise errors without a common base
-        problem = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
-        problem.__cause__ = error
-    problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
-    if problem is not None:
-        raise problem
-    assert verified is not None
-    return verified
-
-
-def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) -> Verified:
-    manifest, manifest_sha256 = read_manifest(folder)
-    if manifest_sha256 != expected_sha256:
-        raise Conflict(
-            f"checkpoint {folder} refused: its manifest has SHA-256 {manifest_sha256}, "
-            f"expected was {expected_sha256}"
-        )
-    check_files(folder, manifest, part=rank, parts=ranks)
-    data = folder.read(METADATA)  # on every rank, so that each decodes the bytes that it has checked
-    listed = {file.path: file.sha256 for file in manifest.files}
-    if hashlib.sha256(data).hexdigest() != listed.get(METADATA):
-        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} is not the manifest's")
-    try:
-        return Verified(folder, manifest, decode_metadata(data, listed))
-    except Conflict as error:
-        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r}: {error}") from error
-
-
-def _gravest_of_ranks(
-    finding: PacelineError | None, path: Location, device: torch.device | None
-) -> PacelineError | None:
-    """Return this rank's finding, or one of a graver kind where another rank has it."""
-    kinds = [kind for kind, _ in FINDINGS]
-    index = -1 if finding is None else kinds.index(type(finding))
-    gravest = int(max_over_ranks(torch.tensor([index], dtype=torch.int32, device=device)).item())
-    if gravest == index:
-        return finding
-    kind, text = FINDINGS[gravest]
-    return kind(text.format(path))
 
 
 def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:

@@ -22,9 +22,10 @@ from transformers import (
 )
 
 from learner.checkpoints.adapter_export import export_adapter
-from learner.checkpoints.checkpoint import Location, read_state, verify
+from learner.checkpoints.checkpoint import read_state
 from learner.checkpoints.export_folder import written_beside
 from learner.checkpoints.export_manifest import write_export_manifest
+from learner.checkpoints.verification import Location, verify
 from learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
 from learner.weights.gather import gather_merged
 from paceline.data.tokens import padding_token_id
@@ -86,7 +87,7 @@ def export_checkpoint(
     """Export a checkpoint's folder, in one process and without a process group.
 
     An adapter is merged into its base; with `adapter_only` it is written alone, in peft's format. Host memory must hold
-    the float32 weights. Raises also what `learner.checkpoints.checkpoint.verify` raises.
+    the float32 weights. Raises also what `learner.checkpoints.verification.verify` raises.
     """
     if adapter_only:
         check_has_adapter(policy)
@@ -132,7 +133,7 @@ def checkpoint_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
 
-    An adapter is merged into its base. Raises what `learner.checkpoints.checkpoint.verify` raises.
+    An adapter is merged into its base. Raises what `learner.checkpoints.verification.verify` raises.
     """
     if policy.lora_cfg.enabled:
         return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))
@@ -157,13 +158,13 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
 
 
 def compare_weights(
-    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+    first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
 ) -> tuple[list[str], float]:
     """Return the names of the tensors whose bits differ (or that only one side has), and the largest absolute difference."""
-    names = sorted(one.keys() ^ other.keys())
+    names = sorted(first.keys() ^ second.keys())
     largest = 0.0
-    for name in sorted(one.keys() & other.keys()):
-        a, b = one[name].contiguous(), other[name].contiguous()
+    for name in sorted(first.keys() & second.keys()):
+        a, b = first[name].contiguous(), second[name].contiguous()
         if (
             a.dtype == b.dtype
             and a.shape == b.shape

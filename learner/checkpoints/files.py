@@ -28,27 +28,27 @@ def files_of_all_ranks(
 
     Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see all.
     """
-    said = [json.loads(part) for part in gather_bytes(_own(folder, rank).encode(), group)]
+    listings = [json.loads(part) for part in gather_bytes(_own(folder, rank).encode(), group)]
     if rank != 0:
         return ()
-    for number, part in enumerate(said):
+    for number, part in enumerate(listings):
         if isinstance(part, str):
             raise Unavailable(f"checkpoint {folder}: rank {number} cannot read what it wrote: {part}")
-    files = [CheckpointFile.model_validate(file) for part in said for file in part]
+    files = [CheckpointFile.model_validate(file) for part in listings for file in part]
     listed = {file.path: file.size_bytes for file in files}
     _check_metadata(folder, set(listed))
-    seen = folder.files()
+    present = folder.files()
     for pause_s in LATE_PAUSES_S:
-        if seen == listed:
+        if present == listed:
             break
         time.sleep(pause_s)
-        seen = folder.files()
-    if missing := sorted(name for name in listed if seen.get(name) != listed[name]):
+        present = folder.files()
+    if missing := sorted(name for name in listed if present.get(name) != listed[name]):
         raise Unavailable(
             f"checkpoint {folder}: rank 0 does not see {missing[0]!r} as another rank wrote it; checkpoint_dir must be seen by "
             "all ranks"
         )
-    if foreign := sorted(seen.keys() - listed.keys()):
+    if foreign := sorted(present.keys() - listed.keys()):
         raise Unavailable(f"checkpoint {folder}: {foreign[0]!r} is no rank's")
     return tuple(sorted(files, key=lambda file: file.path))
 

@@ -72,8 +72,8 @@ class _PlanUnpickler(ListedUnpickler):
     allowed = PLANS
 
     def find_class(self, module: str, name: str) -> Any:
-        known = {"builtins": builtins, "paceline.errors": errors}.get(module)
-        found = getattr(known, name, None) if known is not None else None
+        errors_module = {"builtins": builtins, "paceline.errors": errors}.get(module)
+        found = getattr(errors_module, name, None) if errors_module is not None else None
         if isinstance(found, type) and issubclass(found, Exception):
             return found
         return super().find_class(module, name)

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import Checkpoint, Location
+from learner.checkpoints.checkpoint import Checkpoint
+from learner.checkpoints.verification import Location
 from learner.step.critic import Critic
 from paceline.files.storage import Folder
 

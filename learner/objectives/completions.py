@@ -26,9 +26,9 @@ def completion_lengths(tokens: TokenArrays) -> Tensor:
 
 def reference_sums(tokens: TokenArrays, row: PackedBatch) -> Tensor:
     """Return [S] Σ_t log π_ref of each sequence: precomputed, or from the reference's log-probabilities."""
-    known = [label.reference_logprob for label in row.labels_S]
-    if known and all(value is not None for value in known):
-        return torch.tensor(known, dtype=torch.float32, device=row.targets_N.device)
+    sums = [label.reference_logprob for label in row.labels_S]
+    if sums and all(value is not None for value in sums):
+        return torch.tensor(sums, dtype=torch.float32, device=row.targets_N.device)
     if tokens.reference_N is None:
         raise ValueError("the loss needs the reference's log-probabilities; this batch has none")
     return completion_sums(tokens.reference_N, tokens)

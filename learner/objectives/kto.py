@@ -39,10 +39,10 @@ class Kto(Objective):
         reference_S: Sequence[float] | None,
     ) -> list[TrainingSample]:
         prompt, completion, desirable = read_verdict(row, self._data)
-        known = reference_S[0] if reference_S else None
+        reference_sum = reference_S[0] if reference_S else None
         return [
             encoder.completion(
-                number, prompt, completion, PreferenceLabel(desirable, reference_logprob=known)
+                number, prompt, completion, PreferenceLabel(desirable, reference_logprob=reference_sum)
             )
         ]
 
@@ -56,8 +56,8 @@ class Kto(Objective):
     ) -> TrainingSample:
         prompt, _, desirable = read_verdict(row, self._data)
         completion = read_verdict(other, self._data).completion
-        known = reference_S[0] if reference_S else None
-        label = PreferenceLabel(desirable, mismatched=True, reference_logprob=known)
+        reference_sum = reference_S[0] if reference_S else None
+        label = PreferenceLabel(desirable, mismatched=True, reference_logprob=reference_sum)
         return encoder.cut_completion(number, prompt, completion, label)
 
     def dummy(self) -> list[TrainingSample]:

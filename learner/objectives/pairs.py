@@ -46,8 +46,8 @@ class PairObjective(Objective):
         ]
         sums: Sequence[float | None] = reference_S or [None] * len(labels)
         return [
-            self.encode(encoder, number, prompt, completion, label._replace(reference_logprob=known))
-            for (completion, label), known in zip(labels, sums, strict=True)
+            self.encode(encoder, number, prompt, completion, label._replace(reference_logprob=reference_sum))
+            for (completion, label), reference_sum in zip(labels, sums, strict=True)
         ]
 
     def encode(

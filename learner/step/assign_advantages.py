@@ -46,7 +46,7 @@ def with_advantages(
 ) -> list[Update]:
     """Return the updates with an advantage for each token; dummies get 0.
 
-    All ranks call it together, after the frozen policies were asked. Examples and the rollouts of a distillation get none.
+    All ranks call it together, after `with_frozen_logprobs`. Examples and the rollouts of a distillation get none.
     """
     if not spec.samples or spec.has_teacher:
         return list(updates)
@@ -91,17 +91,17 @@ def _by_value_model(
     """Return the updates with GAE, whitened over the batch, and with the returns that the value model trains on."""
     updates = critic.with_states(batch, updates)
     real = _real(updates)
-    raw, settled = [], []
+    raw, with_returns = [], []
     for micro in real:
         advantages_N, states = _gae(batch, micro, spec, device)
         raw.append(advantages_N)
-        settled.append(states)
-    values = _clipped(whitened(raw, [given(states.scored_N) for states in settled], device), spec)
+        with_returns.append(states)
+    values = _clipped(whitened(raw, [given(states.scored_N) for states in with_returns], device), spec)
     updates = _replaced(
         updates,
         [
             replace(micro, advantages_N=value_N, states=states)
-            for micro, value_N, states in zip(real, values, settled, strict=True)
+            for micro, value_N, states in zip(real, values, with_returns, strict=True)
         ],
     )
     tokens_U = torch.tensor(
@@ -142,12 +142,12 @@ def _gae(
         spec.value.gae_gamma,
         spec.value.gae_lambda,
     )
-    settled = replace(
+    with_returns = replace(
         states,
         returns_N=torch.from_numpy(returns_N).to(device, torch.float32),
         scored_N=torch.from_numpy(np.repeat(~np.isnan(totals_S), lengths_S)).to(device),
     )
-    return torch.from_numpy(advantages_N).to(device, torch.float32), settled
+    return torch.from_numpy(advantages_N).to(device, torch.float32), with_returns
 
 
 def _scores(
@@ -201,7 +201,7 @@ def _clipped(values: list[Tensor], spec: RunSpec) -> list[Tensor]:
 
 def _states(micro: MicroBatch) -> States:
     if micro.states is None:
-        raise ValueError("the value model was not asked about this micro-batch")
+        raise ValueError("this micro-batch has no states of the value model")
     return micro.states
 
 

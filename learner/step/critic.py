@@ -75,15 +75,15 @@ class Critic:
         losses_N = losses_N.masked_fill(~scored_N, 0.0)
         loss = losses_N.sum() / max(update.num_scored_tokens, 1.0)
         (loss * world_size).backward()  # type: ignore[no-untyped-call]
-        seen = returns_N[scored_N].double()
+        scored_returns = returns_N[scored_N].double()
         for name, value in (
             ("value_loss", loss),
             ("tokens", scored_N.sum()),
             ("clipped", (clipped_N & scored_N).sum()),
-            ("return", seen.sum()),
-            ("return_squared", seen.square().sum()),
-            ("error_squared", (seen - old_N[scored_N]).square().sum()),
-            ("error", (seen - old_N[scored_N]).sum()),
+            ("return", scored_returns.sum()),
+            ("return_squared", scored_returns.square().sum()),
+            ("error_squared", (scored_returns - old_N[scored_N]).square().sum()),
+            ("error", (scored_returns - old_N[scored_N]).sum()),
         ):
             self._sums[name] = self._sums.get(name, 0.0) + value.item()
 
@@ -108,8 +108,8 @@ class Critic:
         """Return the metrics of the step, equal on all ranks: `value_loss`, `value_clip_fraction`, `value_grad_norm`, `return` (mean) and
         `explained_variance`, 1 - Var(R - V)/Var(R) with V from before the step."""
         names = ("value_loss", "tokens", "clipped", "return", "return_squared", "error_squared", "error")
-        own = torch.tensor([self._sums.get(n, 0.0) for n in names], dtype=torch.float64, device=self._device)
-        loss, tokens, clipped, total, squares, error_squares, errors = sum_over_ranks(own).tolist()
+        sums = torch.tensor([self._sums.get(n, 0.0) for n in names], dtype=torch.float64, device=self._device)
+        loss, tokens, clipped, total, squares, error_squares, errors = sum_over_ranks(sums).tolist()
         if not tokens:
             return {}
         variance = squares / tokens - (total / tokens) ** 2
@@ -136,11 +136,11 @@ class Critic:
 def _row_of_states(sequences: Sequence[TrainingSample], device: torch.device) -> tuple[PackedBatch, Tensor]:
     """Return a row with one state more than there are tokens, as if another token were to be predicted, and
     `States.before_token_M`."""
-    one = np.zeros(1, np.int32)
+    token = np.zeros(1, np.int32)
     if not sequences:
-        sequences = [TrainingSample(-1, one, one)]
+        sequences = [TrainingSample(-1, token, token)]
     longer = [
-        TrainingSample(s.group_id, s.prompt_ids, np.concatenate((s.completion_ids, one))) for s in sequences
+        TrainingSample(s.group_id, s.prompt_ids, np.concatenate((s.completion_ids, token))) for s in sequences
     ]
     before_M = np.concatenate([np.arange(len(s.completion_ids)) < len(s.completion_ids) - 1 for s in longer])
     return pack_row(longer, device), torch.from_numpy(before_M).to(device)

@@ -48,7 +48,7 @@ def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device
 
 
 def given(values_N: Tensor | None) -> Tensor:
-    """Return the values. Raises ValueError where the frozen policies were not asked."""
+    """Return the values. Raises ValueError where `with_frozen_logprobs` has not added them."""
     if values_N is None:
-        raise ValueError("the frozen policies were not asked for this micro-batch")
+        raise ValueError("this micro-batch has no log-probabilities of the frozen policies")
     return values_N

@@ -49,14 +49,14 @@ def workload(
     rows = [micro for update in updates for micro in update.micro_batches]
     versions = [s.versions_T for s in batch if s.versions_T is not None]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
-    own = [
+    sums = [
         sum(m.row.input_ids.numel() for m in rows if not m.is_dummy),
         sum(not m.is_dummy for m in rows),
         float(ages.sum()),
         len(ages),
     ]
     row_tokens, real_rows, age_sum, aged_tokens = sum_over_ranks(
-        torch.tensor(own, dtype=torch.float64, device=device)
+        torch.tensor(sums, dtype=torch.float64, device=device)
     ).tolist()
     # Rows are dense: the rest of each pass's budget is unfilled, all of it in a dummy pass.
     room = len(rows) * world_size() * spec.policy.train_mb_tokens

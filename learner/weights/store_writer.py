@@ -173,7 +173,7 @@ class StoreWriter:
     def _write_snapshot(self, kept: _Kept | None) -> StoredObject:
         assert kept is not None
         tensors: list[tuple[str, str, tuple[int, ...], Buffer]] = [
-            (one.name, one.dtype, one.shape, one.data) for one in kept.slices
+            (part.name, part.dtype, part.shape, part.data) for part in kept.slices
         ]
         return self._write_part("anchor", kept.version, None, list(kept.table.values()), tensors)
 
@@ -237,9 +237,9 @@ class StoreWriter:
 
     def _all_parts(self, key: str) -> tuple[tuple[StoredObject, ...], tuple[str, ...]]:
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
-        notes = [json.loads(self._wait(one)) for one in keys]
-        for one in keys:
-            self._board.remove(one)
+        notes = [json.loads(self._wait(key)) for key in keys]
+        for key in keys:
+            self._board.remove(key)
         return tuple(StoredObject(*note[:3]) for note in notes), tuple(note[3] for note in notes)
 
     def _wait(self, key: str) -> bytes:
@@ -283,6 +283,7 @@ class _Closed(Exception):
 
 def _keep(version: Version, slices: list[LocalSlice], algorithm: Algorithm) -> _Kept:
     table = {
-        one.name: Slice(one.name, one.start, len(one.bits), checksum(one.data, algorithm)) for one in slices
+        part.name: Slice(part.name, part.start, len(part.bits), checksum(part.data, algorithm))
+        for part in slices
     }
     return _Kept(version, slices, table)

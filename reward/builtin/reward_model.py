@@ -39,9 +39,9 @@ def reward_model(
     longest = max(len(ids) for ids in texts)
     ids_CT = torch.full((len(texts), longest), padding_token_id(tokenizer))
     mask_CT = torch.zeros(len(texts), longest, dtype=torch.int64)
-    for place, ids in enumerate(texts):
-        ids_CT[place, : len(ids)] = torch.from_numpy(ids.astype("int64"))
-        mask_CT[place, : len(ids)] = 1
+    for index, ids in enumerate(texts):
+        ids_CT[index, : len(ids)] = torch.from_numpy(ids.astype("int64"))
+        mask_CT[index, : len(ids)] = 1
     with torch.inference_mode():
         scores_C = model(input_ids=ids_CT, attention_mask=mask_CT).logits[:, 0].float()
     return [scale * (score - offset) for score in scores_C.tolist()]

@@ -112,6 +112,6 @@ def died(error: BaseException) -> EngineDied:
     """Return the error for callers of an engine that `error` has ended."""
     if isinstance(error, EngineDied):
         return error
-    told = EngineDied(f"the engine died: {error!r}")
-    told.__cause__ = error
-    return told
+    reason = EngineDied(f"the engine died: {error!r}")
+    reason.__cause__ = error
+    return reason

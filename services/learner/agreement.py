@@ -18,7 +18,7 @@ class StepAgreement:
     run_ended: bool
     """The run, or this session of it, has ended."""
     stopping: bool
-    """The learner was told to end."""
+    """The learner ends after this step."""
     checkpoint_ordered: bool
     export_ordered: bool
     checkpoint_unwritten: bool

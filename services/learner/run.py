@@ -47,9 +47,9 @@ class LearnerRun:
         self.session = assignment.session
         self.step = assignment.start_step
         self.ready = False
-        """Whether the set-up has succeeded."""
+        """True after the set-up has succeeded."""
         self.out_of_step = False
-        """Whether this rank failed where others may not have, so that their collectives would never meet again."""
+        """True when this rank failed where others may not have, so that their collectives would never meet again."""
         self._assignment = assignment
         self._rank = rank
         self._spec: RunSpec = spec_of(assignment)
@@ -80,7 +80,7 @@ class LearnerRun:
 
     @property
     def phase(self) -> str:
-        """What the main thread does now: `loading`, `waiting` for a batch, `training` or `saving`."""
+        """Current work of the main thread: `loading`, `waiting` for a batch, `training` or `saving`."""
         return "saving" if self._checkpoints.saving else self._phase
 
     def train(self) -> None:

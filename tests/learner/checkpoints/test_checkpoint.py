@@ -17,6 +17,7 @@ from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.checkpoints.manifest import hash_files, read_manifest, write_manifest
+from learner.checkpoints.verification import verify
 from learner.step.trainer import Trainer
 from paceline.errors import Conflict, NotFound, Unavailable
 from paceline.files.storage import Folder
@@ -298,6 +299,6 @@ def test_torn_one_of_the_same_name_is_written_anew_and_a_complete_one_never(
     (tmp_path / "1-1").mkdir()
     (tmp_path / "1-1" / "__7_0.distcp").write_bytes(b"half")
     saved = save(trainer, tmp_path, step=1)
-    assert checkpoint.verify(saved.path, saved.manifest_sha256).manifest == saved.manifest
+    assert verify(saved.path, saved.manifest_sha256).manifest == saved.manifest
     with pytest.raises(Conflict, match="exists and is complete"):
         save(trainer, tmp_path, step=1)

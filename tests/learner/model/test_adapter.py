@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from learner.batch.samples import pack_row
 from learner.checkpoints import checkpoint
 from learner.checkpoints.adapter_export import export_adapter
-from learner.checkpoints.checkpoint import read_state, verify
+from learner.checkpoints.checkpoint import read_state
 from learner.checkpoints.export import check_has_adapter, export_checkpoint, export_pretrained
+from learner.checkpoints.verification import verify
 from learner.model.adapter import adapter_off, is_part_of_adapter
 from learner.model.policy import load_policy, load_reference, row_logprobs
 from learner.step.reference import LocalReference

@@ -444,9 +444,7 @@ def test_a_swap_longer_than_the_longest_silence_neither_fails_nor_is_sent_again(
 
 
 def test_a_member_that_reports_for_ever_is_given_up(hasty: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "learner.weights.transfer.longest_s", lambda max_wait_s, size_bytes: 2 * max_wait_s
-    )
+    monkeypatch.setattr("learner.weights.transfer.longest_s", lambda max_wait_s, size_bytes: 2 * max_wait_s)
     ended = threading.Event()
 
     def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
