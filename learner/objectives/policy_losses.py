@@ -66,7 +66,7 @@ def policy_losses(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def clip(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """-min(r·A, clip(r, 1 - ε, 1 + ε_high)·A), for A < 0 and with a dual clip c: at most -c·A.
+    """Return -min(r·A, clip(r, 1 - ε, 1 + ε_high)·A), for A < 0 and with a dual clip c: at most -c·A.
 
     PPO (Schulman et al. 2017); separate bounds: DAPO (Yu et al. 2025); dual clip: Ye et al. 2020, TRL's `delta`.
     """
@@ -82,13 +82,13 @@ def clip(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def unclipped(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """-r·A: the importance-weighted policy gradient, REINFORCE where r is 1. `config` is not read."""
+    """Return -r·A: the importance-weighted policy gradient, REINFORCE where r is 1. `config` is not read."""
     losses_N = -bounded_exp(terms.log_ratio_N) * terms.advantages_N
     return PolicyLosses(losses_N, torch.zeros_like(losses_N, dtype=torch.bool))
 
 
 def cispo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """-sg(clip(r, 1 - ε, 1 + ε_high))·A·log π: every token keeps a gradient (MiniMax-M1, Chen et al. 2025).
+    """Return -sg(clip(r, 1 - ε, 1 + ε_high))·A·log π: every token keeps a gradient (MiniMax-M1, Chen et al. 2025).
 
     TRL names the bound itself, min(r, ε_high): its 5.0 is ratio_clip_max 4.0 and ratio_clip_min 1.0 here.
     """
@@ -98,7 +98,7 @@ def cispo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def sapo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """-(4/τ)·σ(τ·(r - 1))·A, with one τ for A > 0 and one for the others (Gao et al. 2025, arXiv 2511.20347).
+    """Return -(4/τ)·σ(τ·(r - 1))·A, with one τ for A > 0 and one for the others (Gao et al. 2025, arXiv 2511.20347).
 
     At r = 1 the slope in r is that of -r·A; away from it the gradient of the sigmoid falls gradually instead of being clipped.
     """
@@ -111,7 +111,7 @@ def sapo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def dppo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """-keep·r·A + c·(log r)², r = π/μ neither bounded nor detached.
+    """Return -keep·r·A + c·(log r)², r = π/μ neither bounded nor detached.
 
     keep is 0 where A > 0 and π - μ > dppo_mask_high, or A < 0 and μ - π > dppo_mask_low: a trust region in total
     variation (Qi et al. 2026, arXiv 2602.04879; in this form prime-rl, c = 1e-3).
@@ -125,7 +125,7 @@ def dppo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def vespo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """-φ(w)·A·log π with φ(w) = exp(λ)·w^k·exp(-λ·w), detached; φ(1) = 1.
+    """Return -φ(w)·A·log π with φ(w) = exp(λ)·w^k·exp(-λ·w), detached; φ(1) = 1.
 
     w = Π r·ρ over the sequence, ρ the token's importance weight; k and λ differ for A ≥ 0 and A < 0. Token log-ratios
     are held within ±20 and log w within [log 1e-8, 20] (as TRL 1.16 defines it).

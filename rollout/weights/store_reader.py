@@ -228,7 +228,7 @@ class _Held:
         self.tables: list[dict[str, Slice]] = [{} for _ in snapshot.parts]
 
     def contents(self) -> tuple[str, ...]:
-        """Hash over all slices of each rank."""
+        """Return the hash over all slices of each rank."""
         return tuple(content_hash(table.values()) for table in self.tables)
 
     def slice_bits(self, rank: int, one: Slice) -> npt.NDArray[Any]:
