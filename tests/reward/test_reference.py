@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import tiny_qwen3
+from transformers import Qwen3ForCausalLM
 
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
@@ -24,18 +25,7 @@ COMPLETIONS = [np.array(ids, np.int32) for ids in ([5, 9, 2, 6, 8], [], [7], [1,
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_qwen3(vocab_size=VOCABULARY, initializer_range=0.3).save_pretrained(folder)
     return folder
 
 

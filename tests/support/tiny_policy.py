@@ -7,32 +7,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_models import SIZES, tiny_qwen3
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from learner.batch.samples import PreferenceLabel, TrainingSample
 from learner.step.trainer import Trainer
 from paceline.spec import RunSpec
 
-VOCABULARY = 23
+VOCABULARY = SIZES["vocab_size"]
 CPU = torch.device("cpu")
 
 
 def save_tiny_policy(folder: Path, *, tied: bool = True, seed: int = 0, **config: Any) -> Path:
-    torch.manual_seed(seed)
-    fields = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": tied,
-    }
-    Qwen3ForCausalLM(Qwen3Config(**{**fields, **config})).save_pretrained(folder)
+    tiny_qwen3(seed=seed, tie_word_embeddings=tied, **config).save_pretrained(folder)
     return folder
 
 

@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import tiny_qwen3
 
 from rollout.native.kv_cache import SlotCache
 from rollout.native.model import ONEDNN_ROWS, NativeModel
@@ -14,18 +14,7 @@ from rollout.native.model import ONEDNN_ROWS, NativeModel
 
 @pytest.mark.parametrize("rows", [2, ONEDNN_ROWS, 3 * ONEDNN_ROWS])
 def test_logits_are_those_of_the_plain_model(rows: int) -> None:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=12,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        initializer_range=0.2,
-    )
-    plain = Qwen3ForCausalLM(config).eval()
+    plain = tiny_qwen3(vocab_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=16).eval()
     model = NativeModel(deepcopy(plain), (0,), 16)
     ids_RT = torch.randint(12, (rows, 6))
     cache = SlotCache(rows)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exchange_drivers import make_spec
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import tiny_qwen3
 
 from learner.collectives import FailedElsewhere
 from learner.weights import gather
@@ -28,11 +28,7 @@ class Bench:
         self.rank = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), orders=Orders())
         rank: Any = self.rank
         self.exports = Rank0RunExports("test-1", directory, make_spec(directory), rank)
-        config = Qwen3Config(
-            vocab_size=37, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-            num_key_value_heads=1, head_dim=8,
-        )  # fmt: skip
-        self.model = Qwen3ForCausalLM(config)
+        self.model = tiny_qwen3()
 
     def ordered(self) -> Future[str]:
         future = self.rank.orders.ask_export(ExportOrder("now", False))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exchange_drivers import make_spec
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import SIZES, tiny_qwen3
 
 from paceline.errors import Unavailable
 from paceline.spec.reading import spec_to_yaml
@@ -17,8 +17,6 @@ from protos.paceline.v1 import worker_pb2
 from services.learner.batches import RankBatch
 from services.learner.orders import Orders
 from services.learner.run import LearnerRun
-
-VOCABULARY = 37
 
 
 class Rank:
@@ -40,11 +38,7 @@ class Session(LearnerRun):
     """A session with a tiny model, whose coordinator is away as soon as it is set up."""
 
     def _set_up(self) -> None:
-        config = Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-            num_key_value_heads=1, head_dim=8,
-        )  # fmt: skip
-        self._trainer: Any = SimpleNamespace(model=Qwen3ForCausalLM(config))
+        self._trainer: Any = SimpleNamespace(model=tiny_qwen3())
 
     def _next_batch(self) -> RankBatch | None:
         raise Unavailable("the coordinator did not answer")
@@ -64,6 +58,6 @@ def session(tmp_path: Path) -> Session:
 def test_a_session_says_first_how_many_tokens_its_model_knows(session: Session) -> None:
     session.train()
     said = session._rank.said  # type: ignore[attr-defined]
-    assert said[0] == worker_pb2.RunReport(run_id="test-1", session=3, vocab_size=VOCABULARY)
+    assert said[0] == worker_pb2.RunReport(run_id="test-1", session=3, vocab_size=SIZES["vocab_size"])
     session.report_again()
     assert said[-1] == said[0], "a coordinator that came back hears it too"
