@@ -1,4 +1,4 @@
-"""One call of a reward function: its arguments, and the check of what it returns."""
+"""One call of a reward function: its arguments, and the check of its result."""
 
 from __future__ import annotations
 

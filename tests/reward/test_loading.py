@@ -1,4 +1,4 @@
-"""Loading: names, files of one name, and an error for everything that can be wrong."""
+"""Loading: names, files of one name, and an error for each possible fault."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def make_spec(tmp_path: Path) -> Callable[..., RunSpec]:
 
 
 def spec_maker(folder: Path) -> Callable[..., RunSpec]:
-    """What `make_spec` is, with the model's config in `folder`."""
+    """Return `make_spec`, with the model's config in `folder`."""
 
     def make(
         model: Any,

@@ -1,4 +1,4 @@
-"""What every engine promises, as its callers see it. Each test runs once for every engine there is."""
+"""Promises of every engine to its callers. Each test runs once for each engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def engine(
     backend: str,
     model: Any,
 ) -> Engine:
-    """One that has the weights of FIRST; the vLLM engine has served other tests before."""
+    """An engine with the weights of FIRST; the vLLM engine has served other tests before."""
     engine: Engine = request.getfixturevalue("vllm_engine")() if backend == "vllm" else start_engine(spec)
     await engine.update_weights(FIRST, model.state_dict())
     return engine

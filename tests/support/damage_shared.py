@@ -1,4 +1,4 @@
-"""What the tests of damage and others share."""
+"""Helpers of the tests of damage and others."""
 
 from __future__ import annotations
 

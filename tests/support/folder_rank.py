@@ -1,4 +1,4 @@
-"""One of two ranks whose folders of checkpoints are the same (`shared`), or each host's own. Leaves what it met as a file.
+"""One of two ranks whose folders of checkpoints are the same (`shared`) or different. It leaves its results as a file.
 
 Arguments: the folder for results.
 """

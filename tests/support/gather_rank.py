@@ -1,4 +1,4 @@
-"""One of three ranks that gather a sharded module; rank 0 leaves what it got as a file."""
+"""One of three ranks that gather a sharded module; rank 0 leaves the result as a file."""
 
 from __future__ import annotations
 

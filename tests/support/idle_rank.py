@@ -1,4 +1,4 @@
-"""One of two ranks of a learner's session that train nothing. Leaves what it met as a file.
+"""One of two ranks of a learner's session that train nothing. It leaves its results as a file.
 
 Arguments: the folder for results.
 """

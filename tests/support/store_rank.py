@@ -1,4 +1,4 @@
-"""One rank of a learner that stores versions: trains, writes its slices, and leaves what the weights are in full.
+"""One rank of a learner that stores versions: it trains, writes its slices, and leaves the whole weights as files.
 
 Arguments: folders with a model each, of which each gets a store and what is left for the test.
 """

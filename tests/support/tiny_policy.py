@@ -156,7 +156,7 @@ def batch_of(name: str) -> list[TrainingSample]:
 
 
 def rank_part(batch: list[TrainingSample], rank: int) -> list[TrainingSample]:
-    """What each of two ranks trains. Rank 1 has a single sequence, and group 103 is on both ranks; or, of examples that
+    """Return the samples that each of two ranks trains. Rank 1 has a single sequence, and group 103 is on both ranks; or, of examples that
     may not be separated, the last prompt."""
     judged = batch[0].label is not None
     cut = next(i for i, s in enumerate(batch) if s.group_id == 103) if judged else 7

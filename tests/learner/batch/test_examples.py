@@ -1,4 +1,4 @@
-"""Examples by step: what does not fit is named before anything trains, and what the reference is asked about."""
+"""Examples by step: a row that does not fit is named before the training, and the pairs for the reference are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one rank: going on as if nothing had happened, and refusing everything that is not whole."""
+"""Checkpoints of one rank: training continues as if it had not stopped, and a checkpoint that is not whole is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was trained comes back through transformers, from gathered weights and from a checkpoint."""
+"""Exports give the trained weights back through transformers, from gathered weights and from a checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def expected_logits(trainer: Trainer, dtype: torch.dtype) -> torch.Tensor:
-    """Of the base architecture with the trained weights put in by hand."""
+    """Return the output of the base architecture with the trained weights put in by hand."""
     model = AutoModelForCausalLM.from_pretrained(policy_of(trainer), dtype=dtype)
     model.load_state_dict(trainer.model.state_dict())
     return logits(model)

@@ -1,4 +1,4 @@
-"""Folders of exports: whole or not there, in place of earlier exports and of nothing else, and nothing left of the dead."""
+"""Folders of exports: whole or missing, replacing only earlier exports, and no left-overs of dead processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real ranks whose folders of checkpoints are not the same: found before anything is trained, and not called complete."""
+"""Two real ranks with different folders of checkpoints: found before the training, and never called complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch unpickles of what another rank says: checkpoint plans, errors, and nothing that runs."""
+"""Objects from another rank that torch unpickles: checkpoint plans and errors, and no code that runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Command:
 
 
 def exchanged(thing: Any) -> Any:
-    """What another rank makes of it."""
+    """Return the object as another rank decodes it."""
     assert checkpoint, "whoever reads checkpoints restricts what ranks say"
     tensor, size = collectives._object_to_tensor(thing, torch.device("cpu"), None)
     return collectives._tensor_to_object(tensor, int(size), None)

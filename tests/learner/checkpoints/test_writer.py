@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: what is written is the state of their step, and nothing else changes."""
+"""Checkpoints written during training: they have the state of their step, and the training is unchanged."""
 
 from __future__ import annotations
 

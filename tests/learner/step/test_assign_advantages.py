@@ -1,4 +1,4 @@
-"""Every token gets the advantage of its sample; each phase leaves the values of the one before as they were."""
+"""Every token gets the advantage of its sample; each phase leaves the values of the phase before unchanged."""
 
 from __future__ import annotations
 

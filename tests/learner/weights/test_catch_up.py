@@ -1,4 +1,4 @@
-"""Catching up from the store: who waits how long, and what becomes of a member whose link fails again and again."""
+"""Catching up from the store: how long members wait, and the handling of a member whose link fails repeatedly."""
 
 from __future__ import annotations
 

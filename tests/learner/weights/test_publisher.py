@@ -519,7 +519,7 @@ def test_a_member_that_works_is_not_disturbed_when_the_control_plane_was_away(be
 def test_refused_attempts_leave_no_threads_and_no_descriptors(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, forms: bool
 ) -> None:
-    """Whether the member refuses at once, so that the learner waits for it in vain, or after it got everything."""
+    """The member refuses at once, so that the learner waits for it in vain, or after the last byte."""
     monkeypatch.setattr("learner.weights.member_link.FIRST_BACKOFF_S", 0.0)
     bench.publisher.close()
     bench = Bench(max_wait_s=600.0)
@@ -577,7 +577,7 @@ class Keys:
 
 
 def test_only_memory_of_a_learner_is_mapped(tmp_path: Path) -> None:
-    """Not any file that a store names, and nothing that its owner can cut off, which would end the process."""
+    """A member must not map any file that a rendezvous names, nor memory that its owner can truncate, which would end it."""
     (tmp_path / "file").write_bytes(bytes(64))
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 64)

@@ -1,4 +1,4 @@
-"""The publisher against members in processes of their own, which stop and die in the middle of a version."""
+"""The publisher against members in separate processes, which stop and die in the middle of a version."""
 
 from __future__ import annotations
 

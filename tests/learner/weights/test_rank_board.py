@@ -1,4 +1,4 @@
-"""A board over a store that is away, or that fails in a way that nobody foresaw."""
+"""A board over a rendezvous that is away, or that fails with an unexpected error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offers of stored weights: how often a member's word costs the learner something, and whose word counts."""
+"""Offers of stored weights: the bound on snapshots because of one member, and the members whose answers count."""
 
 from __future__ import annotations
 

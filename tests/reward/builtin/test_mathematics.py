@@ -1,4 +1,4 @@
-"""math_accuracy: where answers are found, what counts as equal, and agreement with recorded verdicts on GSM8K."""
+"""math_accuracy: places of answers, equality, and agreement with recorded results on GSM8K."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided about vLLM before it is imported."""
+"""Arguments and environment of vLLM, before it is imported."""
 
 from __future__ import annotations
 

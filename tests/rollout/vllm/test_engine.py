@@ -1,4 +1,4 @@
-"""What only vLLM can show: its numbers against the learner's, versions in flight, parallel workers, its death."""
+"""Tests of the vLLM engine alone: its numbers against the learner's, versions in flight, parallel workers, its death."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_its_numbers_are_the_learners_and_versions_are_exact_in_flight_unt
     reference_logprobs: Any,
     tmp_path: Path,
 ) -> None:
-    """One engine for several questions, since a start takes most of a test's time."""
+    """Share one engine, because a start takes most of a test's time."""
     model = make_model("qwen3", tied=True)
     engine = start_engine(make_spec(model, backend="vllm", max_batch_size=NUM_SEQUENCES))
 

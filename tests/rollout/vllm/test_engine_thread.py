@@ -1,4 +1,4 @@
-"""The thread that an engine lives on: work is done, or whoever waits for it is told why it is not."""
+"""The thread of an engine: work is done, or its caller gets the reason why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever ends the owner: its engine's processes end, and their shared memory is removed."""
+"""However the owner ends, its engine's processes end, and their shared memory is removed."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def lora_spec(make_spec_in: Callable[[Path], Callable[..., RunSpec]]) -> Callabl
 def vllm_engine(
     make_model: Callable[..., Any], lora_spec: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    """One for the whole module, since it takes long to start."""
+    """Engine of the whole module, because its start takes long."""
     engine = create_engine(lora_spec(tmp_path_factory.mktemp("vllm"), make_model(), "vllm"))
     yield engine
     asyncio.run(engine.close())

@@ -1,4 +1,4 @@
-"""The thread that reads stored weights outlives errors that nobody foresaw, in the store's client and in its listener."""
+"""The thread that reads stored weights survives unexpected errors of the store's client and of its listener."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank waits for a coordinator that is away for as long as it takes, unless it was told to stop."""
+"""A rank waits for a coordinator that is away without a limit, unless it has to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session's checkpoints: made known when they are complete, done without where one cannot be written, except the last."""
+"""A session's checkpoints: reported when complete, and skipped when they cannot be written, except the last."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Session:
 
 @pytest.fixture
 def trainer() -> Any:
-    """What a checkpoint is made of, without a policy."""
+    """The parts of a checkpoint, without a policy."""
     model = torch.nn.Linear(2, 2)
     return SimpleNamespace(
         model=model, optimizer=torch.optim.AdamW(model.parameters()), critic=None, device=torch.device("cpu")

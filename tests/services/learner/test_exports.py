@@ -1,4 +1,4 @@
-"""An export that finds no memory, and what becomes of the orders."""
+"""Exports that find no memory, and their orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions are published, and that a roster named before the channel exists reaches it."""
+"""Published versions, and rosters that are named before the channel exists."""
 
 from __future__ import annotations
 

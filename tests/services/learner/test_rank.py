@@ -1,4 +1,4 @@
-"""A learner rank's health, by what became of the last run that it was given."""
+"""A learner rank's health after the set-up of its last run."""
 
 from __future__ import annotations
 

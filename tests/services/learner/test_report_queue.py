@@ -1,4 +1,4 @@
-"""What a learner has to say while nobody listens: bounded, newest first to count, nothing of weight lost."""
+"""Reports while the coordinator is away: bounded, the newest replace older ones, and no unique report is lost."""
 
 from __future__ import annotations
 

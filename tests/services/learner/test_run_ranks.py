@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def met(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank met."""
+    """Return the results of each rank."""
     out = tmp_path_factory.mktemp("ranks")
     run_ranks("idle_rank.py", 2, out)
     return [json.loads((out / f"rank.{rank}.json").read_text()) for rank in range(2)]

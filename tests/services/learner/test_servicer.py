@@ -1,4 +1,4 @@
-"""Orders to the learner: one export for all that want the same, nothing for callers who have gone, and a bound."""
+"""Orders to the learner: one export for all that want the same, none for callers that have gone, and a bound."""
 
 from __future__ import annotations
 

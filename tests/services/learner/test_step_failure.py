@@ -1,4 +1,4 @@
-"""What a rank says of the exception that ended it, and that it says so whatever the exception is."""
+"""Reports of a rank about the exception that ended it, whatever the exception is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner's weight channel behind the control plane's messages: which links it offers, and what it says of them."""
+"""The learner's weight channel and the control plane's messages: its offers of links, and its reports on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ rewards: [{function: length}]
 
 
 class Rank:
-    """What a channel uses of rank 0, on a device that only has to be named."""
+    """The part of rank 0 that a channel uses, on a device that only has to be named."""
 
     def __init__(self, device: str, reachable: str) -> None:
         self.rank, self.world_size = 0, 1
