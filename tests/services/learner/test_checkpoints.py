@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.checkpoints import checkpoint
+from learner.checkpoints import checkpoint, verification
 from learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.errors import CheckpointFault, Unavailable
 from paceline.spec import CheckpointingSection
@@ -157,7 +157,7 @@ def test_a_disk_that_cannot_be_read_is_tried_again(
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint, "read_manifest", broken)
+    monkeypatch.setattr(verification, "read_manifest", broken)
     with pytest.raises(CheckpointFault, match=r"cannot be read: OSError: .*Input/output error"):
         start(str(written.path), written.manifest_sha256).checkpoints.load(trainer, pauses.append)
     assert tuple(pauses) == LOAD_PAUSES_S
