@@ -38,7 +38,7 @@ DEFAULT_ADDRESS = "127.0.0.1:7070"
 ENDED_STATES = ("succeeded", "failed", "cancelled")
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 OPENING_S = 3600.0
-"""How long a submitted run's data set may take to be opened."""
+"""Seconds in which a submitted run's data set has to be opened."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -54,10 +54,10 @@ ERRORS = {
     "DEADLINE_EXCEEDED": Unavailable,
     "CANCELLED": Unavailable,
 }
-"""By status name; anything else is a plain PacelineError."""
+"""Errors by status name; every other status is a PacelineError."""
 
 LASTING = ("NOT_FOUND", "INVALID_ARGUMENT", "UNIMPLEMENTED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
-"""Statuses that asking again does not change."""
+"""Statuses that a repeated call does not change."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Event:
     kind: str
     """`state`, `step`, `evaluation`, `member`, `checkpoint`, `session` or `warning`."""
     content: dict[str, Any]
-    """What it says; a step's are its metrics by name."""
+    """Details of the event; for a step its metrics by name."""
 
 
 class Client:
@@ -110,7 +110,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends all calls under way, in whatever thread; they raise Unavailable."""
+        """End all running calls, in every thread; they raise Unavailable."""
         self._closed.set()
         self._channel.close()
 
@@ -119,11 +119,11 @@ class Client:
     def submit(
         self, spec: RunSpec | str | Path, overrides: Sequence[str] = (), *, wait_s: float | None = None
     ) -> Run:
-        """Queues a run from a spec or a YAML file with "section.key=value" overrides.
+        """Queue a run from a spec or a YAML file with "section.key=value" overrides.
 
         A coordinator that is away is looked for `wait_s` seconds (default: the client's); however often it is asked, it
-        queues one run.
-        Raises InvalidInput (SpecError for what can be told here): a misspelt or contradictory spec, bad data.
+        queues one run. Raises InvalidInput (SpecError for what can be told here): a misspelt or contradictory spec, bad
+        data.
         """
         from paceline.spec.reading import load_spec, spec_to_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
@@ -136,7 +136,7 @@ class Client:
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
-        """Asks again while the coordinator opens the data set, which it does once: a download may take long."""
+        """Repeat the call while the coordinator opens the data set, which it does once: a download may take long."""
         import grpc
 
         asked_s = time.monotonic()
@@ -155,13 +155,13 @@ class Client:
                 )
 
     def get(self, run_id: str) -> Run:
-        """One run. Raises NotFound."""
+        """Return a run. Raises NotFound."""
         from protos.paceline.v1.run_pb2 import GetRequest
 
         return self._call(lambda: self._runs.Get(GetRequest(run_id=run_id), timeout=self._timeout_s)).run
 
     def runs(self) -> list[Run]:
-        """All runs of the coordinator, oldest first."""
+        """Return all runs of the coordinator, oldest first."""
         from protos.paceline.v1.run_pb2 import ListRequest
 
         runs: list[Run] = []
@@ -174,29 +174,28 @@ class Client:
             request.page_token = page.next_page_token
 
     def cancel(self, run_id: str) -> Run:
-        """Ends a run. Raises NotFound, Conflict."""
+        """End a run. Raises NotFound, Conflict."""
         from protos.paceline.v1.run_pb2 import CancelRequest
 
         request = CancelRequest(run_id=run_id)
         return self._call(lambda: self._runs.Cancel(request, timeout=self._timeout_s)).run
 
     def pause(self, run_id: str) -> Run:
-        """Holds a running run: no further lease and no further batch. Raises NotFound, Conflict."""
+        """Pause a running run: no further lease and no further batch. Raises NotFound, Conflict."""
         from protos.paceline.v1.run_pb2 import PauseRequest
 
         return self._call(lambda: self._runs.Pause(PauseRequest(run_id=run_id), timeout=self._timeout_s)).run
 
     def resume(self, run_id: str) -> Run:
-        """Goes on with a paused run; queues a failed one again, with all that was open. Raises NotFound, Conflict."""
+        """Continue a paused run; queue a failed one again, with all its open groups. Raises NotFound, Conflict."""
         from protos.paceline.v1.run_pb2 import ResumeRequest
 
         request = ResumeRequest(run_id=run_id)
         return self._call(lambda: self._runs.Resume(request, timeout=self._timeout_s)).run
 
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
-        """Takes groups out of the batch that is due, of a paused run; the batch is fixed anew without them. Raises NotFound,
-        Conflict, InvalidInput.
-        """
+        """Remove groups from the next batch of a paused run; the batch is fixed anew without them. Raises NotFound,
+        Conflict, InvalidInput."""
         from protos.paceline.v1.run_pb2 import DropGroupsRequest
 
         request = DropGroupsRequest(run_id=run_id, group_ids=group_ids)
@@ -231,7 +230,8 @@ class Client:
             self._closed.wait(backoff.next_s())
 
     def wait(self, run_id: str, timeout_s: float | None = None) -> Run:
-        """The run once it has ended, in whatever way. A coordinator that restarts meanwhile shows only as a pause.
+        """Return the run once it has ended, in whatever way. A coordinator that restarts meanwhile shows only as a
+        pause.
 
         Raises NotFound; Unavailable after `timeout_s` seconds, or when no coordinator answers for `reconnect_s`.
         """
@@ -254,7 +254,7 @@ class Client:
     # Workers
 
     def members(self) -> list[Member]:
-        """Every worker that belongs to the coordinator now."""
+        """Return every worker that belongs to the coordinator now."""
         from protos.paceline.v1.worker_pb2 import ListMembersRequest
 
         call = lambda: self._workers.ListMembers(ListMembersRequest(), timeout=self._timeout_s)  # noqa: E731
@@ -303,7 +303,7 @@ class Client:
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> dict[str, list[float | None]]:
-        """Scores by function, one for each completion, None where the function does not apply.
+        """Return scores by function, one for each completion, None where the function does not apply.
 
         `functions` are built-ins or of the current run (default: all of it); `columns` are lists as long as
         `completions`; `worker` is the host:port of a reward worker. Raises Unavailable when there is none.
@@ -326,7 +326,7 @@ class Client:
         }
 
     def _address_of(self, role: str) -> str:
-        """Address of a live worker of the role, the one with the newest weights."""
+        """Return the address of a live worker of the role: the worker with the newest weights."""
         from protos.paceline.v1.common_pb2 import Role
 
         found = [m for m in self.members() if m.role == Role.Value(role) and m.address]
@@ -340,9 +340,8 @@ class Client:
     # Errors
 
     def _call(self, call: Callable[[], T], other: str | None = None, wait_s: float | None = None) -> T:
-        """What the call returns. Repeated while the coordinator is away, `wait_s` seconds at most (default: the client's);
-        a worker (`other`) is asked once.
-        """
+        """Return the call's result. The call is repeated while the coordinator is away, `wait_s` seconds at most
+        (default: the client's); a worker (`other`) is called once."""
         wait_s = self._wait_s if wait_s is None else wait_s
         deadline_s = time.monotonic() + (0.0 if other else wait_s)
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
@@ -366,7 +365,7 @@ class Client:
             raise
 
     def _translated(self, error: grpc.RpcError, other: str | None = None) -> PacelineError:
-        """The error that the caller should see in place of a gRPC one."""
+        """Return the error that the caller should see in place of a gRPC one."""
         name = status_name(error)
         details = str(getattr(error, "details", lambda: error)() or error)
         kind = ERRORS.get(name, PacelineError)
@@ -383,13 +382,13 @@ class Client:
 
 
 def state_name(run: Run) -> str:
-    """A run's state in lower case: queued, running, paused, succeeded, failed or cancelled."""
+    """Return a run's state in lower case: queued, running, paused, succeeded, failed or cancelled."""
     from protos.paceline.v1.run_pb2 import RunState
 
     return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
 
 
 def status_name(error: grpc.RpcError) -> str:
-    """The name of a gRPC error's status, such as UNAVAILABLE."""
+    """Return the name of a gRPC error's status, such as UNAVAILABLE."""
     code = getattr(error, "code", lambda: None)()
     return str(code.name) if code is not None else "UNKNOWN"

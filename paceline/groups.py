@@ -55,7 +55,7 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """Cover [0, T) without gaps, oldest first."""
     finish_reason: str
-    """`stop` (a stop token), `length` (max_new_tokens or the model's length) or `abort` (handed back unfinished)."""
+    """`stop` (a stop token), `length` (max_new_tokens or the model's length) or `abort` (returned unfinished)."""
     text: str = ""
     """The decoded completion without special tokens; what reward functions read."""
     reference_logprobs: FloatArray | None = None
@@ -67,7 +67,7 @@ class Completion:
         return min((span.step for span in self.spans), default=-1)
 
     def versions(self) -> IntArray:
-        """[T] step of the version of each token."""
+        """Return [T] step of the version of each token."""
         steps_T = np.empty(len(self.token_ids), np.int32)
         for span in self.spans:
             steps_T[span.start : span.end] = span.step
@@ -87,11 +87,11 @@ class Group:
     columns: dict[str, Any] = field(default_factory=dict)
     """The data set's other columns, for the reward functions."""
     rewards_CF: FloatArray | None = None
-    """[C, F] one number per completion and reward function; NaN where a function said None."""
+    """[C, F] a number per completion and reward function; NaN where a function returned None."""
 
     @cached_property
     def num_tokens(self) -> int:
-        """Completion tokens in the group: what the books count."""
+        """Completion tokens in the group, as the token accounting counts them."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     @cached_property
@@ -112,13 +112,13 @@ class Group:
         return digest.hexdigest()
 
     def scores_digest(self) -> str:
-        """XXH3-128 over what was said of the group after it was generated: rewards, then the reference's log-probabilities."""
+        """XXH3-128 over the scores of the group: rewards, then the reference's log-probabilities."""
         references = [c.reference_logprobs for c in self.completions if c.reference_logprobs is not None]
         rewards_CF = np.empty((0, 0), np.float32) if self.rewards_CF is None else self.rewards_CF
         return scores_digest(rewards_CF, references)
 
     def _parts(self) -> Iterable[memoryview | bytes]:
-        """What the digest is over."""
+        """Return the bytes that the digest covers."""
         yield np.ascontiguousarray(self.prompt_ids, dtype="<i4").data
         for completion in self.completions:
             yield len(completion.token_ids).to_bytes(8, "little")
@@ -147,6 +147,6 @@ def with_holder(lines: str, attempt: int, member_id: str) -> str:
 
 
 def held_attempt(lines: str, attempt: int) -> str:
-    """Who held `attempt` by the `lines` that `with_holder` made; empty where that is not on record."""
+    """Return the holder of `attempt` by the `lines` that `with_holder` made; empty where it is not on record."""
     holders = lines.split("\n")
     return holders[attempt - 1] if 1 <= attempt <= len(holders) else ""

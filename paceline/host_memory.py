@@ -1,6 +1,7 @@
-"""How much memory this process may still take: the host's, or its container's where that is less.
+"""Memory that this process may still take: the host's, or its container's where that is less.
 
-Linux hands out more than there is and kills whoever then uses it, so whoever is about to take much asks here first.
+Linux grants more memory than there is and kills the process that then uses it, so code that is about to take much calls
+this module first.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-"""As a container sees its own group (cgroup v2)."""
+"""Path of a container's control group (cgroup v2)."""
 
 
 def available_bytes(cgroup: Path = CGROUP) -> int:

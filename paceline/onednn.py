@@ -25,15 +25,14 @@ model meets about 20, whatever its depth."""
 
 
 def bound_caches() -> None:
-    """Bounds the memory that products of ever new shapes take. To be called before the first one, as both read their
-    capacity then; what the environment says already stays.
-    """
+    """Bound the memory that products of ever new shapes take. To be called before the first one, as both read their
+    capacity then; what the environment says already stays."""
     for name, shapes in CACHED_SHAPES.items():
         os.environ.setdefault(name, str(shapes))
 
 
 def is_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `product` is the better way for tensors of this kind: float32 on an x86 CPU."""
+    """Return whether `product` is the faster way for tensors of this kind: float32 on an x86 CPU."""
     import torch
 
     on_x86 = platform.machine().lower() in ("x86_64", "amd64")

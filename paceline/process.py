@@ -1,4 +1,4 @@
-"""How a process of Paceline ends: by itself, or with the process that started it."""
+"""The end of a process of Paceline: by itself, or with the process that started it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
 
 
 def end_process(status: int = 0) -> NoReturn:
-    """Ends a rank once all its work is done and saved, without the interpreter's finalisation.
+    """End a rank once all its work is done and saved, without the interpreter's finalisation.
 
-    A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL for
-    it. When that meets the finalisation, the thread is unwound and the process aborts (`std::terminate` in
+    A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL
+    for it. When that meets the finalisation, the thread is unwound and the process aborts (`std::terminate` in
     `ProcessGroupGloo::runLoop`; seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group`
     does not join the thread while any DTensor keeps the group. Exit handlers do not run.
     """

@@ -26,10 +26,10 @@ class RateLimitedLog:
     ):
         self._log, self._interval_s, self._clock = log, interval_s, clock
         self._kinds: dict[str, tuple[float, int]] = {}
-        """When each was written, and how many were left out since."""
+        """Time at which each kind was written, and the number of lines left out since."""
 
     def warning(self, kind: str, message: str, *args: object, error: BaseException | None = None) -> None:
-        """A warning, with the traceback of `error` if there is one."""
+        """Write a warning, with the traceback of `error` if there is one."""
         now_s = self._clock()
         written_s, left_out = self._kinds.get(kind, (now_s - self._interval_s, 0))
         if now_s - written_s < self._interval_s:
@@ -54,7 +54,7 @@ class SeldomFilter(logging.Filter):
         self._written_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is written."""
+        """Return whether the line is written."""
         now_s, text = self._clock(), str(record.msg)
         if now_s - self._written_s.get(text, now_s - self._interval_s) < self._interval_s:
             return False
@@ -74,7 +74,7 @@ class Unforeseen:
         self._seldom = RateLimitedLog(log)
 
     def note(self, where: str, error: BaseException) -> str:
-        """Counts one; returns what its sender is told."""
+        """Count an exception; return the message for its sender."""
         self.total += 1
         kind = type(error).__name__
         self._seldom.warning(f"{where} {kind}", "unforeseen %s in %s", kind, where, error=error)
@@ -82,4 +82,4 @@ class Unforeseen:
 
 
 unforeseen = Unforeseen(logging.getLogger(__name__))
-"""The process's."""
+"""Counter of this process."""

@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 VARIABLE = "PACELINE_TOKEN_FILE"
 TOKEN_NAME = "token"
 DEFAULT_PATH = Path("runs") / TOKEN_NAME
-"""Where commands look that know no directory: that of a coordinator which was started here without options."""
+"""Default path for commands without a directory: that of a coordinator which was started here without options."""
 
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 
 
 def token_path(default: str | os.PathLike[str] = DEFAULT_PATH) -> Path:
-    """The token's file: what the environment says, else `default`."""
+    """Return the token's file: what the environment says, else `default`."""
     return Path(os.environ.get(VARIABLE) or default)
 
 
 def make_token(path: Path) -> str:
-    """The token in a file, which is made with a new one if it is not there. Raises InvalidInput for a file without one."""
+    """Return the token in a file, which is made with a new one if it is not there. Raises InvalidInput for a file
+    without one."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
@@ -54,7 +55,7 @@ def make_token(path: Path) -> str:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file; empty when there is none to read."""
+    """Return the token in a file; empty when there is none to read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -62,17 +63,17 @@ def read_token(path: Path) -> str:
 
 
 def metadata(token: str) -> Metadata:
-    """What a call says with this token; nothing without one."""
+    """Return the metadata of a call with this token; empty without a token."""
     return ((KEY, f"Bearer {token}"),) if token else ()
 
 
 def is_said(said: str, token: str) -> bool:
-    """Whether a call that said this under `authorization` has the token. Takes the same time for every wrong one."""
+    """Return whether a call with this `authorization` has the token. Takes the same time for every wrong token."""
     return bool(token) and hmac.compare_digest(said.encode(), f"Bearer {token}".encode())
 
 
 def open_channel(address: str, path: Path | None = None, options: Any = ()) -> grpc.Channel:
-    """A channel to a service whose calls all carry the token of the file at `path`, read anew for each call."""
+    """Return a channel to a service whose calls all carry the token of the file at `path`, read anew for each call."""
     import grpc
 
     channel = TokenChannel(grpc.insecure_channel(address, options=options), path or token_path())
@@ -80,7 +81,7 @@ def open_channel(address: str, path: Path | None = None, options: Any = ()) -> g
 
 
 class TokenChannel:
-    """What stubs need of a channel, with the token in every call."""
+    """The part of a channel that stubs use, with the token in every call."""
 
     def __init__(self, channel: grpc.Channel, path: Path):
         self._channel = channel
@@ -93,23 +94,23 @@ class TokenChannel:
         self.close()
 
     def close(self) -> None:
-        """Ends all calls under way."""
+        """End all running calls."""
         self._channel.close()
 
     def unary_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """A call with one message each way."""
+        """Return a call with one message each way."""
         return self._with_token(self._channel.unary_unary(*method, **how))
 
     def unary_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """A call that is answered by a stream."""
+        """Return a call that is answered by a stream."""
         return self._with_token(self._channel.unary_stream(*method, **how))
 
     def stream_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """A call that sends a stream."""
+        """Return a call that sends a stream."""
         return self._with_token(self._channel.stream_unary(*method, **how))
 
     def stream_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """A call with a stream each way."""
+        """Return a call with a stream each way."""
         return self._with_token(self._channel.stream_stream(*method, **how))
 
     def _with_token(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ Buffer = bytes | memoryview
 
 
 def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
-    """The protobuf message in `frame`. Raises WireError when it is truncated or not ours."""
+    """Return the protobuf message in `frame`. Raises WireError when it is truncated or not ours."""
     try:
         return kind.FromString(frame)  # type: ignore[arg-type]  # it takes any buffer
     except DecodeError as error:
@@ -55,7 +55,7 @@ def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
 
 
 def encode_result(prompt_ids: IntArray, completions: Sequence[Completion]) -> list[bytes]:
-    """The payload frames of a generated group: its arrays, its texts."""
+    """Return the payload frames of a generated group: its arrays, its texts."""
     texts = pb.Texts(
         texts=[completion.text for completion in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
@@ -84,7 +84,7 @@ def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion]) 
 
 
 class CompletionArrays(NamedTuple):
-    """What a payload frame of a group says, as views into it; `exchange.proto`, GroupResult, names the arrays."""
+    """Arrays of a group's payload frame, as views into it; `exchange.proto`, GroupResult, names them."""
 
     prompt_ids: IntArray
     token_ids: IntArray
@@ -94,7 +94,7 @@ class CompletionArrays(NamedTuple):
 
     @classmethod
     def of(cls, payload: Buffer) -> CompletionArrays:
-        """Those of a frame. Raises WireError."""
+        """Return the arrays of a frame. Raises WireError."""
         arrays = _load(payload)
         return cls(
             _array(arrays, "prompt_ids", "i4", 1),
@@ -141,7 +141,7 @@ def split_completions(
 
 
 def encode_reference(logprobs: Sequence[FloatArray]) -> bytes:
-    """Payload frame of what the reference says of a group's tokens, one [T] for each completion; `exchange.proto`,
+    """Return the payload frame of the reference's log-probabilities, one [T] for each completion; `exchange.proto`,
     ScoreResult, names it."""
     return safetensors.numpy.save({"reference_logprobs": _concatenated(logprobs, np.float32)})
 
@@ -155,21 +155,21 @@ def decode_reference(payload: Buffer) -> FloatArray:
 
 
 def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray:
-    """[C, F] from the rows of a header. Raises WireError when they do not divide evenly."""
+    """Return [C, F] from the rows of a header. Raises WireError when they do not divide evenly."""
     if num_completions == 0 or len(rewards) % num_completions:
         raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
     rewards_CF = np.array(rewards, np.float32).reshape(num_completions, -1)
     rewards_CF[np.isnan(rewards_CF)] = (
         np.nan
-    )  # of its many bit patterns one, so that equal rewards have equal digests
+    )  # a single bit pattern for NaN, so that equal rewards have equal digests
     return rewards_CF
 
 
 def decode_group(
     group_id: int, payload: Buffer, rewards: Sequence[float], reference: Buffer | None = None
 ) -> Group:
-    """A group as a learner rank gets it: arrays and rewards, without texts; with the `reference` payload also what that
-    says of the tokens. Raises WireError."""
+    """Return a group as a learner rank gets it: arrays and rewards, without texts; with the `reference` payload also
+    what that says of the tokens. Raises WireError."""
     count = len(_array(_load(payload), "lengths", "i4", 1))
     prompt_ids, completions = decode_completions(payload, [""] * count, [""] * count)
     if reference is not None:
@@ -186,7 +186,7 @@ def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -
 
 
 def _load(payload: Buffer) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors blob as read-only views into `payload`: nothing is copied.
+    """Return the arrays of a safetensors blob as read-only views into `payload`: nothing is copied.
 
     Layout (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without
     gaps, in any order of names.
@@ -210,7 +210,7 @@ def _load(payload: Buffer) -> dict[str, np.ndarray]:
 
 
 def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
-    """The array that `entry` of the header describes; it has to begin at `start`."""
+    """Return the array that `entry` of the header describes; it has to begin at `start`."""
     dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     for number in (*shape, begin, end):
         if type(number) is not int or number < 0:

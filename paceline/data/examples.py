@@ -25,7 +25,7 @@ from paceline.spec import DataSection, RunSpec
 
 
 class Demonstration(NamedTuple):
-    """What `sft` imitates."""
+    """A prompt and the completion that `sft` imitates."""
 
     prompt: Any
     """Text or messages; of a whole conversation all but the last message."""
@@ -40,7 +40,7 @@ class Preference(NamedTuple):
     chosen: Any
     rejected: tuple[Any, ...]
     margin: float
-    """How much better, in units of the reward; 0 when nothing is said."""
+    """Margin of the chosen completion in units of the reward; 0 by default."""
 
 
 class Verdict(NamedTuple):
@@ -52,7 +52,7 @@ class Verdict(NamedTuple):
 
 
 def check_example(spec: RunSpec) -> Callable[[dict[str, Any]], None]:
-    """A check of one row for the spec's algorithm; it raises DataError."""
+    """Return a check of one row for the spec's algorithm; it raises DataError."""
     match spec.examples and spec.examples.example_form:
         case "demonstration":
             return lambda row: _ignore(read_demonstration(row, spec.data))
@@ -177,7 +177,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
 
 
 def _prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
-    """The prompt with the system prompt; as messages where any completion is messages."""
+    """Return the prompt with the system prompt; as messages where any completion is messages."""
     if isinstance(prompt, str) and any(not isinstance(completion, str) for completion in completions):
         prompt = [{"role": "user", "content": prompt}]
     return with_system_prompt(prompt, data)

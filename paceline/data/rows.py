@@ -25,7 +25,7 @@ class Rows(Protocol):
     """A sequence of rows."""
 
     fingerprint: str
-    """Tells that another one was put in its place, where that can be told."""
+    """Identity of the data set's contents, which shows a replaced file where that can be detected."""
 
     def __len__(self) -> int: ...
 
@@ -48,7 +48,7 @@ class PromptSource:
 
     @property
     def fingerprint(self) -> str:
-        """Of the rows, as they were when they were opened."""
+        """Fingerprint of the rows at the time they were opened."""
         return self._rows.fingerprint
 
     def index(self, cursor: int) -> int:
@@ -73,7 +73,8 @@ class PromptSource:
 
 
 def open_prompts(data: DataSection, seed: int, *, validation: bool = False) -> PromptSource:
-    """The training (or validation) prompts. Raises DataError: empty, malformed row, no prompt column; Unreadable: not there."""
+    """Return the training (or validation) prompts. Raises DataError: empty, malformed row, no prompt column;
+    Unreadable: not there."""
     name = data.validation if validation else data.train
     assert name is not None, "RunSpec refuses evaluation without data.validation"
     split = data.validation_split if validation else data.train_split
@@ -148,7 +149,7 @@ class JsonLines:
         )
 
     def _index(self, file: IO[bytes], check: Callable[[dict[str, Any]], None] | None) -> list[int]:
-        """Where each row starts, in bytes."""
+        """Return the offset of each row in bytes."""
         offsets, keys, position, path = [], None, 0, self._path
         for number, line in enumerate(file, start=1):
             self._digest.update(line)

@@ -16,11 +16,12 @@ from paceline.groups import IntArray
 from paceline.spec import DataSection, PolicySection
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""How a chat template says where the assistant's own tokens begin."""
+"""Mark of a chat template at the beginning of the assistant's tokens."""
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
-    """The policy's tokenizer. Raises InvalidInput when there is none that works, Unreadable when it is not there now."""
+    """Return the policy's tokenizer. Raises InvalidInput when there is none that works, Unreadable when it is not
+    there now."""
     from transformers import AutoTokenizer
 
     name = policy.tokenizer_name or policy.model_name
@@ -51,7 +52,7 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
 
 
 def encode_prompt(tokenizer: Any, prompt: Any, template: str) -> IntArray:
-    """[P] token ids of a prompt: messages by the chat template, text as it is.
+    """Return [P] token ids of a prompt: messages by the chat template, text as it is.
 
     `template` is data.apply_chat_template. Raises InvalidInput: no template where one is needed, no tokens, or whatever
     tokenizer or template raise.
@@ -78,8 +79,9 @@ def encode_prompt(tokenizer: Any, prompt: Any, template: str) -> IntArray:
 
 
 def _by_template(tokenizer: Any, messages: Any, *, return_dict: bool = False, **options: Any) -> Any:
-    """What the chat template makes of messages: token ids, or a dict with more. Raises InvalidInput with whatever it raises,
-    since templates refuse conversations that their model does not know (two turns of the user in a row)."""
+    """Return the chat template's output for messages: token ids, or a dict with more. Raises InvalidInput with the
+    template's error, because templates refuse conversations that their model does not know (two turns of the user in
+    a row)."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=return_dict, **options)
     except Exception as error:
@@ -93,13 +95,14 @@ def _words(error: Exception) -> str:
 
 
 def encode_completion(tokenizer: Any, completion: str) -> IntArray:
-    """[T] token ids of a target text, the end of sequence included."""
+    """Return [T] token ids of a target text, the end of sequence included."""
     ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
     return np.array([*ids, tokenizer.eos_token_id], np.int32)
 
 
 def encode_exchange(tokenizer: Any, prompt: Any, completion: Any, template: str) -> tuple[IntArray, IntArray]:
-    """([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of sequence.
+    """Return ([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of
+    sequence.
 
     A completion of messages is what the chat template adds to the prompt. Raises InvalidInput where the template writes
     the prompt otherwise once an answer follows, since the trained prompt would then not be the sampled one.
@@ -119,7 +122,7 @@ def encode_exchange(tokenizer: Any, prompt: Any, completion: Any, template: str)
 
 
 def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, np.ndarray]:
-    """([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
+    """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
 
     The assistant's tokens are those that the template marks (`{% generation %}`). In a template without marks they are
     found by prefixes: what each assistant message adds to the conversation before it, opened for an answer, up to and
@@ -155,7 +158,7 @@ def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, 
 
 
 def _span_by_prefixes(tokenizer: Any, messages: list[Any], place: int, ids: list[int]) -> tuple[int, int]:
-    """Where message `place`, the assistant's, begins and ends in `ids`, the whole conversation."""
+    """Return the begin and the end of message `place`, the assistant's, in `ids`, the whole conversation."""
     opened = _by_template(tokenizer, messages[:place], add_generation_prompt=True)
     closed = _by_template(tokenizer, messages[: place + 1])
     start, end = len(opened), len(closed)
@@ -179,13 +182,13 @@ def _ended(tokenizer: Any, ids: list[int]) -> IntArray:
 
 
 def padding_token_id(tokenizer: Any) -> int:
-    """The token that pads, else the end of sequence: what transformers' sequence classification looks for."""
+    """Return the token that pads, else the end of sequence: what transformers' sequence classification looks for."""
     pad = tokenizer.pad_token_id
     return int(tokenizer.eos_token_id if pad is None else pad)
 
 
 def encode_for_scoring(tokenizer: Any, prompt: Any, completion: Any, template: str) -> IntArray:
-    """[T] token ids of a whole text that a reward model scores at its last token.
+    """Return [T] token ids of a whole text that a reward model scores at its last token.
 
     Trailing padding tokens are cut off, as transformers does when it looks for the last token: where the end of
     sequence is also the padding, the score is read at the token before it.
@@ -198,7 +201,7 @@ def encode_for_scoring(tokenizer: Any, prompt: Any, completion: Any, template: s
 
 
 def with_system_prompt(prompt: Any, data: DataSection) -> Any:
-    """The prompt with data.system_prompt put before it, if there is one."""
+    """Return the prompt with data.system_prompt put before it, if there is one."""
     if data.system_prompt is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

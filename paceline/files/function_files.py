@@ -1,7 +1,8 @@
-"""From where a run's reward functions may come: a file of the user's is code that runs in the reward workers.
+"""Folders from which a run's reward functions may be loaded: a user's file is code that runs in the reward workers.
 
-A spec that was read from a file records its folder, and names functions from there or below. Who runs a service can allow
-other folders with `--functions-from`, and then only those: what a spec says about its own folder is the submitter's word.
+A spec that was read from a file records its folder, and may name functions from there or below. The operator of a
+service can allow other folders with `--functions-from`, and then only those, because a spec's record of its folder is
+the submitter's statement.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from paceline.spec import RunSpec
 
 
 def refusal(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
-    """Why a function's file may not be used, in a sentence; empty when all may. Links are followed first.
+    """Return the reason why a function's file may not be used, as a sentence; empty when it may. Links are followed
+    first.
 
-    `allowed` are the folders of `--functions-from`. Without any, a spec that records no folder, because it was made by a
-    program, may name any file.
+    `allowed` are the folders of `--functions-from`. Without any, a spec that records no folder, because a program made
+    it, may name any file.
     """
     folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
     if not folders:

@@ -25,7 +25,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL or a local path, and the path in it.
+    """Return the file system of a URL or a local path, and the path in it.
 
     Raises SpecError, which names it as `what`, for a scheme that is unknown or whose package is not installed.
     """
@@ -41,7 +41,7 @@ def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
 
 
 def is_local(store: AbstractFileSystem) -> bool:
-    """Whether the files are this machine's (or those of something mounted into it)."""
+    """Return whether the files are this machine's (or of a file system that is mounted into it)."""
     return isinstance(store, LocalFileSystem)
 
 
@@ -75,19 +75,19 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """Its own name, without the folders above."""
+        """Name of the folder, without the folders above."""
         return str(posixpath.basename(self._path))
 
     def exists(self, name: str = "") -> bool:
-        """Whether it has this file or, without a name, is there itself."""
+        """Return whether it has this file or, without a name, exists itself."""
         return bool(self._store.exists(self._at(name)))
 
     def make(self) -> None:
-        """Makes the folder and those above it, where there are any to make."""
+        """Make the folder and those above it, where there are any to make."""
         self._store.makedirs(self._path, exist_ok=True)
 
     def folders(self) -> list[Folder]:
-        """The folders in it, by name; none if it is not there."""
+        """Return the folders in it, by name; none if it is not there."""
         try:
             entries = self._store.ls(self._path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -101,17 +101,17 @@ class Folder:
         return {path[len(self._path) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
 
     def open(self, name: str) -> IO[bytes]:
-        """A file for reading. Raises FileNotFoundError."""
+        """Return a file for reading. Raises FileNotFoundError."""
         stream: IO[bytes] = self._store.open(self._at(name), "rb")
         return stream
 
     def read(self, name: str) -> bytes:
-        """A whole file. Raises FileNotFoundError, NotADirectoryError."""
+        """Return a whole file. Raises FileNotFoundError, NotADirectoryError."""
         with self.open(name) as file:
             return file.read()
 
     def sha256(self, name: str) -> str:
-        """Of a file's bytes, in hex."""
+        """Return the SHA-256 of a file's bytes, in hex."""
         digest = hashlib.sha256()
         with self.open(name) as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -119,7 +119,7 @@ class Folder:
         return digest.hexdigest()
 
     def write(self, name: str, data: bytes) -> None:
-        """Makes or replaces a file in one piece; durable, with everything written here before, when it returns."""
+        """Make or replace a file in one piece; durable, with everything written here before, when it returns."""
         if self.local is None:
             self._store.pipe_file(self._at(name), data)
             return
@@ -128,14 +128,14 @@ class Folder:
         sync_folder(self.local.parent)
 
     def delete(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Remove a file, if it is there."""
         try:
             self._store.rm_file(self._at(name))
         except FileNotFoundError:
             return
 
     def remove(self) -> None:
-        """Removes the folder with all that is in it, if it is there."""
+        """Remove the folder with all that is in it, if it is there."""
         if not self.exists():
             return
         if self.local is not None:

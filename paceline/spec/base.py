@@ -1,4 +1,4 @@
-"""What the parts of a spec share: strict sections and constrained numbers."""
+"""Base of the parts of a spec: strict sections and constrained numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 STORED = {"stored": True}
-"""Validation context of a spec that an earlier version may have accepted: values that are no longer there pass, and the
-part that meets them says what it does instead."""
+"""Validation context of a spec that an earlier version may have accepted: values that are refused today pass, and
+the module that uses them states what it does instead."""
 
 
 class Section(BaseModel):

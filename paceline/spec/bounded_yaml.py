@@ -1,8 +1,9 @@
-"""YAML of a stranger, read within bounds: size, depth, number of values, length of one, no anchors, no aliases, and time.
+"""Read YAML of a stranger within bounds: size, depth, number of values, length of a value, no anchors, no aliases, and
+time.
 
-An alias stands for a whole tree, and aliases of aliases for exponentially many: a spec has no use for them on its way (a
-user's own file may have them: they are resolved where it is read). Characters are read by libyaml, values are put together
-in Python: a thread that reads a large text leaves other threads their turn after each value.
+An alias stands for a whole tree, and aliases of aliases for exponentially many. A submitted spec needs none (a user's
+file may have them: they are resolved where it is read). libyaml reads the characters, Python builds the values: a
+thread that reads a large text lets other threads run after each value.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MAX_NODES = 20_000
 MAX_SCALAR = 1 << 16
 """Characters of one value."""
 MAX_NUMBER = 1000
-"""Characters of one that is a number: YAML has notations whose reading takes the square of their length."""
+"""Characters of a number: YAML has notations whose reading time grows with the square of their length."""
 MAX_READ_S = 10.0
-"""For one text. Within the other bounds it takes tenths of a second; a machine may have little time left."""
+"""Seconds for one text. Within the other bounds it takes tenths of a second, but the machine may be busy."""
 
 
 class PythonEvents(Reader, Scanner, Parser):
-    """What `CParser` is, where PyYAML was built without libyaml."""
+    """Substitute for `CParser` where PyYAML was built without libyaml."""
 
     def __init__(self, text: str):
         Reader.__init__(self, text)
@@ -63,7 +64,7 @@ class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: igno
 
 
 class BoundedLoader(StepwiseLoader):
-    """Raises SpecError at what is beyond the bounds, before it is built."""
+    """Loader that raises SpecError for a value beyond the bounds, before it is built."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -71,7 +72,7 @@ class BoundedLoader(StepwiseLoader):
         self._until_s = time.monotonic() + MAX_READ_S
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Counts on the way down."""
+        """Count levels and values before they are built."""
         event: Any = self.peek_event()
         place = f"line {event.start_mark.line + 1}"
         self._check_time(place)
@@ -99,7 +100,7 @@ class BoundedLoader(StepwiseLoader):
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Looks at the clock before each value."""
+        """Check the time before each value."""
         self._check_time(f"line {node.start_mark.line + 1}")
         return super().construct_object(node, deep)
 
@@ -112,7 +113,7 @@ class BoundedLoader(StepwiseLoader):
 
 
 def load(text: str) -> Any:
-    """What the YAML `text` says. Raises SpecError: not YAML, or beyond the bounds."""
+    """Return the contents of the YAML `text`. Raises SpecError: not YAML, or beyond the bounds."""
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_BYTES:
         raise SpecError(f"the spec has {size} bytes, {MAX_BYTES} are allowed; keep data in files")

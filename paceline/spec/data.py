@@ -1,4 +1,4 @@
-"""`data` and `rewards`: where prompts come from and what judges completions."""
+"""`data` and `rewards`: the source of prompts and the functions that score completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.spec.base import PositiveFloat, PositiveInt, Section
 
 
 class DataSection(Section):
-    """Where prompts come from. Columns that are not named here go to the reward functions."""
+    """The source of prompts. Columns that are not named here go to the reward functions."""
 
     train: str
     """A .jsonl or .parquet file, a folder made by `datasets`, or a data set's name on the hub."""
@@ -32,13 +32,13 @@ class DataSection(Section):
     label_key: str = "label"
     """Column that says whether the completion is good: true or false (`kto`)."""
     margin_key: str = "margin"
-    """Column with how much better the chosen completion is; rows without it have margin 0 (`rm`)."""
+    """Column with the margin by which the chosen completion is better; rows without it have margin 0 (`rm`)."""
     system_prompt: str | None = None
     """Put before every prompt as a system message; makes a chat of a text prompt."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: messages always, text only when system_prompt is set."""
     shuffle: bool = True
-    """Seeded order, anew in every epoch; false keeps the file's order."""
+    """Draw a new seeded order in every epoch; false keeps the file's order."""
 
 
 class RewardFunctionSection(Section):

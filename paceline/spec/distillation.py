@@ -1,4 +1,4 @@
-"""`distillation`: the student samples, a teacher says how likely each sampled token was to it."""
+"""`distillation`: the student samples, and a teacher gives its log-probability of each sampled token."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DistillationSection(AlgorithmSection):
     teacher_model_name: str | None = None
     """The teacher: a local folder or a name on the hub, with the student's tokenizer."""
     teacher_pool: Literal["learner", "reward"] = "learner"
-    """Who asks it: the learner, each rank of which holds a shard; or the reward workers, each of which holds all of it and
-    adds its log-probabilities of the sampled tokens to the group's rewards."""
+    """Processes that run it: the learner, each rank of which holds a shard; or the reward workers, each of which
+    holds all of it and adds its log-probabilities of the sampled tokens to the group's rewards."""
     kl_type: Literal["reverse", "forward", "mixed"] = "reverse"
     """KL(student‖teacher), KL(teacher‖student), or both."""
     mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -44,15 +44,15 @@ class DistillationSection(AlgorithmSection):
         return kind
 
     def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection:
-        """The teacher."""
+        """Return the teacher."""
         return policy.model_copy(update={"model_name": self.teacher_model_name, "tokenizer_name": None})
 
     def pool_serves_reference(self, loss_fn: LossSection) -> bool:
-        """Whether the reward pool asks the teacher."""
+        """Return whether the reward pool runs the teacher."""
         return self.teacher_pool == "reward"
 
     def check_with(self, grpo: GrpoSection, loss_fn: LossSection) -> None:
-        """Raise ValueError for what the teacher takes the place of."""
+        """Raise ValueError for settings that contradict the use of a teacher."""
         if self.teacher_model_name is None:
             raise ValueError("distillation.teacher_model_name is not set; name the teacher")
         if loss_fn.reference_policy_kl_penalty > 0:

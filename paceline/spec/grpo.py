@@ -1,4 +1,4 @@
-"""`grpo` and `async_grpo`: how groups are made, how many steps are trained, how stale they may be."""
+"""`grpo` and `async_grpo`: making groups, the number of steps, and the bound on staleness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHOUT_GROUP = ("gae", "reinforce_pp")
 
 
 class GrpoSection(AlgorithmSection):
-    """How groups are made and how many steps are trained (`algorithm: grpo`)."""
+    """Making of groups and number of training steps (`algorithm: grpo`)."""
 
     samples: ClassVar[bool] = True
 
@@ -48,8 +48,8 @@ class GrpoSection(AlgorithmSection):
     """Attempts at generating a group that may fail by the fault of its data (a prompt that is too long, a template that
     refuses it) before it is dropped; those that a worker, the network or the coordinator ended do not count."""
     max_score_failures: PositiveInt = 3
-    """Attempts at scoring a group that may fail by the fault of its data or of a reward function before it is dropped;
-    those that fail because something could not be reached do not count."""
+    """Attempts at scoring a group that may fail by the fault of its data or of a reward function before it is
+    dropped; those that fail because a service could not be reached do not count."""
     val_period: NonNegativeInt = 0
     """Evaluate every this many steps; 0 evaluates only where val_at_start and val_at_end say so."""
     val_at_start: bool = False
@@ -63,15 +63,15 @@ class GrpoSection(AlgorithmSection):
 
     @property
     def uses_value_model(self) -> bool:
-        """Whether the learner trains a value model beside the policy (PPO)."""
+        """Return whether the learner trains a value model beside the policy (PPO)."""
         return self.advantage == "gae"
 
     def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection | None:
-        """The policy as it was, for a KL penalty."""
+        """Return the policy before training, for a KL penalty; None without one."""
         return policy if loss_fn.reference_policy_kl_penalty > 0 else None
 
     def pool_serves_reference(self, loss_fn: LossSection) -> bool:
-        """Whether loss_fn.reference_policy_pool asks the reward pool, and there is a reference."""
+        """Return whether there is a reference and loss_fn.reference_policy_pool assigns it to the reward pool."""
         return loss_fn.reference_policy_kl_penalty > 0 and loss_fn.reference_policy_pool == "reward"
 
     @model_validator(mode="after")
@@ -88,14 +88,14 @@ class GrpoSection(AlgorithmSection):
 
 
 class AsyncGrpoSection(Section):
-    """How far generation may run ahead of training."""
+    """Bound on how far generation may run ahead of training."""
 
     max_trajectory_age_steps: NonNegativeInt = 1
     """η: oldest version a trained token may have, in steps; 0 is synchronous, on-policy GRPO."""
     order: Literal["ready_first", "in_order"] = "ready_first"
     """`ready_first` trains what is complete, oldest first; `in_order` gives every lease a slot in its step."""
     late_wait_s: NonNegativeFloat = 30.0
-    """How long a batch waits for a live group that would pass the age limit (`ready_first`)."""
+    """Seconds that a batch waits for a live group that would pass the age limit (`ready_first`)."""
     hard_max_age: NonNegativeInt | None = None
     """A late group still trains up to this age, else it is dropped as stale; default 2·η + 2."""
     in_flight_weight_updates: bool = True
@@ -105,5 +105,5 @@ class AsyncGrpoSection(Section):
 
     @property
     def hard_max_age_steps(self) -> int:
-        """The age up to which a late group still trains."""
+        """Return the largest age at which a late group still trains."""
         return 2 * self.max_trajectory_age_steps + 2 if self.hard_max_age is None else self.hard_max_age

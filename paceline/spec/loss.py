@@ -16,20 +16,20 @@ def preset_of(loss_fn: Any) -> Preset | None:
 
 
 class LossSection(Section):
-    """The policy loss: a ratio, what becomes of it, the correction of the sampler's age, penalties, the reduction
-    (docs/objectives.md has the formulas)."""
+    """The policy loss: a ratio, a function of ratio and advantage, the correction of the sampler's age, penalties,
+    and the reduction (docs/objectives.md has the formulas)."""
 
     preset: PresetName | None = None
     """A paper's settings for the keys of loss_fn and grpo that the spec leaves out."""
     policy_loss: Literal["clip", "unclipped", "cispo", "sapo", "dppo", "vespo"] = "clip"
-    """What is made of ratio and advantage: `clip` (PPO, GRPO, and GSPO by ratio_level), `unclipped`, or by name."""
+    """Function of ratio and advantage: `clip` (PPO, GRPO, and GSPO by ratio_level), `unclipped`, or by name."""
     ratio_anchor: Literal["proximal", "behaviour"] = "proximal"
     """Denominator of the ratio: the learner at the start of the step, or the sampler. With one update per step the
     proximal ratio is 1, so no clip acts."""
     ratio_level: Literal["token", "sequence", "sequence_product"] = "token"
     """One ratio per token, or one per sequence: `sequence` its geometric mean, `sequence_product` the product."""
     proximal_policy: Literal["exact", "log_linear"] = "exact"
-    """`exact` asks the model before the first of several updates; `log_linear` interpolates by the token's version."""
+    """`exact` runs the model before the first of several updates; `log_linear` interpolates by the token's version."""
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
     """ε: the ratio is clipped from below at 1 - ε; 1 is no bound."""
     ratio_clip_max: NonNegativeFloat = 0.2
@@ -55,14 +55,14 @@ class LossSection(Section):
     vespo_lambda_neg: PositiveFloat = 2.0
     """Decay for negative advantages (`vespo`)."""
     reduction: Literal["grpo", "dapo", "dr_grpo", "bnpo", "sequence_sum"] = "dapo"
-    """How token losses become one number, always over the global batch (`bnpo` excepted)."""
+    """Reduction of token losses to one number, always over the global batch (`bnpo` excepted)."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.0
     """β: weight of the KL to the reference policy; 0 loads no reference."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL; `k1` has no gradient as a loss and is refused there with β > 0."""
     reference_policy_pool: Literal["learner", "reward"] = "learner"
-    """Who asks the reference policy: the learner in every step, or the reward workers once for every group, which then
-    each hold a copy of it in place of the learner."""
+    """Processes that run the reference policy: the learner in every step, or the reward workers once for every
+    group, which then each hold a copy of it in place of the learner."""
     use_kl_in_reward: bool = False
     """Subtract β·KL from the reward instead of adding it to the loss."""
     entropy_bonus: NonNegativeFloat = 0.0

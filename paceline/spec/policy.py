@@ -1,4 +1,4 @@
-"""`policy`: the model, its optimizer and schedule, and how it generates."""
+"""`policy`: the model, its optimizer and schedule, and generation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SchedulerSection(Section):
     power: PositiveFloat = 1.0
     """Exponent of `polynomial`; 1 is linear."""
     num_cycles: PositiveInt = 1
-    """How often `cosine_with_restarts` falls; each time but the last it returns to the peak."""
+    """Number of times that `cosine_with_restarts` falls; each time but the last it returns to the peak."""
     decay_steps: PositiveInt | None = None
     """Steps of the fall at the end of `wsd`."""
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
@@ -84,21 +84,22 @@ class LoraSection(Section):
     """Train a LoRA adapter in place of the model's own weights; docs/lora.md."""
 
     enabled: bool = False
-    """Whether to."""
+    """Train an adapter."""
     dim: PositiveInt = 8
     """Rank of the adapter."""
     alpha: PositiveInt = 32
     """The adapter's product is scaled by alpha / dim."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of the adapter's inputs, while training; for `sft` only, as every other ratio compares with a policy that has none."""
+    """Dropout of the adapter's inputs in training; for `sft` only, because every other ratio compares with a policy
+    without dropout."""
     target_modules: tuple[str, ...] = ()
     """Last parts of the names of the layers to adapt (`q_proj` …); empty means every linear layer below the LM head."""
     exclude_modules: tuple[str, ...] = ()
-    """Of those, names that are left alone."""
+    """Names of layers among them that are not adapted."""
 
 
 class GenerationSection(Section):
-    """How completions are sampled and by which engine."""
+    """Sampling of completions, and the engine."""
 
     backend: Literal["native", "vllm"] = "native"
     """`native` is embedded (any machine), `vllm` needs the extra of that name."""
@@ -124,7 +125,7 @@ class GenerationSection(Section):
     vllm_cfg: VllmSection = VllmSection()
     """The vLLM engine: parallelism and memory."""
     vllm_kwargs: dict[str, Any] = {}
-    """Further engine arguments, handed to vLLM as they are (`vllm.AsyncEngineArgs` lists them)."""
+    """Further engine arguments, passed to vLLM unchanged (`vllm.AsyncEngineArgs` lists them)."""
 
     @model_validator(mode="after")
     def _check(self) -> GenerationSection:
@@ -157,12 +158,12 @@ class GenerationSection(Section):
 
 
 class PolicySection(Section):
-    """The model, how it is trained and how it generates."""
+    """The model, its training and its generation."""
 
     model_name: str
     """A local folder or a name on the Hugging Face hub."""
     tokenizer_name: str | None = None
-    """Where the tokenizer is, when not with the model."""
+    """Folder or hub name of the tokenizer, when it is not with the model."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA."""
     generation_precision: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -1,6 +1,6 @@
-"""Reads a `RunSpec` from YAML and dotted overrides, and says what was meant when it cannot.
+"""Read a `RunSpec` from YAML and dotted overrides, and explain errors with the nearest known key.
 
-`load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is what `paceline submit` does. Relative paths in a file
+`load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is the work of `paceline submit`. Relative paths in a file
 are relative to that file; the resolved spec holds absolute ones, so that every service reads the same.
 """
 
@@ -33,7 +33,7 @@ PATH_FIELDS = (
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
-    """The spec in YAML file `path` with `overrides` ("section.key=value") applied.
+    """Return the spec in YAML file `path` with `overrides` ("section.key=value") applied.
 
     Raises SpecError: no such file, not YAML, unknown key (with the nearest known one), wrong type, contradiction.
     """
@@ -44,7 +44,7 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
-    """The sections of YAML file `path` as they are written. Raises SpecError: no such file, not YAML."""
+    """Return the sections of YAML file `path` as written. Raises SpecError: no such file, not YAML."""
     path = Path(path)
     try:
         text = path.read_text()
@@ -60,8 +60,8 @@ def read_tree(path: str | Path) -> dict[str, Any]:
 
 
 def parse_spec(tree: dict[str, Any], base: Path | None = None, *, stored: bool = False) -> RunSpec:
-    """The spec in `tree`; relative paths that exist under `base` become absolute. A `stored` one was accepted earlier and
-    may hold values that are refused by now. Raises SpecError."""
+    """Return the spec in `tree`; relative paths that exist under `base` become absolute. A `stored` one was accepted
+    earlier and may hold values that are refused by now. Raises SpecError."""
     tree = _with_absolute_paths(tree, base) if base else tree
     try:
         return RunSpec.model_validate(tree, context=STORED if stored else None)
@@ -70,7 +70,7 @@ def parse_spec(tree: dict[str, Any], base: Path | None = None, *, stored: bool =
 
 
 def submitted_spec(text: str) -> RunSpec:
-    """The spec in YAML `text` that a client submits, within the bounds of `bounded_yaml`. Raises SpecError."""
+    """Return the spec in YAML `text` that a client submits, within the bounds of `bounded_yaml`. Raises SpecError."""
     from paceline.spec import bounded_yaml
 
     spec = parse_spec(_mapping(bounded_yaml.load(text)))
@@ -88,8 +88,8 @@ def _check_paths(spec: RunSpec) -> None:
 
 
 def spec_from_yaml(text: str) -> RunSpec:
-    """The spec in YAML `text` of a run that was accepted, perhaps by an earlier version: as the ledger holds it and as it
-    travels to the workers. Raises SpecError."""
+    """Return the spec in YAML `text` of a run that was accepted, perhaps by an earlier version: as the ledger holds
+    it and as it travels to the workers. Raises SpecError."""
     return parse_spec(_tree_of(text), stored=True)
 
 
@@ -112,9 +112,8 @@ def _mapping(tree: Any) -> dict[str, Any]:
 
 
 def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
-    """The spec of a run that was accepted once, perhaps by another version, and a warning for each key that this one does not
-    know; the record keeps those. Raises SpecError for what cannot be understood without them.
-    """
+    """Return the spec of a run that was accepted, perhaps by another version, and a warning for each key that this
+    version does not know. The ledger keeps those keys. Raises SpecError for a spec that cannot be read without them."""
     try:
         return spec_from_yaml(text), []
     except SpecError:
@@ -129,7 +128,7 @@ def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
 
 
 def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
-    """`spec_from_ledger` for the record of that run. Raises SpecError that names the run and says what helps."""
+    """Call `spec_from_ledger` for the record of that run. Raises SpecError that names the run and the remedy."""
     try:
         return spec_from_ledger(text)
     except SpecError as error:
@@ -141,7 +140,7 @@ def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
 
 
 def _remove_unknown(tree: dict[str, Any]) -> list[str]:
-    """Takes the keys out of `tree` that no field has; returns them, dotted."""
+    """Remove from `tree` the keys that no field has; return them, dotted."""
     try:
         RunSpec.model_validate(tree, context=STORED)
     except ValidationError as error:
@@ -150,7 +149,7 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
             if item["type"] == "extra_forbidden":
                 with contextlib.suppress(
                     KeyError, IndexError, TypeError
-                ):  # a place that the tree does not have
+                ):  # a position that the tree does not have
                     node: Any = tree
                     for part in item["loc"][:-1]:
                         node = node[part]
@@ -161,15 +160,15 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
 
 
 def spec_to_yaml(spec: RunSpec) -> str:
-    """The resolved spec, defaults included."""
-    # libyaml's where it is there: the plain one takes seconds for a megabyte, and holds up other threads meanwhile.
+    """Return the resolved spec, defaults included."""
+    # libyaml's where it exists: the plain one takes seconds for a megabyte and blocks other threads meanwhile.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.dump(spec.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
     return text
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets `a.b.c=value` in `tree`; the value is read as YAML, list items by index. Raises SpecError."""
+    """Set `a.b.c=value` in `tree`; the value is read as YAML, list items by index. Raises SpecError."""
     dotted, equals, raw = override.partition("=")
     if not equals or not dotted:
         raise SpecError(f"override {override!r} has to look like section.key=value")
@@ -199,7 +198,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def explain(error: ValidationError) -> str:
-    """One line per fault: the dotted field, the value, what is wrong, what was meant."""
+    """Return one line per fault: the dotted field, the value, the error, and the nearest known key."""
     items = error.errors()
     lines = [_explain_one(item) for item in items[:FAULTS_SHOWN]]
     if len(items) > FAULTS_SHOWN:
@@ -259,7 +258,7 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _absolute(value: str, base: Path) -> str:
-    """A path relative to `base` as an absolute one; what is none (a name on the hub) as it is."""
+    """Return a path relative to `base` as an absolute one, and any other string (a name on the hub) unchanged."""
     if value.startswith(("./", "../", "~")) or (base / value).exists():
         return str((base / Path(value).expanduser()).resolve())
     return value

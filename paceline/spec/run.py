@@ -32,13 +32,14 @@ class RunSpec(Section):
     """One training job. Submitted once, checked whole, written beside the run as it was resolved."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
-    """A word for people; the run's id and its folder are made from it: letters, digits, dot, dash, underscore."""
+    """Name for people; the run's id and its folder are made from it: letters, digits, dot, dash, underscore."""
     folder: str = ""
-    """Folder of the spec's file, recorded when it is read: reward functions come from there or below. Empty for a spec that a
-    program made."""
+    """Folder of the spec's file, recorded when it is read: reward functions are loaded from it or below. Empty for a
+    spec that a program made."""
     algorithm: Algorithm = "grpo"
-    """What is trained from what: `grpo` from rollouts; from a data set's examples `sft` (completions), `dpo` and `orpo`
-    (preference pairs), `kto` (good and bad completions), `rm` (a reward model from pairs); `distillation` from rollouts that a teacher judges token by token."""
+    """Algorithm and its training data: `grpo` from rollouts; from a data set's examples `sft` (completions), `dpo`
+    and `orpo` (preference pairs), `kto` (good and bad completions), `rm` (a reward model from pairs); `distillation`
+    from rollouts that a teacher scores token by token."""
     policy: PolicySection
     data: DataSection
     grpo: GrpoSection = GrpoSection()
@@ -65,7 +66,7 @@ class RunSpec(Section):
 
     @property
     def samples(self) -> bool:
-        """Whether the run trains on rollouts; else on a data set's examples."""
+        """Return whether the run trains on rollouts; else on a data set's examples."""
         return self.algorithm_section.samples
 
     @property
@@ -81,12 +82,12 @@ class RunSpec(Section):
 
     @property
     def uses_value_model(self) -> bool:
-        """Whether the learner trains a value model beside the policy (PPO)."""
+        """Return whether the learner trains a value model beside the policy (PPO)."""
         return self.algorithm_section.uses_value_model
 
     @property
     def has_scoring_head(self) -> bool:
-        """Whether the trained model gives scores in place of tokens."""
+        """Return whether the trained model returns scores in place of tokens."""
         return self.algorithm_section.scoring_head
 
     @property
@@ -96,17 +97,18 @@ class RunSpec(Section):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether `frozen_policy` is another model than the policy."""
+        """Return whether `frozen_policy` is another model than the policy."""
         return self.algorithm_section.has_teacher
 
     @property
     def pool_serves_reference(self) -> bool:
-        """Whether the reward pool asks `frozen_policy`, so that the learner gets its answers with the batch."""
+        """Return whether the reward pool runs `frozen_policy`, so that the learner gets its log-probabilities with
+        the batch."""
         return self.algorithm_section.pool_serves_reference(self.loss_fn)
 
     @property
     def precomputes_reference(self) -> bool:
-        """Whether the reference is asked once about the whole data set, before training."""
+        """Return whether the reference is computed once for the whole data set, before training."""
         return self.algorithm_section.precomputes_reference
 
     @property
@@ -116,7 +118,7 @@ class RunSpec(Section):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed and doubtful, a sentence each; said when the spec is submitted."""
+        """Warnings for legal but suspicious settings, one sentence each; shown when the spec is submitted."""
         return doubts(self.loss_fn, self.async_grpo.max_trajectory_age_steps, samples=self.samples)
 
     @model_validator(mode="before")
@@ -152,7 +154,7 @@ class RunSpec(Section):
             )
 
     def _check_best_metric(self) -> None:
-        """A checkpoint without a value of the metric could never be the best."""
+        """Raise ValueError where a checkpoint would have no value of the metric, because it could never be the best."""
         save, metric = self.checkpointing, self.checkpointing.metric_name
         if metric is None or not metric.startswith("val:"):
             return

@@ -15,20 +15,21 @@ ExampleForm = Literal["demonstration", "preference", "verdict"]
 
 
 class ExamplesSection(AlgorithmSection):
-    """What every algorithm that reads examples has: how many, how long, and when held-out ones are measured."""
+    """Settings of every algorithm that reads examples: their number, the number of steps, and the evaluation on
+    held-out examples."""
 
     samples: ClassVar[bool] = False
     example_form: ClassVar[ExampleForm]
-    """What a row of the data set holds (`paceline.data.examples`)."""
+    """Form of a row of the data set (`paceline.data.examples`)."""
     reads_conversations: ClassVar[bool] = False
-    """Whether data.messages_key may name whole conversations."""
+    """True if data.messages_key may name whole conversations."""
 
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
     num_examples_per_step: PositiveInt = 32
     """Examples in the batch of one step; a prompt with its chosen and rejected completions is one example."""
     seed: NonNegativeInt = 42
-    """Seeds the order of the data, and what a new head starts from."""
+    """Seed of the order of the data and of a new head."""
     val_period: NonNegativeInt = 0
     """Measure the held-out examples every this many steps; 0: only where val_at_start and val_at_end say so."""
     val_at_start: bool = False
@@ -40,11 +41,11 @@ class ExamplesSection(AlgorithmSection):
 
     @property
     def validates(self) -> bool:
-        """Whether held-out examples are measured at all."""
+        """Return whether held-out examples are measured at all."""
         return bool(self.val_period or self.val_at_start or self.val_at_end)
 
     def val_due(self, trained_steps: int) -> bool:
-        """Whether they are measured once this many steps are trained."""
+        """Return whether they are measured after this many trained steps."""
         if trained_steps == 0:
             return self.val_at_start
         if trained_steps == self.max_num_steps and self.val_at_end:
@@ -60,8 +61,8 @@ class SftSection(ExamplesSection):
     compares_policies: ClassVar[bool] = False
 
     loss_mask: Literal["completion", "assistant"] = "completion"
-    """`completion` trains what follows the prompt (of a conversation: its last message), `assistant` every message of
-    the assistant (data.messages_key)."""
+    """`completion` trains the text after the prompt (of a conversation: its last message), `assistant` every message
+    of the assistant (data.messages_key)."""
 
 
 class DpoSection(ExamplesSection):
@@ -70,9 +71,9 @@ class DpoSection(ExamplesSection):
     example_form: ClassVar[ExampleForm] = "preference"
 
     reference_policy_kl_penalty: PositiveFloat = 0.05
-    """β: how strongly the policy is held to the reference."""
+    """β: weight that holds the policy to the reference."""
     preference_loss: Literal["sigmoid", "conservative", "robust", "hinge", "ipo"] = "sigmoid"
-    """What is made of the difference of the two log-ratios (docs/objectives.md)."""
+    """Function of the difference of the two log-ratios (docs/objectives.md)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """ε: the chance that a label is flipped (`conservative`, `robust`)."""
     preference_loss_weight: PositiveFloat = 1.0
@@ -84,15 +85,15 @@ class DpoSection(ExamplesSection):
     sft_average_log_probs: bool = False
     """Divide each completion's negative log-likelihood by its length."""
     precompute: bool = False
-    """Ask the reference once, for the whole data set, before training; then it needs no memory."""
+    """Compute the reference once, for the whole data set, before training; then it needs no memory."""
 
     @property
     def precomputes_reference(self) -> bool:
-        """Whether `precompute` is set."""
+        """Return whether `precompute` is set."""
         return self.precompute
 
     def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection:
-        """The policy as it was."""
+        """Return the policy as it was."""
         return policy
 
     @model_validator(mode="after")
@@ -111,21 +112,21 @@ class KtoSection(ExamplesSection):
     example_form: ClassVar[ExampleForm] = "verdict"
 
     reference_policy_kl_penalty: PositiveFloat = 0.1
-    """β: how strongly the policy is held to the reference."""
+    """β: weight that holds the policy to the reference."""
     desirable_weight: PositiveFloat = 1.0
     """Factor of the good completions' loss."""
     undesirable_weight: PositiveFloat = 1.0
-    """Factor of the bad ones'."""
+    """Factor of the bad completions' loss."""
     precompute: bool = False
-    """Ask the reference once, about all that the run will see, before training; then it needs no memory."""
+    """Compute the reference once, for all examples that the run will read, before training; then it needs no memory."""
 
     @property
     def precomputes_reference(self) -> bool:
-        """Whether `precompute` is set."""
+        """Return whether `precompute` is set."""
         return self.precompute
 
     def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection:
-        """The policy as it was."""
+        """Return the policy as it was."""
         return policy
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""`weights`, `checkpointing`, `logger`, `cluster`: how the services carry, keep and show a run."""
+"""`weights`, `checkpointing`, `logger`, `cluster`: transport of weights, storage, records and processes of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.spec.base import STORED, NonNegativeInt, PositiveFloat, PositiveIn
 
 
 class WeightsSection(Section):
-    """How new weights reach the rollout workers."""
+    """Transport of new weights to the rollout workers."""
 
     channel: Literal["collective", "delta"] = "collective"
     """`collective`: the whole model over a link to each worker. `delta`: changed elements through a store."""
     store: str | None = None
-    """Where stored weights go: an absolute path or any fsspec URL; default `weights/` in the run's directory."""
+    """Folder of stored weights: an absolute path or any fsspec URL; default `weights/` in the run's directory."""
     anchor_interval: PositiveInt = 50
     """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
     backend: Literal["auto", "gloo", "nccl", "shared"] = "auto"
@@ -24,8 +24,8 @@ class WeightsSection(Section):
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
-    """Longest silence of a member that is being brought a version: a member that neither takes bytes nor reports that it is
-    loading them for this long is left out."""
+    """Longest silence of a member during a transfer: a member that for this long neither takes bytes nor reports
+    that it is loading them is expelled."""
     bucket_mb: PositiveInt = 64
     """Size of one packed bucket."""
 
@@ -54,36 +54,37 @@ class WeightsSection(Section):
 
 
 class CheckpointingSection(Section):
-    """When the learner's state is made durable."""
+    """Checkpoints of the learner's state."""
 
     enabled: bool = True
-    """Whether to write checkpoints at all."""
+    """Write checkpoints."""
     save_period: PositiveInt = 50
     """Steps between two checkpoints; the last step always makes one."""
     keep_top_k: PositiveInt = 2
     """Complete checkpoints that are kept: the newest or, with `metric_name`, the best and the newest one."""
     metric_name: Annotated[str, Field(pattern=r"^(train|val):\S+$")] | None = None
-    """What is best: `val:reward` (of the evaluation after that step), or `train:` and a step's metric (`train:loss`)."""
+    """Metric of the best checkpoint: `val:reward` (of the evaluation after that step), or `train:` and a step's
+    metric (`train:loss`)."""
     higher_is_better: bool = True
-    """Whether the best value of the metric is the highest."""
+    """True if the highest value of the metric is the best."""
     checkpoint_dir: str | None = None
-    """Where to, each run in a folder of its own: a path that all ranks see, or an fsspec URL (`s3://bucket/folder`).
-    Default `checkpoints/` in the run's directory."""
+    """Parent folder of the runs' checkpoint folders: a path that all ranks see, or an fsspec URL
+    (`s3://bucket/folder`). Default `checkpoints/` in the run's directory."""
 
 
 class LoggerSection(Section):
-    """What is written down."""
+    """Records of a run."""
 
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
     keep_samples: bool = True
     """Keep trained groups in the ledger as the run's trace data set (`paceline samples`)."""
     stall_warning_s: PositiveFloat = 60.0
-    """A warning that names the reason when the learner has waited this long; again at twice the time, and so on."""
+    """Seconds that the learner waits before a warning names the reason; again at twice the time, and so on."""
 
 
 class ClusterSection(Section):
-    """How many processes `paceline up` starts on this host. A cluster's size is its operator's."""
+    """Number of processes that `paceline up` starts on this host. The size of a cluster is its operator's decision."""
 
     rollout_workers: PositiveInt = 2
     """Rollout services."""
@@ -92,7 +93,8 @@ class ClusterSection(Section):
     learner_ranks: PositiveInt = 1
     """Ranks of the learner."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: where no GPUs are named, `paceline up` divides those of the host and says how. cpu: it uses none."""
+    """auto: where no GPUs are named, `paceline up` divides those of the host and prints the division. cpu: it uses
+    none."""
     rollout_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for rollout, split evenly over the workers."""
     learner_gpus: tuple[NonNegativeInt, ...] = ()

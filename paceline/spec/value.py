@@ -14,9 +14,9 @@ class ValueSection(Section):
     """A second model of the learner that predicts the reward to come at every token; never published, only saved."""
 
     model_name: str | None = None
-    """What it starts from: a language model or a reward model, with the policy's tokens; default policy.model_name."""
+    """Initial model: a language model or a reward model, with the policy's tokens; default policy.model_name."""
     optimizer: OptimizerSection = OptimizerSection(lr=1e-5)
-    """Its own optimizer; the shape of the schedule is the policy's."""
+    """Optimizer of the value model; the shape of the schedule is the policy's."""
     max_grad_norm: PositiveFloat = 1.0
     """Its gradients are clipped to this global norm."""
     cliprange: PositiveFloat | None = 0.2

@@ -1,4 +1,4 @@
-"""`policy.generation.vllm_cfg` and what `vllm_kwargs` may not say."""
+"""`policy.generation.vllm_cfg`, and the arguments that `vllm_kwargs` may not set."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ RESERVED = {
         "",
     ),
 }
-"""Engine arguments that `vllm_kwargs` may not set, and where to set them instead; nowhere: Paceline needs them its way."""
+"""Engine arguments that `vllm_kwargs` may not set, and the setting to use instead; empty for arguments that Paceline
+sets."""
 
 
 def check_vllm_kwargs(kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for an argument of RESERVED."""
+    """Raise ValueError for an argument of RESERVED."""
     for name, value in kwargs.items():
         if name in RESERVED:
             remedy = f"set {RESERVED[name]} instead" if RESERVED[name] else "remove it, Paceline sets it"

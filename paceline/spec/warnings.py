@@ -1,4 +1,4 @@
-"""What a spec may say and hardly anybody wants: allowed, and told at submit in a sentence each."""
+"""Warnings for legal but suspicious settings, shown at submit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from paceline.spec.loss import LossSection
 
 
 def doubts(loss_fn: LossSection, max_age: int, *, samples: bool) -> tuple[str, ...]:
-    """Sentences for the person who submits, none for most specs; `max_age` in steps, `samples`: not from a data set."""
+    """Return one sentence for each suspicious setting; `max_age` in steps, `samples` false for a run on a data set's
+    examples."""
     return tuple(doubt for doubt in (_uncorrected(loss_fn, max_age) if samples else "",) if doubt)
 
 
 def _uncorrected(loss_fn: LossSection, age: int) -> str:
-    """Data of older weights, trained as if they were the current ones' (docs/objectives.md has what that costs)."""
+    """Return a warning if samples of older weights train uncorrected (docs/objectives.md has the cost)."""
     corrected = loss_fn.truncated_importance_sampling_ratio is not None or loss_fn.ratio_anchor == "behaviour"
     if age == 0 or corrected:
         return ""

@@ -45,12 +45,12 @@ _NO_BITS: BitArray = np.empty(0, np.uint8)
 
 
 def changed_positions(base_N: Bits, new_N: Bits) -> Positions:
-    """[K] positions, ascending, at which the bits differ."""
+    """Return [K] positions, ascending, at which the bits differ."""
     return np.flatnonzero(base_N != new_N)
 
 
 def encode(base_N: Bits, new_N: Bits, changed_K: Positions) -> bytes:
-    """The new bits at `changed_K`, which are all positions where the two differ, at least one."""
+    """Return the new bits at `changed_K`, which are all positions where the two differ, at least one."""
     classes = _Classes(base_N)
     class_K, rank_K, ordered_K = _ranked(classes, changed_K)
     counts_C = np.bincount(class_K, minlength=len(classes.sizes_C))
@@ -69,7 +69,7 @@ def encode(base_N: Bits, new_N: Bits, changed_K: Positions) -> bytes:
 
 
 def decode(data: bytes, base_N: Bits) -> tuple[Positions, Bits]:
-    """([K] positions in any order, [K] new bits) of what `encode` made with this base. Raises WireError."""
+    """Return ([K] positions in any order, [K] new bits) of what `encode` made with this base. Raises WireError."""
     try:
         return _decode(memoryview(data), base_N)
     except (ValueError, zstandard.ZstdError) as error:
@@ -133,7 +133,8 @@ class _Classes:
 
 
 def _exponents(bits_B: Bits) -> Bits:
-    """[B] uint8: of a bfloat16 the exponent; of another type of 16 bits some bits that mean its magnitude as well."""
+    """Return [B] uint8: of a bfloat16 the exponent; of another type of 16 bits some bits that mean its magnitude as
+    well."""
     return (bits_B >> _EXPONENT_SHIFT).astype(np.uint8)
 
 
@@ -143,7 +144,7 @@ def _class_of(exponents: npt.NDArray[Any], top: int, num: int) -> npt.NDArray[np
 
 
 def _ranked(classes: _Classes, changed_K: Positions) -> tuple[Positions, Positions, Positions]:
-    """([K] class, [K] rank in it, [K] position) of the changed elements, by class, then rank."""
+    """Return ([K] class, [K] rank in it, [K] position) of the changed elements, by class, then rank."""
     seen_C = np.zeros_like(classes.sizes_C)
     cuts = np.searchsorted(changed_K, np.arange(0, changed_K[-1] + _BLOCK + 1, _BLOCK))
     found: list[tuple[Positions, Positions, Positions]] = []
@@ -192,7 +193,7 @@ def _ranks(classes: _Classes, counts: list[int], unary_U: BitArray, parts: _Part
 
 
 def _positions(classes: _Classes, ranks: list[Positions]) -> Positions:
-    """[K] the positions of the changed elements, by class, then rank."""
+    """Return [K] the positions of the changed elements, by class, then rank."""
     found: list[list[Positions]] = [[] for _ in ranks]
     seen_C = np.zeros_like(classes.sizes_C)
     taken_C = np.zeros_like(classes.sizes_C)
@@ -209,7 +210,7 @@ def _positions(classes: _Classes, ranks: list[Positions]) -> Positions:
 
 
 def _split(difference_K: Bits) -> tuple[Bits, Bits]:
-    """(whether it goes down, how many units beyond the first) of differences that are not 0, wrapping around."""
+    """Return (True for a fall, units beyond the first) of differences that are not 0, wrapping around."""
     downs_K = difference_K.view(difference_K.dtype.str.replace("u", "i")) < 0
     sizes_K: Bits = np.where(downs_K, ~difference_K, difference_K - 1).astype(difference_K.dtype)
     return downs_K, sizes_K
@@ -238,13 +239,13 @@ def _pack(data: bytes | memoryview) -> bytes:
 
 
 class _Parts:
-    """What `_number` and `_pack` made, one after another. Everything raises ValueError."""
+    """Output of `_number` and `_pack`, read in order. Every method raises ValueError."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data
 
     def number(self) -> int:
-        """A number below 2^63."""
+        """Return a number below 2^63."""
         number = 0
         for place, byte in enumerate(self._rest[:9]):
             number |= (byte & 0x7F) << 7 * place
@@ -254,7 +255,7 @@ class _Parts:
         raise ValueError("a number that does not end")
 
     def part(self, num_bytes: int) -> bytes:
-        """What was packed, which must be `num_bytes` long."""
+        """Return the unpacked bytes, which must be `num_bytes` long."""
         length, kind = divmod(self.number(), 2)
         part, self._rest = self._rest[:length], self._rest[length:]
         found_bytes = zstandard.frame_content_size(part) if kind == _ZSTD else length
@@ -271,6 +272,6 @@ class _Parts:
         return np.unpackbits(np.frombuffer(self.part(-(-count // 8)), np.uint8), count=count)
 
     def end(self) -> None:
-        """There must be nothing left."""
+        """Raise ValueError if anything is left."""
         if len(self._rest):
             raise ValueError(f"{len(self._rest)} bytes too many")

@@ -44,7 +44,7 @@ class WeightLink:
         manifest: WeightManifest,
         on_bucket: Callable[[int], None] | None = None,
     ) -> None:
-        """Sends `flat` ([total_bytes] uint8 in host memory) bucket by bucket; `on_bucket` gets the bytes handed over.
+        """Send `flat` ([total_bytes] uint8 in host memory) bucket by bucket; `on_bucket` gets the bytes handed over.
 
         Returning proves nothing about the other side. Raises Unavailable when a bucket took longer than max_wait_s.
         """
@@ -61,7 +61,7 @@ class WeightLink:
         manifest: WeightManifest,
         on_bucket: Callable[[int], None] | None = None,
     ) -> None:
-        """Fills `flat` ([total_bytes] uint8 in host memory); `on_bucket` gets the bytes received so far."""
+        """Fill `flat` ([total_bytes] uint8 in host memory); `on_bucket` gets the bytes received so far."""
 
         def start(begin: int, end: int) -> tuple[Any, torch.Tensor]:
             bucket = flat[begin:end]
@@ -97,11 +97,11 @@ class WeightLink:
 
 
 POLL_S = 0.05
-"""Longest pause between two looks for the other side."""
+"""Longest pause between two checks for the other side."""
 
 
 def serve_store(bind_host: str, port: int, max_wait_s: float) -> tuple[Any, int]:
-    """Starts the store where links are formed, on one address only, and returns it with its port (0: a free one)."""
+    """Start the store where links are formed, on one address only, and return it with its port (0: a free one)."""
     import torch.distributed as dist
 
     family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
@@ -137,11 +137,11 @@ def form_link(
     host: str = "127.0.0.1",
     given_up: Callable[[], bool] = lambda: False,
 ) -> WeightLink | SharedLink:
-    """Meets the other rank under `prefix` and forms the group of two. Blocks up to about max_wait_s.
+    """Meet the other rank under `prefix` and forms the group of two. Blocks up to about max_wait_s.
 
-    `host` is this side's address as the peer reaches it (gloo). A prefix serves once. `given_up`
-    is asked while the peer is waited for. Raises Unavailable when it did not come, or nobody waits any more. Forming with a peer that stopped in the middle may outlast
-    max_wait_s, so call it from a thread that can be left behind.
+    `host` is this side's address as the peer reaches it (gloo). A prefix serves once. `given_up` is asked while the
+    peer is waited for. Raises Unavailable when it did not come, or nobody waits any more. Forming with a peer that
+    stopped in the middle may outlast max_wait_s, so call it from a thread that can be left behind.
     """
     import torch.distributed as dist
 
@@ -186,12 +186,12 @@ def _gloo(store: Any, rank: int, timeout: timedelta, host: str) -> Any:
 
 
 def reachable_from_here(bind_host: str) -> str:
-    """The address under which this machine reaches what it bound to `bind_host`."""
+    """Return the address under which this machine reaches what it bound to `bind_host`."""
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
+    """Return whether only this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -199,5 +199,5 @@ def is_loopback(host: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's message without the native stack trace that torch appends."""
+    """Return the error's message without the native stack trace that torch appends."""
     return (str(error).strip() or repr(error)).splitlines()[0]

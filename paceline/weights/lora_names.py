@@ -1,9 +1,10 @@
-"""What learner and rollout workers agree on about adapters: names on the wire, the merge, and that the base is one.
+"""Rules on adapters that learner and rollout workers share: names on the wire, the merge, and the check that the base
+is the same.
 
 A LoRA adapter (Hu et al. 2021, arXiv 2106.09685) adds to the weight W of a linear layer the product of two thin
-matrices, W' = W + (alpha/dim)·B·A, and only A and B are trained. The learner publishes A and B alone; whoever samples
-has W from the same `policy.model_name`. Names are those of peft's adapter files, so that what travels is what
-`PeftModel.from_pretrained` and other engines read.
+matrices, W' = W + (alpha/dim)·B·A, and only A and B are trained. The learner publishes A and B alone; every sampler has
+W from the same `policy.model_name`. Names are those of peft's adapter files, so that `PeftModel.from_pretrained` and
+other engines can read the published tensors.
 
 Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank (`dim`).
 """
@@ -45,7 +46,7 @@ def pairs(adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
-    """[O, I] W + scaling·B·A, computed in float32 and rounded once, to W's type."""
+    """Return [O, I] W + scaling·B·A, computed in float32 and rounded once, to W's type."""
     a_RI, b_OR = a_RI.to(weight_OI.device).float(), b_OR.to(weight_OI.device).float()
     return (weight_OI.float() + (b_OR @ a_RI) * scaling).to(weight_OI.dtype)
 

@@ -55,7 +55,7 @@ FLOOR_BYTES_PER_S = 20e6
 
 
 class WeightProgress(NamedTuple):
-    """How far a member is with a version that it was offered."""
+    """Progress of a member with a version that it was offered."""
 
     version: Version
     phase: Phase
@@ -63,18 +63,19 @@ class WeightProgress(NamedTuple):
 
 
 def slowest_s(size_bytes: int) -> float:
-    """What `size_bytes` need at `FLOOR_BYTES_PER_S`."""
+    """Return the seconds that `size_bytes` need at `FLOOR_BYTES_PER_S`."""
     return size_bytes / FLOOR_BYTES_PER_S
 
 
 def longest_s(max_wait_s: float, size_bytes: int) -> float:
-    """The longest time that a member may work on `size_bytes` after they arrived, even if it reports all the while: ten
-    times the silence that is allowed, and what the bytes need at the slowest."""
+    """Return the longest time that a member may work on `size_bytes` after they arrived, even if it keeps reporting:
+    ten times the allowed silence plus the time that the bytes need at the slowest rate."""
     return 10 * max_wait_s + slowest_s(size_bytes)
 
 
 class TensorPlan(NamedTuple):
-    """A tensor before its place is known. `same_as` names an earlier tensor that shares its bytes (tied weights)."""
+    """A tensor before its offset is assigned. `same_as` names an earlier tensor that shares its bytes (tied
+    weights)."""
 
     name: str
     dtype: str
@@ -111,7 +112,7 @@ class WeightManifest:
     def plan(
         cls, tensors: Iterable[TensorPlan], bucket_bytes: int, algorithm: Algorithm = "xxh3_64"
     ) -> WeightManifest:
-        """Gives every tensor its place; tensors with `same_as` get the place of the one they name.
+        """Give every tensor its place; tensors with `same_as` get the place of the one they name.
 
         Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size.
         """
@@ -137,7 +138,7 @@ class WeightManifest:
         return cls(tuple(entries.values()), end, bucket_bytes, algorithm)
 
     def with_checksums(self, checksums: Mapping[str, str]) -> WeightManifest:
-        """The same manifest with the hex digest of every tensor, by name."""
+        """Return the same manifest with the hex digest of every tensor, by name."""
         entries = tuple(entry._replace(checksum=checksums[entry.name]) for entry in self.entries)
         return replace(self, entries=entries)
 
@@ -174,7 +175,7 @@ class WeightManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightManifest:
-        """Reads what `to_bytes` wrote. Raises WireError for anything else, before any memory is set aside for it."""
+        """Read what `to_bytes` wrote. Raises WireError for anything else, before any memory is set aside for it."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise WireError(
                 f"weight manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}"
@@ -222,7 +223,7 @@ class WeightManifest:
 
 
 def algorithm_named(value: Any) -> Algorithm:
-    """The checksum algorithm of that name. Raises WireError for another one."""
+    """Return the checksum algorithm of that name. Raises WireError for another one."""
     if value not in ("xxh3_64", "sha256"):
         raise WireError(f"checksum algorithm {value!r}; this side knows xxh3_64 and sha256")
     return cast(Algorithm, value)
@@ -236,7 +237,7 @@ def checksum(data: Any, algorithm: Algorithm) -> str:
 
 
 def hasher(algorithm: Algorithm) -> Any:
-    """A fresh hash object of hashlib's interface."""
+    """Return a fresh hash object of hashlib's interface."""
     return xxhash.xxh3_64() if algorithm == "xxh3_64" else hashlib.sha256()
 
 

@@ -26,10 +26,10 @@ class WeightStore:
         self._fs, root = open_url(url, "weights.store")
         self._root = root.rstrip("/")
         self.is_local = is_local(self._fs)
-        """Whether the objects are files of this machine."""
+        """True if the objects are files of this machine."""
 
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
-        """Writes one object; one of that name is replaced. Raises Unavailable."""
+        """Write one object; one of that name is replaced. Raises Unavailable."""
         path = f"{self._root}/{name}"
         try:
             if self.is_local:
@@ -44,7 +44,7 @@ class WeightStore:
             raise _unavailable(f"{self.url}: {name} cannot be written", error) from error
 
     def read(self, name: str, size_bytes: int | None = None) -> Buffer:
-        """The object's bytes, of which there should be `size_bytes`. Raises NotFound and Unavailable."""
+        """Return the object's bytes, of which there should be `size_bytes`. Raises NotFound and Unavailable."""
         path = f"{self._root}/{name}"
         try:
             if size_bytes is None or size_bytes <= WHOLE_BYTES:
@@ -63,8 +63,8 @@ class WeightStore:
             raise _unavailable(f"{self.url}: {name} cannot be read", error) from error
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes objects, and folders that are empty without them. What is gone already is no error.
-        Raises Unavailable."""
+        """Remove objects, and folders that are empty without them. What is gone already is no error. Raises
+        Unavailable."""
         for name in names:
             try:
                 self._fs.rm_file(f"{self._root}/{name}")
@@ -78,7 +78,7 @@ class WeightStore:
                     self._fs.rmdir(f"{self._root}/{folder}")
 
     def names(self) -> list[str]:
-        """The names of all objects, where the file system can tell; else none."""
+        """Return the names of all objects where the file system can list them, else none."""
         try:
             return [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
         except (FileNotFoundError, NotImplementedError):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def plan(
     tensors: Mapping[str, torch.Tensor], bucket_bytes: int, algorithm: Algorithm = "xxh3_64"
 ) -> WeightManifest:
-    """The layout of `tensors` in their order, without checksums; names of one and the same memory get one place."""
+    """Return the layout of `tensors` in their order, without checksums; names of one and the same memory get one
+    place."""
     first_names: dict[tuple[int, torch.dtype, torch.Size], str] = {}
     plans = []
     for name, tensor in tensors.items():
@@ -68,7 +69,8 @@ def views(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, torch.Tenso
 
 
 def pack(tensors: Mapping[str, torch.Tensor], manifest: WeightManifest) -> torch.Tensor:
-    """The flat run of `tensors`: the memory they already are views of where that has this layout, else a copy."""
+    """Return the flat run of `tensors`: the memory they already are views of where that has this layout, else a
+    copy."""
     flat = _already_flat(tensors, manifest)
     if flat is not None:
         return flat
@@ -80,7 +82,7 @@ def pack(tensors: Mapping[str, torch.Tensor], manifest: WeightManifest) -> torch
 
 
 def checksums(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, str]:
-    """The hex digest of every tensor's bytes in `flat`, by name; bytes that are shared are read once."""
+    """Return the hex digest of every tensor's bytes in `flat`, by name; bytes that are shared are read once."""
     by_place: dict[tuple[int, int], str] = {}
     sums = {}
     for entry in manifest.entries:
@@ -110,7 +112,7 @@ class Check:
         self._hash = hasher(manifest.algorithm)
 
     def arrived(self, num_bytes: int) -> None:
-        """Bytes [0, `num_bytes`) are there."""
+        """Note that bytes [0, `num_bytes`) have arrived, and compare the checksums that they complete."""
         while self._next < len(self._places):
             (start, end), entries = self._places[self._next]
             here = slice(max(start, self._read), min(end, num_bytes))

@@ -1,11 +1,14 @@
-"""What the delta channel's store holds: part files in safetensors, and the manifests that make a version complete.
+"""Format of the delta channel's object store: part files in safetensors, and the manifests that make a version
+complete.
 
-A *snapshot* is a version in full, a *delta* what changed since the version before. Each learner rank writes one part
-file with its own slices of the tensors; then rank 0 writes a small manifest that names the parts with their digests, and
-only then the version exists. A manifest also has the digest of its base's manifest and, by rank, one hash over the
-checksums of all slices before and after; so whoever was told one digest can check everything down to the snapshot.
+A *snapshot* is a version in full, a *delta* its difference from the previous version. Each learner rank writes one part
+file with its slices of the tensors; then rank 0 writes a small manifest that names the parts with their digests, and
+only this makes the version exist. A manifest also has the digest of its base's manifest and, by rank, one hash over the
+checksums of all slices before and after. So a reader that was given one digest can check all files down to the
+snapshot.
 
-Names: `<session>-<step>/anchor.0.safetensors`, `<session>-<step>/delta.0.safetensors`, … and `anchor.json`, `delta.json`.
+Names: `<session>-<step>/anchor.0.safetensors`, `<session>-<step>/delta.0.safetensors`, … and `anchor.json`,
+`delta.json`.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class StoredVersion:
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> StoredVersion:
-        """Reads what `to_bytes` wrote. Raises WireError for anything else."""
+        """Read what `to_bytes` wrote. Raises WireError for anything else."""
         try:
             document = json.loads(bytes(data))
             if document.pop("format") != FORMAT:
@@ -138,12 +141,13 @@ class StoredVersion:
 
 
 def run_store(place: str | None, run_id: str, directory: str) -> str:
-    """Where a run's stored weights are: below `weights.store` (`place`), which may serve many runs, or in its directory."""
+    """Return the URL of a run's stored weights: below `weights.store` (`place`), which may serve many runs, or in
+    its directory."""
     return f"{place.rstrip('/')}/{run_id}" if place else f"{directory.rstrip('/')}/weights"
 
 
 def folder(version: Version) -> str:
-    """Where a version's objects are."""
+    """Return the folder of a version's objects."""
     return f"{version.session:06d}-{version.step:08d}"
 
 
@@ -177,7 +181,8 @@ def digest_of(chunks: Sequence[Buffer], algorithm: Algorithm) -> str:
 def part_chunks(
     header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]
 ) -> list[Buffer]:
-    """A part file in pieces: safetensors of (name, dtype as torch calls it, shape, bytes), without copying the bytes."""
+    """Return a part file in pieces: safetensors of (name, dtype as torch calls it, shape, bytes), without copying
+    the bytes."""
     metadata = asdict(header) | {"format": FORMAT}
     document: dict[str, Any] = {
         "__metadata__": {METADATA_KEY: json.dumps(metadata, separators=(",", ":")), "format": "pt"}
@@ -196,7 +201,7 @@ def part_chunks(
 
 
 def read_part(data: Buffer) -> tuple[PartHeader, dict[str, memoryview]]:
-    """The header of a part file and the bytes of each tensor, as views. Raises WireError."""
+    """Return the header of a part file and the bytes of each tensor, as views. Raises WireError."""
     view = memoryview(data)
     try:
         (length,) = struct.unpack_from("<Q", view)
@@ -236,7 +241,7 @@ def element_bytes(plan: TensorPlan) -> int:
 
 
 def checked_object(name: str, size_bytes: int, digest: str) -> StoredObject:
-    """An object that somebody names. Raises ValueError for one outside the store or of no possible size."""
+    """Return an object that somebody names. Raises ValueError for one outside the store or of no possible size."""
     if not name or ".." in name or name.startswith("/") or "://" in name or "::" in name:
         raise ValueError(f"an object may not be called {name[:200]!r}")
     if not 0 <= size_bytes < 2**63:
