@@ -35,7 +35,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Trains."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What a process is for."""
+    """Role of a process."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Not said; refused."""
@@ -75,7 +75,7 @@ Global___PolicyVersion: _TypeAlias = PolicyVersion  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are drawn."""
+    """Sampling parameters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

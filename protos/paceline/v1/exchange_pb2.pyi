@@ -27,7 +27,7 @@ class _ReplyStatus:
 class _ReplyStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplyStatus.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REPLY_STATUS_UNSPECIFIED: _ReplyStatus.ValueType  # 0
-    """Not said."""
+    """Not set."""
     REPLY_STATUS_OK: _ReplyStatus.ValueType  # 1
     """The body holds what was asked for (perhaps nothing yet: ask again)."""
     REPLY_STATUS_COMMITTED: _ReplyStatus.ValueType  # 2
@@ -40,10 +40,10 @@ class _ReplyStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplyStat
     """The message cannot be accepted, ever; `message` says why."""
 
 class ReplyStatus(_ReplyStatus, metaclass=_ReplyStatusEnumTypeWrapper):
-    """What became of a request."""
+    """Result of a request."""
 
 REPLY_STATUS_UNSPECIFIED: ReplyStatus.ValueType  # 0
-"""Not said."""
+"""Not set."""
 REPLY_STATUS_OK: ReplyStatus.ValueType  # 1
 """The body holds what was asked for (perhaps nothing yet: ask again)."""
 REPLY_STATUS_COMMITTED: ReplyStatus.ValueType  # 2
@@ -63,7 +63,7 @@ class _BatchState:
 class _BatchStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BatchState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     BATCH_STATE_UNSPECIFIED: _BatchState.ValueType  # 0
-    """Not said."""
+    """Not set."""
     BATCH_STATE_WAIT: _BatchState.ValueType  # 1
     """Not complete yet: ask again."""
     BATCH_STATE_READY: _BatchState.ValueType  # 2
@@ -72,10 +72,10 @@ class _BatchStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BatchState
     """The run has ended: no further step."""
 
 class BatchState(_BatchState, metaclass=_BatchStateEnumTypeWrapper):
-    """What a rank should do."""
+    """State of the requested batch, which decides what the rank does."""
 
 BATCH_STATE_UNSPECIFIED: BatchState.ValueType  # 0
-"""Not said."""
+"""Not set."""
 BATCH_STATE_WAIT: BatchState.ValueType  # 1
 """Not complete yet: ask again."""
 BATCH_STATE_READY: BatchState.ValueType  # 2
@@ -139,7 +139,7 @@ class ExchangeRequest(_message.Message):
 
     @_builtins.property
     def lease_return(self) -> Global___LeaseReturn:
-        """A lease handed back; one payload frame when unfinished samples come with it."""
+        """A returned lease; one payload frame when unfinished samples come with it."""
 
     @_builtins.property
     def task(self) -> Global___TaskRequest:
@@ -207,7 +207,7 @@ class ExchangeReply(_message.Message):
     term: _builtins.int
     """The coordinator's term; 0 when the request came with the secret of an earlier Welcome."""
     status: Global___ReplyStatus.ValueType
-    """What became of it."""
+    """Result of the request."""
     message: _builtins.str
     """Why, when not ok or committed."""
     @_builtins.property
@@ -361,7 +361,7 @@ class Lease(_message.Message):
     """W3C trace context of the group."""
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams:
-        """How tokens are drawn."""
+        """Sampling parameters."""
 
     @_builtins.property
     def pinned_version(self) -> _common_pb2.PolicyVersion:
@@ -432,7 +432,7 @@ Global___GroupResult: _TypeAlias = GroupResult  # noqa: Y015
 
 @_typing.final
 class Texts(_message.Message):
-    """What a group says in words: a payload frame, kept and handed on as it came. Ledgers of older formats hold a whole
+    """Texts of a group: a payload frame that is kept and passed on unchanged. Ledgers of older formats hold a whole
     GroupResult in its place, of which these were fields.
     """
 
@@ -464,7 +464,7 @@ Global___Texts: _TypeAlias = Texts  # noqa: Y015
 
 @_typing.final
 class LeaseReturn(_message.Message):
-    """A lease handed back."""
+    """A returned lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -483,7 +483,7 @@ class LeaseReturn(_message.Message):
     (grpo.max_generation_failures).
     """
     data_error_reason: _builtins.str
-    """Short name of that fault in the books."""
+    """Short name of that fault in the token accounting."""
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Why each sample in the payload ended; as Texts. Empty when nothing comes with it."""
@@ -592,7 +592,7 @@ class ScoreTask(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the group."""
     wants_reference: _builtins.bool
-    """Whether the score has to come with what the run's reference (a teacher, or the policy as it was) says of every token."""
+    """True if the score has to include the log-probability of every token under the run's reference."""
     def __init__(
         self,
         *,
@@ -649,7 +649,7 @@ class ScoreResult(_message.Message):
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """[C, F] row by row; NaN where a function said None."""
+        """[C, F] row by row; NaN where a function returned None."""
 
     @_builtins.property
     def functions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -723,7 +723,7 @@ class BatchReply(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     state: Global___BatchState.ValueType
-    """What to do."""
+    """State of the batch."""
     step: _builtins.int
     """The step."""
     chain: _builtins.str

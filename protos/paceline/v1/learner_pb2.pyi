@@ -36,7 +36,7 @@ Global___LearnerServiceStatusRequest: _TypeAlias = LearnerServiceStatusRequest  
 
 @_typing.final
 class LearnerServiceStatusResponse(_message.Message):
-    """What the learner is doing."""
+    """State of the learner."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -96,7 +96,7 @@ class CheckpointResponse(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Where it is."""
+    """Its path."""
     step: _builtins.int
     """Steps trained before it."""
     def __init__(

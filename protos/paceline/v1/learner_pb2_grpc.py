@@ -57,7 +57,7 @@ class LearnerServiceServicer:
     """
 
     def Status(self, request, context):
-        """What the learner is doing.
+        """State of the learner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

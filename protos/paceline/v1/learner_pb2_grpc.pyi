@@ -34,7 +34,7 @@ class LearnerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LearnerServiceAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_learner_pb2.LearnerServiceStatusRequest, _learner_pb2.LearnerServiceStatusResponse]
-    """What the learner is doing."""
+    """State of the learner."""
     Checkpoint: _grpc.UnaryUnaryMultiCallable[_learner_pb2.CheckpointRequest, _learner_pb2.CheckpointResponse]
     """Makes a checkpoint after the current step and waits for it. FAILED_PRECONDITION without a run."""
     Export: _grpc.UnaryUnaryMultiCallable[_learner_pb2.ExportRequest, _learner_pb2.ExportResponse]
@@ -46,7 +46,7 @@ class LearnerServiceAsyncStub(LearnerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_learner_pb2.LearnerServiceStatusRequest, _learner_pb2.LearnerServiceStatusResponse]  # type: ignore[assignment]
-    """What the learner is doing."""
+    """State of the learner."""
     Checkpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.CheckpointRequest, _learner_pb2.CheckpointResponse]  # type: ignore[assignment]
     """Makes a checkpoint after the current step and waits for it. FAILED_PRECONDITION without a run."""
     Export: _aio.UnaryUnaryMultiCallable[_learner_pb2.ExportRequest, _learner_pb2.ExportResponse]  # type: ignore[assignment]
@@ -61,7 +61,7 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.LearnerServiceStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_learner_pb2.LearnerServiceStatusResponse, _abc.Awaitable[_learner_pb2.LearnerServiceStatusResponse]]:
-        """What the learner is doing."""
+        """State of the learner."""
 
     @_abc_1.abstractmethod
     def Checkpoint(

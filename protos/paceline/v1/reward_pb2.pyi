@@ -84,7 +84,7 @@ Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class FunctionScores(_message.Message):
-    """What one function said."""
+    """Scores of one function."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -112,13 +112,13 @@ Global___FunctionScores: _TypeAlias = FunctionScores  # noqa: Y015
 
 @_typing.final
 class CompletionScore(_message.Message):
-    """What one function said of one completion."""
+    """Score of one completion by one function."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUE_FIELD_NUMBER: _builtins.int
     value: _builtins.float
-    """Unset where the function said None: it does not apply."""
+    """Unset where the function returned None: it does not apply."""
     def __init__(
         self,
         *,

@@ -42,7 +42,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams:
-        """How tokens are drawn; unset fields take the run's."""
+        """Sampling parameters; unset fields take the run's."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class GeneratedCompletion(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of each token under the distribution that it was sampled from, in nats."""
+        """Log-probability of each token under the distribution that it was sampled from, in nats."""
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
@@ -180,7 +180,7 @@ Global___RolloutServiceStatusRequest: _TypeAlias = RolloutServiceStatusRequest  
 
 @_typing.final
 class RolloutServiceStatusResponse(_message.Message):
-    """What the worker is doing."""
+    """State of the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

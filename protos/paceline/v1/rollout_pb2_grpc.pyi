@@ -36,7 +36,7 @@ class RolloutServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     """Completions of one prompt under the weights that the worker holds. FAILED_PRECONDITION before it holds any."""
     Status: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RolloutServiceStatusRequest, _rollout_pb2.RolloutServiceStatusResponse]
-    """What the worker is doing."""
+    """State of the worker."""
     Drain: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
     """Hands back leases, with what is finished, and leaves."""
 
@@ -48,7 +48,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
     """Completions of one prompt under the weights that the worker holds. FAILED_PRECONDITION before it holds any."""
     Status: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RolloutServiceStatusRequest, _rollout_pb2.RolloutServiceStatusResponse]  # type: ignore[assignment]
-    """What the worker is doing."""
+    """State of the worker."""
     Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]  # type: ignore[assignment]
     """Hands back leases, with what is finished, and leaves."""
 
@@ -69,7 +69,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.RolloutServiceStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.RolloutServiceStatusResponse, _abc.Awaitable[_rollout_pb2.RolloutServiceStatusResponse]]:
-        """What the worker is doing."""
+        """State of the worker."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -26,7 +26,7 @@ class _RunState:
 class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     RUN_STATE_UNSPECIFIED: _RunState.ValueType  # 0
-    """Not said."""
+    """Not set."""
     RUN_STATE_QUEUED: _RunState.ValueType  # 1
     """Waits for the run before it."""
     RUN_STATE_RUNNING: _RunState.ValueType  # 2
@@ -41,10 +41,10 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     """Ended by Cancel."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
-    """Where a run stands."""
+    """State of a run."""
 
 RUN_STATE_UNSPECIFIED: RunState.ValueType  # 0
-"""Not said."""
+"""Not set."""
 RUN_STATE_QUEUED: RunState.ValueType  # 1
 """Waits for the run before it."""
 RUN_STATE_RUNNING: RunState.ValueType  # 2
@@ -119,7 +119,7 @@ class Run(_message.Message):
     run_id: _builtins.str
     """Unique on this coordinator."""
     state: Global___RunState.ValueType
-    """Where it stands."""
+    """State of the run."""
     message: _builtins.str
     """Why it is in that state, where that is not obvious."""
     step: _builtins.int
@@ -138,11 +138,11 @@ class Run(_message.Message):
 
     @_builtins.property
     def tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """The token books: generated, trained, dropped, live; wasted apart."""
+        """Token accounting: generated, trained, dropped, live; wasted apart."""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What is allowed and doubtful about the spec, a sentence each."""
+        """Warnings for legal but suspicious settings of the spec, one sentence each."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class GetRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which."""
+    """The run."""
     def __init__(
         self,
         *,
@@ -328,7 +328,7 @@ class WatchRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which run."""
+    """The run."""
     after: _builtins.int
     """Events after this sequence number; 0 for all."""
     def __init__(
@@ -383,7 +383,7 @@ class CancelRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which."""
+    """The run."""
     def __init__(
         self,
         *,
@@ -429,7 +429,7 @@ class PauseRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which."""
+    """The run."""
     def __init__(
         self,
         *,
@@ -475,7 +475,7 @@ class ResumeRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which."""
+    """The run."""
     def __init__(
         self,
         *,
@@ -522,7 +522,7 @@ class DropGroupsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     GROUP_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which run."""
+    """The run."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Groups of its fixed, untrained batch."""

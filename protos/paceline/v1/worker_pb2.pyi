@@ -27,7 +27,7 @@ class _WeightPhase:
 class _WeightPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightPhase.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     WEIGHT_PHASE_UNSPECIFIED: _WeightPhase.ValueType  # 0
-    """Not said."""
+    """Not set."""
     WEIGHT_PHASE_RECEIVING: _WeightPhase.ValueType  # 1
     """Bytes arrive."""
     WEIGHT_PHASE_RECEIVED: _WeightPhase.ValueType  # 2
@@ -36,10 +36,10 @@ class _WeightPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightPha
     """The engine takes them."""
 
 class WeightPhase(_WeightPhase, metaclass=_WeightPhaseEnumTypeWrapper):
-    """Where a member is with an offer."""
+    """Phase of a member's work on an offer."""
 
 WEIGHT_PHASE_UNSPECIFIED: WeightPhase.ValueType  # 0
-"""Not said."""
+"""Not set."""
 WEIGHT_PHASE_RECEIVING: WeightPhase.ValueType  # 1
 """Bytes arrive."""
 WEIGHT_PHASE_RECEIVED: WeightPhase.ValueType  # 2
@@ -55,7 +55,7 @@ class _Fault:
 class _FaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fault.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FAULT_UNSPECIFIED: _Fault.ValueType  # 0
-    """Not said: the coordinator goes by `resumable`."""
+    """Not set: the coordinator uses `resumable`."""
     FAULT_SPEC: _Fault.ValueType  # 1
     """The spec, its data or its code can never work as they are: found before the first step."""
     FAULT_PASSING: _Fault.ValueType  # 2
@@ -68,10 +68,10 @@ class _FaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fault.ValueType
     """The checkpoint that the session was to begin from cannot be loaded."""
 
 class Fault(_Fault, metaclass=_FaultEnumTypeWrapper):
-    """Why a run cannot go on, by what can be done about it."""
+    """Cause for which a run cannot go on, by its remedy."""
 
 FAULT_UNSPECIFIED: Fault.ValueType  # 0
-"""Not said: the coordinator goes by `resumable`."""
+"""Not set: the coordinator uses `resumable`."""
 FAULT_SPEC: Fault.ValueType  # 1
 """The spec, its data or its code can never work as they are: found before the first step."""
 FAULT_PASSING: Fault.ValueType  # 2
@@ -91,7 +91,7 @@ class _PublishFailure:
 class _PublishFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PublishFailure.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PUBLISH_FAILURE_UNSPECIFIED: _PublishFailure.ValueType  # 0
-    """It did."""
+    """No failure."""
     PUBLISH_FAILURE_LINK: _PublishFailure.ValueType  # 1
     """The link was not formed or did not carry the bytes in time, or broke."""
     PUBLISH_FAILURE_SILENT: _PublishFailure.ValueType  # 2
@@ -102,10 +102,10 @@ class _PublishFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Publis
     """Not the member's doing: the control plane was away."""
 
 class PublishFailure(_PublishFailure, metaclass=_PublishFailureEnumTypeWrapper):
-    """Why a version did not reach a member."""
+    """Reason for which a version did not reach a member."""
 
 PUBLISH_FAILURE_UNSPECIFIED: PublishFailure.ValueType  # 0
-"""It did."""
+"""No failure."""
 PUBLISH_FAILURE_LINK: PublishFailure.ValueType  # 1
 """The link was not formed or did not carry the bytes in time, or broke."""
 PUBLISH_FAILURE_SILENT: PublishFailure.ValueType  # 2
@@ -158,11 +158,11 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def publish(self) -> Global___PublishReport:
-        """From the learner: how a publish went, for metrics."""
+        """From the learner: the result of a publish, for metrics."""
 
     @_builtins.property
     def leave(self) -> Global___Leave:
-        """The worker leaves in good order; what it still holds goes to others at once. The stream then ends."""
+        """The worker leaves cleanly; its leases and tasks go to others at once. The stream then ends."""
 
     @_builtins.property
     def staged(self) -> Global___StagedReport:
@@ -170,7 +170,7 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def weight_progress(self) -> Global___WeightProgress:
-        """From a rollout worker: how far it has come with an offer, so that a slow swap is told from a silent one."""
+        """From a rollout worker: progress with an offer, which tells a slow swap from a silent one."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class ConnectResponse(_message.Message):
 
     @_builtins.property
     def epoch(self) -> Global___Epoch:
-        """To the learner: who receives weights from now on."""
+        """To the learner: the roster from now on."""
 
     @_builtins.property
     def weight_offer(self) -> Global___WeightOffer:
@@ -240,7 +240,7 @@ class ConnectResponse(_message.Message):
 
     @_builtins.property
     def drain(self) -> Global___DrainDirective:
-        """Hand back leases, then leave."""
+        """Return leases, then leave."""
 
     @_builtins.property
     def checkpoint(self) -> Global___CheckpointDirective:
@@ -252,7 +252,7 @@ class ConnectResponse(_message.Message):
 
     @_builtins.property
     def keep_checkpoints(self) -> Global___KeepCheckpoints:
-        """To the learner, after each checkpoint: those that the ledger counts on."""
+        """To the learner, after each checkpoint: the checkpoints that the ledger needs."""
 
     @_builtins.property
     def weight_progress(self) -> Global___WeightProgress:
@@ -307,11 +307,11 @@ class Hello(_message.Message):
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
-    """What it is for."""
+    """Its role."""
     member_id: _builtins.str
     """Chosen by the worker, unique for its life, kept over reconnects."""
     address: _builtins.str
-    """Where its own gRPC service listens, host:port; empty if nowhere."""
+    """Address of its gRPC service, host:port; empty without one."""
     protocol: _builtins.int
     """Version of this protocol that it speaks."""
     run_id: _builtins.str
@@ -325,7 +325,7 @@ class Hello(_message.Message):
     rank: _builtins.int
     """Learner: the rank; only rank 0 is given runs, the others only ask for their parts of batches."""
     http_address: _builtins.str
-    """Where its OpenAI-compatible HTTP endpoint listens, host:port; empty if nowhere."""
+    """Address of its OpenAI-compatible HTTP endpoint, host:port; empty without one."""
     secret: _builtins.bytes
     """Secret from the newest Welcome, empty before the first: who has it takes over the member's place on a new stream."""
     @_builtins.property
@@ -385,7 +385,7 @@ class Heartbeat(_message.Message):
     GAUGES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
-    """The worker was told to stop and is about to leave; it still has something to say."""
+    """The worker has been stopped and is about to leave; further reports follow."""
     @_builtins.property
     def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Gauges for metrics, by name (queue lengths, tokens since the last report, …)."""
@@ -442,13 +442,13 @@ class Welcome(_message.Message):
     term: _builtins.int
     """Life of the coordinator; every exchange message carries it."""
     exchange_endpoint: _builtins.str
-    """Where the exchange listens, a ZeroMQ endpoint."""
+    """Address of the exchange, a ZeroMQ endpoint."""
     heartbeat_interval_s: _builtins.float
     """Seconds between two heartbeats."""
     heartbeat_timeout_s: _builtins.float
     """Seconds without a report after which the worker counts as gone."""
     secret: _builtins.bytes
-    """Known to the coordinator and this member alone, for this term; every exchange request carries it."""
+    """Secret of the coordinator and this member, for this term; every exchange request carries it."""
     def __init__(
         self,
         *,
@@ -483,7 +483,7 @@ class RunAssignment(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which."""
+    """The run."""
     spec_yaml: _builtins.str
     """The resolved spec as YAML."""
     session: _builtins.int
@@ -532,7 +532,7 @@ class Idle(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why."""
+    """The reason."""
     def __init__(
         self,
         *,
@@ -548,7 +548,7 @@ Global___Idle: _TypeAlias = Idle  # noqa: Y015
 
 @_typing.final
 class Epoch(_message.Message):
-    """Who receives weights. A member that is not named is left alone until a later epoch names it."""
+    """The roster: rollout workers that receive weights. A member that is not named gets none until a later epoch names it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -635,7 +635,7 @@ class WeightOffer(_message.Message):
     epoch: _builtins.int
     """Epoch in which the member was named."""
     member_id: _builtins.str
-    """Who receives."""
+    """The receiving member."""
     attempt: _builtins.int
     """Attempt at a link with this member; every attempt has a prefix of its own."""
     backend: _builtins.str
@@ -687,7 +687,7 @@ Global___WeightOffer: _TypeAlias = WeightOffer  # noqa: Y015
 
 @_typing.final
 class StoredWeights(_message.Message):
-    """Where a version is in the store of the delta channel, and the digests that vouch for it."""
+    """Location of a version in the store of the delta channel, and the digests that verify it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -780,11 +780,11 @@ class WeightAck(_message.Message):
     run_id: _builtins.str
     """Run that the weights belong to."""
     member_id: _builtins.str
-    """Who answers."""
+    """The answering member."""
     ok: _builtins.bool
     """True when every checksum matched and the engine samples from this version."""
     message: _builtins.str
-    """Why not."""
+    """Reason of the failure."""
     pause_s: _builtins.float
     """Seconds for which the sampler stood still."""
     swap_s: _builtins.float
@@ -841,7 +841,7 @@ Global___WeightAcks: _TypeAlias = WeightAcks  # noqa: Y015
 
 @_typing.final
 class WeightProgress(_message.Message):
-    """A member's progress with an offer; said again and again for as long as it works on it."""
+    """A member's progress with an offer; repeated for as long as it works on it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -853,9 +853,9 @@ class WeightProgress(_message.Message):
     run_id: _builtins.str
     """Run that the weights belong to."""
     member_id: _builtins.str
-    """Who reports."""
+    """The reporting member."""
     phase: Global___WeightPhase.ValueType
-    """How far it is."""
+    """Its phase."""
     received_bytes: _builtins.int
     """Bytes received so far."""
     @_builtins.property
@@ -897,7 +897,7 @@ class RunReport(_message.Message):
     CHECKPOINT_PATH_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which run."""
+    """The run."""
     session: _builtins.int
     """Session that reports."""
     error: _builtins.str
@@ -907,11 +907,11 @@ class RunReport(_message.Message):
     export_path: _builtins.str
     """Folder of the final export."""
     warning: _builtins.str
-    """Something that people should know about; the run goes on. Nothing else in this report counts then."""
+    """A warning for people; the run goes on. All other fields of this report are ignored then."""
     resumable: _builtins.bool
     """With `error`: nothing is lost or damaged, and the run may be trained on from its newest checkpoint. It is paused."""
     fault: Global___Fault.ValueType
-    """With `error`: of what kind."""
+    """With `error`: its kind."""
     step: _builtins.int
     """With `error`: the step that was due."""
     checkpoint_path: _builtins.str
@@ -955,13 +955,13 @@ class CheckpointReport(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which run."""
+    """The run."""
     session: _builtins.int
     """Session that made it."""
     step: _builtins.int
     """Steps trained before it: training goes on with this step."""
     path: _builtins.str
-    """Where it is."""
+    """Its path."""
     sha256: _builtins.str
     """SHA-256 of the manifest."""
     chain: _builtins.str
@@ -996,10 +996,10 @@ class KeepCheckpoints(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     PATHS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Of which run."""
+    """Its run."""
     @_builtins.property
     def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where they are, as they were reported."""
+        """Their paths, as they were reported."""
 
     def __init__(
         self,
@@ -1026,7 +1026,7 @@ class StagedReport(_message.Message):
     GATHER_S_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which run."""
+    """The run."""
     gather_s: _builtins.float
     """Seconds in which all ranks gathered it."""
     wait_s: _builtins.float
@@ -1053,7 +1053,7 @@ Global___StagedReport: _TypeAlias = StagedReport  # noqa: Y015
 
 @_typing.final
 class PublishReport(_message.Message):
-    """How a version was published to one member."""
+    """Result of publishing a version to one member."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1070,15 +1070,15 @@ class PublishReport(_message.Message):
     ACK_S_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which run."""
+    """The run."""
     member_id: _builtins.str
-    """Who received."""
+    """The receiving member."""
     epoch: _builtins.int
     """Epoch in which the member was named."""
     ok: _builtins.bool
-    """Whether the member acknowledged it."""
+    """True if the member acknowledged it."""
     error: _builtins.str
-    """Why not."""
+    """Reason of the failure."""
     size_bytes: _builtins.int
     """Payload."""
     publish_s: _builtins.float
@@ -1090,7 +1090,7 @@ class PublishReport(_message.Message):
     ack_s: _builtins.float
     """Seconds from the last byte to the member's answer."""
     failure: Global___PublishFailure.ValueType
-    """Why not, in one word."""
+    """Reason of the failure, in one word."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
@@ -1121,7 +1121,7 @@ Global___PublishReport: _TypeAlias = PublishReport  # noqa: Y015
 
 @_typing.final
 class DrainDirective(_message.Message):
-    """Leave in good order."""
+    """Leave cleanly."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1149,7 +1149,7 @@ class CheckpointDirective(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Which run."""
+    """The run."""
     def __init__(
         self,
         *,
@@ -1189,7 +1189,7 @@ class ListMembersResponse(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """Everyone who is a member now."""
+        """All current members."""
 
     def __init__(
         self,
@@ -1220,15 +1220,15 @@ class Member(_message.Message):
     member_id: _builtins.str
     """Its id."""
     role: _common_pb2.Role.ValueType
-    """What it is for."""
+    """Its role."""
     address: _builtins.str
-    """Where its gRPC service listens."""
+    """Address of its gRPC service."""
     silent_s: _builtins.float
     """Seconds since its last report."""
     held: _builtins.int
     """Leases or tasks that it holds."""
     http_address: _builtins.str
-    """Where its OpenAI-compatible HTTP endpoint listens; empty if nowhere."""
+    """Address of its OpenAI-compatible HTTP endpoint; empty without one."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version it acknowledged, if any."""

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub:
-    """How workers belong to the system. Every worker dials out; nothing has to reach it but its peers for weights.
+    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """How workers belong to the system. Every worker dials out; nothing has to reach it but its peers for weights.
+    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights.
     """
 
     def Connect(self, request_iterator, context):
@@ -60,7 +60,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListMembers(self, request, context):
-        """Everyone who is a member now.
+        """All current members.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """How workers belong to the system. Every worker dials out; nothing has to reach it but its peers for weights.
+    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights.
     """
 
     @staticmethod

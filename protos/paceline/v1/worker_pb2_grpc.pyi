@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """How workers belong to the system. Every worker dials out; nothing has to reach it but its peers for weights."""
+    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,11 +38,11 @@ class WorkerServiceStub:
     the worker as gone when reports stop for longer than Welcome.heartbeat_timeout_s.
     """
     ListMembers: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListMembersRequest, _worker_pb2.ListMembersResponse]
-    """Everyone who is a member now."""
+    """All current members."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """How workers belong to the system. Every worker dials out; nothing has to reach it but its peers for weights."""
+    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_worker_pb2.ConnectRequest, _worker_pb2.ConnectResponse]  # type: ignore[assignment]
@@ -50,10 +50,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     the worker as gone when reports stop for longer than Welcome.heartbeat_timeout_s.
     """
     ListMembers: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListMembersRequest, _worker_pb2.ListMembersResponse]  # type: ignore[assignment]
-    """Everyone who is a member now."""
+    """All current members."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """How workers belong to the system. Every worker dials out; nothing has to reach it but its peers for weights."""
+    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights."""
 
     @_abc_1.abstractmethod
     def Connect(
@@ -71,6 +71,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ListMembersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ListMembersResponse, _abc.Awaitable[_worker_pb2.ListMembersResponse]]:
-        """Everyone who is a member now."""
+        """All current members."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
