@@ -35,7 +35,7 @@ SERVICES_TIMEOUT_S = 1800.0
 
 
 class Arm(NamedTuple):
-    """What one line of the table trained with."""
+    """Settings of one line of the table."""
 
     age: int
     settings: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ PLOTTED = {
 
 
 def main() -> None:
-    """Runs what is missing, prints the table."""
+    """Run what is missing and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """What earlier calls found."""
+    """Return the results of earlier calls."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -185,7 +185,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def as_text(table: dict[str, dict[str, float]]) -> str:
-    """The table for people, in Markdown."""
+    """Return the table for people, in Markdown."""
     lines = [
         "| | seeds | before | after | worst seed | points below age 0 | reward at step 60 | age | ESS | seconds |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -50,14 +50,14 @@ MAX_AGE = 15
 """Versions are acknowledged about once a second, so several steps are generated with one."""
 
 MAX_AGE_UNTRAINED = 255
-"""Of the load that trains nothing: 32,768 groups are admitted before the rule closes the door."""
+"""Bound on the age in the load that trains nothing: 32,768 groups are admitted before admission stops."""
 
 LOADS = ((100_000, True, None), (100_000, True, 500.0), (400_000, True, None), (400_000, False, None))
 """Bytes of a group, whether it is scored and trained too, and groups a second if not as many as possible."""
 
 WARM_UP_S = 3.0
 LARGE_BYTES = 4_000_000
-"""Of an append to the disk that its bandwidth is also measured with: what it gives when a sync costs little."""
+"""Bytes of a further append that measures the disk's bandwidth: its rate when a sync costs little."""
 
 
 def measure(
@@ -99,7 +99,7 @@ def measure(
 
 
 def run(load: Load, coordinator: psutil.Process, seconds: float) -> dict[str, Any]:
-    """Loads the coordinator for `seconds` after the warm-up; returns the figures of that time."""
+    """Load the coordinator for `seconds` after the warm-up; return the figures of that time."""
     run_for(load, WARM_UP_S)
     load.lease_s.clear()
     before, committed, step, started_s = (
@@ -130,7 +130,7 @@ def run(load: Load, coordinator: psutil.Process, seconds: float) -> dict[str, An
 
 
 def run_for(load: Load, seconds: float) -> None:
-    """Goes on with the load for that long."""
+    """Go on with the load for that long."""
     end_s = time.perf_counter() + seconds
     load.run_until(lambda: time.perf_counter() > end_s)
 
@@ -152,7 +152,7 @@ def measure_disk(folder: Path, chunk_bytes: int, seconds: float = 2.0) -> float:
 
 
 def make_spec(folder: Path, max_age: int) -> RunSpec:
-    """A run that does not end, over short prompts, which lets go of what was trained."""
+    """Return a run that does not end, over short prompts, which lets go of what was trained."""
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps({"prompt": str(i), "answer": str(i)}) + "\n" for i in range(1000)))
     return parse_spec(

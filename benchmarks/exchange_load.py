@@ -56,7 +56,7 @@ class Members:
         """By member id; complete when `ready` is set."""
         self.ready = threading.Event()
         self._step = 0
-        """Of the newest version."""
+        """Step of the newest version."""
         self._address = address
         self._names = names
         self._outboxes: dict[str, asyncio.Queue[worker_pb2.ConnectRequest]] = {}
@@ -73,7 +73,8 @@ class Members:
         self._loop.call_soon_threadsafe(self._acknowledge, step)
 
     def all_hold(self, step: int) -> bool:
-        """Whether the coordinator has offered version `step` to every rollout worker. From any thread."""
+        """Return whether the coordinator has offered version `step` to every rollout worker. May be called from any
+        thread."""
         return all(
             self._held.get(name, -1) >= step
             for name, role in self._names.items()
@@ -81,7 +82,7 @@ class Members:
         )
 
     def stop(self) -> None:
-        """Ends the streams."""
+        """End the streams."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
@@ -131,7 +132,8 @@ class Members:
         self._offer(list(self._offered))
 
     def _offer(self, names: Sequence[str]) -> None:
-        """The learner offers the newest version to those that it has not offered it, which acknowledge it at once."""
+        """Offer the newest version, as the learner, to members without an offer, which acknowledge it at
+        once."""
         for name in names:
             if self._offered.get(name) != self._step:
                 self._offered[name] = self._step
@@ -235,7 +237,7 @@ class Load:
                 self._send_group(*self._generating.popleft()[1:])
 
     def close(self) -> None:
-        """Closes the sockets."""
+        """Close the sockets."""
         for socket in self._names:
             socket.close()
 

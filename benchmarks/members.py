@@ -42,7 +42,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.local.cluster import LocalCluster
 
 DEADLINE_S = 300.0
-"""Of each phase."""
+"""Seconds that each phase may take."""
 
 PARKED_S = 5.0
 JOINING_AT_ONCE = 64
@@ -76,7 +76,7 @@ class Thin:
         return self._run.session
 
     def say(self, **report: Any) -> None:
-        """Queues a report."""
+        """Queue a report."""
         self._reports.put_nowait(worker_pb2.ConnectRequest(**report))
 
     def offer(self, member_id: str, step: int) -> None:
@@ -86,7 +86,7 @@ class Thin:
         self.say(weight_offer=offer)
 
     async def park(self, context: zmq.asyncio.Context) -> None:
-        """Sends a request for leases that waits."""
+        """Send a request for leases that waits."""
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(self._welcome.exchange_endpoint)
@@ -145,7 +145,7 @@ class Thin:
 
 
 class Phases:
-    """What is measured, by phase."""
+    """Measurements by phase."""
 
     def __init__(self, coordinator: psutil.Process):
         self.figures: dict[str, float] = {}
@@ -225,7 +225,7 @@ async def measure(address: str, coordinator: psutil.Process, members: int, ranks
 
 
 def make_spec(folder: Path) -> RunSpec:
-    """A run that gives out no lease for long: two groups for a thousand workers."""
+    """Return a run that gives out no lease for long: two groups for a thousand workers."""
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps({"prompt": str(i), "answer": str(i)}) + "\n" for i in range(100)))
     return parse_spec(

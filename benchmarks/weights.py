@@ -30,7 +30,7 @@ from weights.models import SHAPES
 
 MEMORY_SHARE = 0.75
 COPIES = 3
-"""Of a model in each receiver: the engine's, the one that arrives, the raw broadcast's."""
+"""Copies of a model in each receiver: the engine's, the arriving one, the raw broadcast's."""
 
 
 def main() -> None:

@@ -31,14 +31,14 @@ ROLES = ("coordinator", "rollout", "reward", "learner")
 
 @dataclass(frozen=True)
 class Usage:
-    """What had been used at a moment of the run."""
+    """Resources used up to a moment of the run."""
 
     cpu_s: dict[str, float]
     """CPU seconds of each role's processes so far."""
 
 
 def make_spec(directory: Path, workload: Workload, steps: int, overrides: list[str]) -> RunSpec:
-    """The run on the workload in `directory`: one rollout worker, one learner rank, one thread each, η = 1.
+    """Return the run on the workload in `directory`: one rollout worker, one learner rank, one thread each, η = 1.
 
     Everything that is not said here is as the defaults have it.
     """
@@ -75,7 +75,7 @@ def make_spec(directory: Path, workload: Workload, steps: int, overrides: list[s
 def measure(
     directory: Path, workload: Workload, warm_up: int, steps: int, overrides: list[str]
 ) -> dict[str, Any]:
-    """Runs `warm_up` + `steps` steps and a few more; the numbers of `steps` of them."""
+    """Run `warm_up` + `steps` steps and a few more; return the numbers of `steps` of them."""
     spec = make_spec(directory, workload, warm_up + steps, overrides)
     moments: list[Usage] = []
     with LocalCluster(directory / "runs", spec.cluster) as cluster, Client(cluster.address) as client:

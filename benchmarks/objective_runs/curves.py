@@ -14,7 +14,7 @@ SMOOTHED_OVER = 5
 
 
 class Style(NamedTuple):
-    """How a line looks."""
+    """Appearance of a line."""
 
     colour: str
     dashed: bool = False
@@ -23,7 +23,8 @@ class Style(NamedTuple):
 def write_curves(
     path: Path, curves: Mapping[str, Sequence[Sequence[float]]], styles: Mapping[str, Style]
 ) -> None:
-    """Writes values from 0 to 1 over steps. `curves` has the runs of each name; runs of one name are cut to the shortest."""
+    """Write values from 0 to 1 over steps. `curves` has the runs of each name; runs of one name are cut to the
+    shortest."""
     steps = max(min(map(len, runs)) for runs in curves.values())
     parts = [_axes(steps)]
     for i, (name, runs) in enumerate(curves.items()):

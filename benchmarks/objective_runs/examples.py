@@ -102,7 +102,7 @@ def write_examples(source: Path, target: Path) -> None:
 def make_spec(
     algorithm: str, settings: dict[str, Any], taught: Path, data: Path, options: argparse.Namespace
 ) -> RunSpec:
-    """As a spec file would have it."""
+    """Return the spec as a spec file would have it."""
     beta = {"reference_policy_kl_penalty": BETA[algorithm]} if algorithm in BETA else {}
     return RunSpec.model_validate(
         {

@@ -24,7 +24,7 @@ from trl.experimental.orpo import ORPOTrainer
 
 
 def trainer_with(**settings: Any) -> Any:
-    """What the loss functions read of their trainer, in evaluation mode."""
+    """Return the attributes of a trainer that the loss functions read, in evaluation mode."""
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),
         gather=lambda x: x,
@@ -50,7 +50,7 @@ def model_with(logps: Tensor) -> Any:
 
 
 def token_inputs(mask: Tensor) -> dict[str, Tensor]:
-    """A prompt of one token before each completion."""
+    """Return a prompt of one token before each completion."""
     completion_mask = torch.cat((torch.zeros_like(mask[:, :1]), mask), 1).long()
     return {
         "input_ids": torch.zeros_like(completion_mask),

@@ -43,7 +43,8 @@ DEFAULTS: dict[str, Any] = {
 
 
 def trainer_with(settings: dict[str, Any], logps: Tensor, entropies: Tensor, max_tokens: int) -> Any:
-    """What `_compute_loss` reads of its trainer, in evaluation mode (one batch, no accumulation)."""
+    """Return the attributes of a trainer that `_compute_loss` reads, in evaluation mode (one batch, no
+    accumulation)."""
     trainer = SimpleNamespace(
         **{
             name: settings[name]

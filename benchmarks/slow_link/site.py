@@ -31,7 +31,7 @@ print(round_trip_s * 1e3, received * 8e-6 / (time.monotonic() - begin))
 
 
 def missing() -> str:
-    """What this machine lacks for namespaces and a link between them; empty if nothing."""
+    """Return what this machine lacks for namespaces and a link between them; empty if nothing."""
     if os.geteuid() != 0:
         return "it needs root for network namespaces"
     if shutil.which("ip") is None:
@@ -78,11 +78,11 @@ class Sites:
             _ip("netns", "delete", namespace)
 
     def command(self, namespace: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` in a namespace."""
+        """Return the command line that runs `command` in a namespace."""
         return ["ip", "netns", "exec", namespace, *command]
 
     def measure(self) -> dict[str, float]:
-        """What a TCP connection gets of the link: the time to connect and the rate of a transfer to the far side."""
+        """Measure a TCP connection over the link: the time to connect and the rate of a transfer to the far side."""
         with socket.create_server((NEAR, 0)) as server:
 
             def serve() -> None:
@@ -107,7 +107,7 @@ class Sites:
 
 
 def until_listening(host: str, port: int, within_s: float) -> None:
-    """Returns when somebody accepts connections there. Raises SystemExit when nobody does."""
+    """Return when somebody accepts connections there. Raises SystemExit when nobody does."""
     deadline_s, pause = time.monotonic() + within_s, threading.Event()
     while time.monotonic() < deadline_s:
         try:

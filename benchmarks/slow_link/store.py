@@ -17,14 +17,14 @@ START_S = 60.0
 
 
 def missing() -> str:
-    """What is not installed; empty if nothing."""
+    """Return the packages that are not installed; empty if none."""
     packages = [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]
     return f"it needs the packages {', '.join(packages)}: pip install s3fs 'moto[server]'" if packages else ""
 
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """The URL of an empty bucket, which this process and its children can use while it is open."""
+    """Return the URL of an empty bucket, which this process and its children can use while it is open."""
     with socket.create_server((NEAR, 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {

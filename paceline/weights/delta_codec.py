@@ -50,7 +50,7 @@ def changed_positions(base_N: Bits, new_N: Bits) -> Positions:
 
 
 def encode(base_N: Bits, new_N: Bits, changed_K: Positions) -> bytes:
-    """Return the new bits at `changed_K`, which are all positions where the two differ, at least one."""
+    """Encode the new bits at `changed_K`, which are all positions where the two differ, at least one."""
     classes = _Classes(base_N)
     class_K, rank_K, ordered_K = _ranked(classes, changed_K)
     counts_C = np.bincount(class_K, minlength=len(classes.sizes_C))

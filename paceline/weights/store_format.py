@@ -241,7 +241,7 @@ def element_bytes(plan: TensorPlan) -> int:
 
 
 def checked_object(name: str, size_bytes: int, digest: str) -> StoredObject:
-    """Return an object that somebody names. Raises ValueError for one outside the store or of no possible size."""
+    """Return the object of this name. Raises ValueError for one outside the store or of no possible size."""
     if not name or ".." in name or name.startswith("/") or "://" in name or "::" in name:
         raise ValueError(f"an object may not be called {name[:200]!r}")
     if not 0 <= size_bytes < 2**63:
