@@ -23,7 +23,7 @@ from chaos_watch import coordinator_address, progress
 
 from paceline.client import Client
 from paceline.errors import Conflict, LedgerFault, PacelineError
-from paceline.files.names import EXPORT_MANIFEST, MANIFEST_NAME
+from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from services.coordinator.audit.repair import repair
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.connection import lock_ledger
@@ -131,7 +131,9 @@ class Corruption:
         else:
             newest = ledger.checkpoints.newest(run_id)
             folder = Path(newest.path) if newest else Path("none")
-            names = [folder / MANIFEST_NAME] if target == "manifest" else sorted(folder.glob("*.distcp"))
+            names = (
+                [folder / CHECKPOINT_MANIFEST] if target == "manifest" else sorted(folder.glob("*.distcp"))
+            )
             files = [path for path in names if path.is_file()]
         if not files:
             return None
