@@ -25,7 +25,10 @@ from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 # PeftModel, the oracle here, asks transformers by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
 
 STEPS = 24
 DIM = 4

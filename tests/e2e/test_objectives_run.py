@@ -17,7 +17,7 @@ from services.local.cluster import LocalCluster
     "loss_fn",
     [
         pytest.param({"preset": "rloo"}, marks=pytest.mark.slow),
-        {"preset": "rloo", "reference_policy_pool": "reward"},
+        pytest.param({"preset": "rloo", "reference_policy_pool": "reward"}, marks=pytest.mark.slow),
         pytest.param({"preset": "reinforce_pp"}, marks=pytest.mark.slow),
         pytest.param({"preset": "m2po"}, marks=pytest.mark.slow),
         {"preset": "ppo"},

@@ -39,13 +39,10 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
                 connected.cancel(run.run_id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "missing"),
-    [
-        ("reward", "rewards.py"),
-        pytest.param("learner", "model", marks=pytest.mark.slow),
-        pytest.param("coordinator", "train.jsonl", marks=pytest.mark.slow),
-    ],
+    [("reward", "rewards.py"), ("learner", "model"), ("coordinator", "train.jsonl")],
 )
 def test_a_file_that_is_away_when_a_service_starts_ends_no_run(
     client: Client,

@@ -85,6 +85,7 @@ def test_dpo_prefers_held_out_answers_and_a_killed_learner_reaches_the_same_weig
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_reward_model_ranks_held_out_answers_and_then_rewards_rollouts(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
 ) -> None:

@@ -182,6 +182,7 @@ def test_supervised_training_goes_through_the_same_loop(
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.slow
 def test_two_runs_may_share_a_checkpoint_folder(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def trace_id(traceparent: str) -> str:
     return traceparent.split("-")[1]
 
 
+@pytest.mark.slow
 def test_a_group_and_a_step_each_have_one_trace_over_all_services_and_a_version_its_metrics(
     make_spec: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,8 @@ def stored(cluster: LocalCluster, run_id: str) -> list[tuple[int, int]]:
     return sorted({v.version for kind in ("anchor", "delta") for v in manifests(cluster, run_id, kind)})
 
 
-@pytest.mark.parametrize("age", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("age", [0, 2])
 def test_a_run_over_the_delta_channel_ends_well(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, age: int
 ) -> None:

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "members.py"
 MEMBERS, RANKS = 80, 8
 
 
+@pytest.mark.slow
 def test_members_beyond_the_soft_limit_of_files_are_served() -> None:
     counts = ["--members", str(MEMBERS), "--ranks", str(RANKS), "--files", "96"]
     ended = subprocess.run(
