@@ -30,7 +30,7 @@ class RankContext(Protocol):
 
     @property
     def current_run(self) -> Any:
-        """The run that this rank works on, a `services.learner.run.LearnerRun`; None without one."""
+        """The run that this rank works on, a `services.learner.training.run.LearnerRun`; None without one."""
 
     def report(self, report: worker_pb2.ConnectRequest) -> None:
         """Send a report from any thread."""

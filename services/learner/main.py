@@ -2,7 +2,7 @@
 
 One rank runs in this process; several are its children, all of which end when one dies (`services/learner/launcher.py`). The
 starter of the service then starts it again, and a new session begins from the newest checkpoint. `services/learner/rank.py` is a
-rank, `services/learner/run.py` its work on one run.
+rank, `services/learner/training/run.py` its work on one run.
 """
 
 from __future__ import annotations

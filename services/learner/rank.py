@@ -41,8 +41,8 @@ from services.learner.background_loop import BackgroundLoop
 from services.learner.device import set_up_device
 from services.learner.orders import Orders
 from services.learner.report_queue import ReportQueue
-from services.learner.run import LearnerRun
 from services.learner.servicer import LearnerServicer
+from services.learner.training.run import LearnerRun
 
 ASSIGNMENT_POLL_S = 2.0
 

@@ -2,7 +2,7 @@
 it.
 
 There is no coordinator and no member: batches come from the ledger, weights from a checkpoint or the model, and results
-go to a folder. It takes the same steps through the same trainer as `services/learner/run.py`, so on CPUs, at the
+go to a folder. It takes the same steps through the same trainer as `services/learner/training/run.py`, so on CPUs, at the
 recorded world size and thread count, it reaches the run's weights bit for bit.
 
 Rank 0 prints one JSON object on a line for each step, and one for the checkpoint of the last step.

@@ -19,7 +19,7 @@ from paceline.errors import CheckpointFault, PacelineError
 from paceline.process import end_process
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
-from services.learner.checkpoints import SessionCheckpoints
+from services.learner.training.checkpoints import SessionCheckpoints
 
 CPU = torch.device("cpu")
 

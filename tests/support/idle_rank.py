@@ -24,9 +24,9 @@ from paceline.process import end_process
 from paceline.spec.reading import parse_spec, spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.learner.batches import RankBatch
 from services.learner.orders import ExportOrder, Orders
-from services.learner.run import LearnerRun
+from services.learner.training.batches import RankBatch
+from services.learner.training.run import LearnerRun
 
 SPEC = {"policy": {"model_name": "m"}, "data": {"train": "d"}, "rewards": [{"function": "length"}]}
 CHAINS = (["before", "after", "after"], ["after", "after", "after"])

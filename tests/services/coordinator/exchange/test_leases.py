@@ -29,7 +29,7 @@ from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.leases import lease_again
-from services.learner.batches import BatchClient, RankBatch
+from services.learner.training.batches import BatchClient, RankBatch
 
 
 def test_a_group_as_an_older_format_has_it_is_scored_trained_and_verified(world: World) -> None:

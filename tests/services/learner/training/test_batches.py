@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import Unavailable
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.learner.background_loop import BackgroundLoop
-from services.learner.batches import BatchClient
+from services.learner.training.batches import BatchClient
 
 
 class Away:

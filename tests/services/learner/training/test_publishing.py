@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.groups import Version
 from protos.paceline.v1 import worker_pb2
-from services.learner import publishing
-from services.learner.publishing import Publishing
+from services.learner.training import publishing
+from services.learner.training.publishing import Publishing
 
 
 class Bench:

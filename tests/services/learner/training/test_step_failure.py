@@ -13,10 +13,10 @@ from paceline.errors import DataError, NonFiniteLoss, PacelineError, Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.learner.batches import RankBatch
 from services.learner.orders import Orders
-from services.learner.run import LearnerRun
-from services.learner.step_failure import describe
+from services.learner.training.batches import RankBatch
+from services.learner.training.run import LearnerRun
+from services.learner.training.step_failure import describe
 
 
 @pytest.mark.parametrize(

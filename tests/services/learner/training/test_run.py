@@ -14,9 +14,9 @@ from tiny_models import SIZES, tiny_qwen3
 from paceline.errors import Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
-from services.learner.batches import RankBatch
 from services.learner.orders import Orders
-from services.learner.run import LearnerRun
+from services.learner.training.batches import RankBatch
+from services.learner.training.run import LearnerRun
 
 
 class Rank:

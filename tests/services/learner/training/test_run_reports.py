@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos.paceline.v1 import worker_pb2
-from services.learner.run_reports import Rank0RunReports, RunReports
+from services.learner.training.run_reports import Rank0RunReports, RunReports
 
 
 def test_rank_0_repeats_the_newest_report_of_each_kind() -> None:

@@ -16,9 +16,9 @@ from tiny_models import tiny_qwen3
 from learner.collectives import FailedElsewhere
 from learner.weights import gather
 from paceline.errors import Unavailable
-from services.learner import exports
-from services.learner.exports import Rank0RunExports, RunExports
 from services.learner.orders import ExportOrder, Orders
+from services.learner.training import exports
+from services.learner.training.exports import Rank0RunExports, RunExports
 
 
 class Bench:

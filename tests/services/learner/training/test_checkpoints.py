@@ -15,7 +15,7 @@ from learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.errors import CheckpointFault, Unavailable
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
-from services.learner.checkpoints import LAST_SAVE_PAUSES_S, LOAD_PAUSES_S, SessionCheckpoints
+from services.learner.training.checkpoints import LAST_SAVE_PAUSES_S, LOAD_PAUSES_S, SessionCheckpoints
 
 
 class Session:

@@ -27,14 +27,14 @@ from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from protos.paceline.v1 import worker_pb2
 from services.common.run_setup import failed_set_up, spec_of
-from services.learner.agreement import StepAgreement
-from services.learner.batches import BatchClient, RankBatch
-from services.learner.checkpoints import NotShared, SessionCheckpoints
 from services.learner.context import RankContext
-from services.learner.exports import Rank0RunExports, RunExports
-from services.learner.publishing import Publishing
-from services.learner.run_reports import Rank0RunReports, RunReports
-from services.learner.step_failure import describe
+from services.learner.training.agreement import StepAgreement
+from services.learner.training.batches import BatchClient, RankBatch
+from services.learner.training.checkpoints import NotShared, SessionCheckpoints
+from services.learner.training.exports import Rank0RunExports, RunExports
+from services.learner.training.publishing import Publishing
+from services.learner.training.run_reports import Rank0RunReports, RunReports
+from services.learner.training.step_failure import describe
 
 log = logging.getLogger(__name__)
 
