@@ -6,7 +6,7 @@
 Back: leased → admitted when its worker is gone or returns it, generated and scored → admitted when its payload is lost,
 batched → scored when its batch is fixed anew. Methods run inside a transaction of the ledger and decide nothing: which group
 makes which transition is the exchange's policy. Every statement names the states that its transition starts from. A method
-raises LedgerFault when a group that it is given is in none of them, because the exchange has read the state in the same
+raises Conflict when a group that it is given is in none of them, because the exchange has read the state in the same
 transaction. The row of a group that ends is sealed by the statement that ends it.
 """
 
@@ -18,7 +18,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.errors import LedgerFault
+from paceline.errors import Conflict
 from services.coordinator.ledger.integrity import row_checksums
 
 INSERTED_AT_ONCE = 64
@@ -338,7 +338,7 @@ class Groups:
             (run_id, step),
         )
         if changed.rowcount != totals["n"]:
-            raise LedgerFault(f"of the {totals['n']} groups of step {step} {changed.rowcount} are batched")
+            raise Conflict(f"of the {totals['n']} groups of step {step} {changed.rowcount} are batched")
         return totals["n"], totals["tokens"]
 
     # End without training
@@ -376,9 +376,9 @@ class Groups:
 
 
 def _check(changed: sqlite3.Cursor, group_ids: Sequence[int], *states: State) -> None:
-    """Raises LedgerFault unless the statement has changed a row for each of the groups."""
+    """Raises Conflict unless the statement has changed a row for each of the groups."""
     if changed.rowcount != len(group_ids):
-        raise LedgerFault(
+        raise Conflict(
             f"{changed.rowcount} of {len(group_ids)} groups are {' or '.join(states)}, as the exchange has read them: "
             f"groups {list(group_ids[:8])}"
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import LedgerFault
+from paceline.errors import Conflict
 from services.coordinator.ledger.groups import Generated, Groups, NewLease, Scored, State
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.ledger import Ledger
@@ -181,7 +181,7 @@ def test_a_transition_from_another_state_is_refused(
     lease(ledger, 1)
     commit(ledger, 2)
     score(ledger, 3)
-    with pytest.raises(LedgerFault):
+    with pytest.raises(Conflict):
         transition(ledger.groups)
 
 
@@ -189,7 +189,7 @@ def test_a_step_whose_groups_are_not_batched_is_not_trained(ledger: Ledger) -> N
     score(ledger, 0)
     ledger.groups.batch(RUN, 0, [0])
     ledger.groups.train(RUN, 0)
-    with pytest.raises(LedgerFault):
+    with pytest.raises(Conflict):
         ledger.groups.train(RUN, 0)
 
 
