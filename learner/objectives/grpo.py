@@ -1,4 +1,4 @@
-"""`grpo`: the policy loss on rollouts, with advantages from rewards."""
+"""`grpo`: the policy loss on rollouts, with the advantages of `learner.step.assign_advantages`."""
 
 from __future__ import annotations
 

@@ -67,17 +67,17 @@ def _from_rewards(
     advantages_S = batch_advantages(scored, spec)[first : first + len(batch)]
     token_wise = spec.grpo.advantage in TOKEN_WHITENED
     by_sample = torch.from_numpy(advantages_S if token_wise else clip_advantages(advantages_S, spec))
-    values = [
+    advantages = [
         by_sample[torch.tensor(micro.indices)].to(device, torch.float32)[micro.row.sequence_N]
         for micro in micro_batches
     ]
     if token_wise:
-        values = whitened_token_advantages(
-            values, penalties, [m.row.sequence_N for m in micro_batches], device
+        advantages = whitened_token_advantages(
+            advantages, penalties, [m.row.sequence_N for m in micro_batches], device
         )
-        values = _clipped(values, spec)
+        advantages = _clipped(advantages, spec)
     return _replaced(
-        updates, [replace(m, advantages_N=v) for m, v in zip(micro_batches, values, strict=True)]
+        updates, [replace(m, advantages_N=v) for m, v in zip(micro_batches, advantages, strict=True)]
     )
 
 
@@ -96,12 +96,12 @@ def _by_value_model(
         advantages_N, states = _gae(batch, micro, spec, device)
         raw.append(advantages_N)
         with_returns.append(states)
-    values = _clipped(whitened(raw, [given(states.scored_N) for states in with_returns], device), spec)
+    advantages = _clipped(whitened(raw, [given(states.scored_N) for states in with_returns], device), spec)
     updates = _replaced(
         updates,
         [
-            replace(micro, advantages_N=value_N, states=states)
-            for micro, value_N, states in zip(real, values, with_returns, strict=True)
+            replace(micro, advantages_N=advantages_N, states=states)
+            for micro, advantages_N, states in zip(real, advantages, with_returns, strict=True)
         ],
     )
     tokens_U = torch.tensor(

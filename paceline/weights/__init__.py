@@ -1,1 +1,1 @@
-"""What learner and rollout workers agree on about weights: manifests, links, and the format of the store."""
+"""Formats of weights that learner and rollout workers share: manifests, links, and the store."""

@@ -1,1 +1,1 @@
-"""What every service needs: its server, its membership, its options, its log."""
+"""Code that all services share: server, membership, options, log."""

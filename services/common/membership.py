@@ -108,7 +108,7 @@ class Membership:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = asyncio.Event()
-        """Whether there is a connection to the exchange."""
+        """True when there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
         """Pending requests by the number of each sending whose reply counts."""
         self._numbers = itertools.count(1)

@@ -34,7 +34,7 @@ class ReplayPlan:
     ranks: int
     """World size that trained step `start`."""
     steady: bool
-    """Whether all steps were trained at that world size; a replay is not bit-identical otherwise."""
+    """True when all steps were trained at that world size; a replay is not bit-identical otherwise."""
     threads: int
     """Compute threads of each rank."""
     checkpoint: Checkpoint | None

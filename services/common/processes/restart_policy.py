@@ -39,7 +39,7 @@ class Death:
     last_line: str = ""
     """Last line of its log."""
     by_supervisor: bool = False
-    """Whether the supervisor itself killed it and knows why."""
+    """True when the supervisor itself killed it and knows why."""
 
     @property
     def way(self) -> tuple[int, str]:

@@ -23,7 +23,7 @@ class Record:
     of_step: dict[int, list[sqlite3.Row]]
     """Groups that carry a step, in the order of its batch."""
     deep: bool
-    """Whether the contents of every checkpoint are read, not of the newest alone."""
+    """True when the contents of every checkpoint are read, not of the newest alone."""
 
     @property
     def db(self) -> sqlite3.Connection:
@@ -37,5 +37,5 @@ class Record:
 
     @property
     def has_batches(self) -> bool:
-        """Whether the exchange makes this run's batches; a supervised learner reads its data itself."""
+        """Return whether the exchange makes this run's batches; a supervised learner reads its data itself."""
         return self.spec.samples

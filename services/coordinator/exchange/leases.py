@@ -222,7 +222,7 @@ def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeReque
     Such groups keep its name. A group that it has returned meanwhile does not, though a request that was made before
     lists it as held.
     """
-    exchange.groups.lease_again(run.run_id, request.member_id, list(request.lease.held.group_ids))
+    exchange.groups.restore_leases(run.run_id, request.member_id, list(request.lease.held.group_ids))
 
 
 def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
@@ -252,14 +252,14 @@ def held_by(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
 
 
 def group_seed(run: ActiveRun, group_id: int) -> int:
-    """Return the seed of a group, 63 bits: a function of the run's name in the ledger, its seed, and the group."""
+    """Return the seed of a group, 63 bits: a function of the spec's seed and the group's id."""
     text = f"{run.spec.seed}/{group_id}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-def lease_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
-    """Take back what silent workers hold, though they may return: score tasks and, with `with_leases`, leases. The
-    first result of any attempt wins. Return the number of groups.
+def revoke_from_silent(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
+    """Revoke the score tasks and, with `with_leases`, the leases of silent workers, although they may return. The first
+    result of any attempt wins. Return the number of groups.
     """
     number = exchange.groups.release_scorers(member_ids)
     if with_leases:
@@ -268,7 +268,7 @@ def lease_again(exchange: Exchange, member_ids: list[str], *, with_leases: bool)
 
 
 def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
-    """Take back every lease and task of a member that is gone; return the number of leases."""
+    """Revoke every lease and task of a member that is gone; return the number of leases."""
     if crashed and exchange.active is not None:
         quarantine.on_crash(exchange, exchange.active, member_id)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}

@@ -30,7 +30,7 @@ def find(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
 def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
     """Take back what such workers hold, in a transaction. A late result still counts if it is the first."""
     for member_id, why in found:
-        taken = leases.lease_again(exchange, [member_id], with_leases=True)
+        taken = leases.revoke_from_silent(exchange, [member_id], with_leases=True)
         evaluation.unpin_member(exchange, run, member_id)
         exchange.overdue.add(member_id)
         scores = _scores(exchange, member_id)

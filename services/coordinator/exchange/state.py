@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def is_stored(self) -> bool:
-        """Whether a payload has to be read from the disk, which must not happen on the event loop."""
+        """Return whether a payload has to be read from the disk, which must not happen on the event loop."""
         return any(isinstance(frame, StoredFrame) for frame in self.payloads)
 
     def read(self) -> list[Buffer]:

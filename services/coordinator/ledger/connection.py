@@ -280,7 +280,7 @@ class LedgerFile:
 
     @property
     def was_restored(self) -> bool:
-        """Whether this is a backup that was put back, however long ago: folders and workers may be ahead of it."""
+        """Return whether this is a backup that was put back, however long ago: folders and workers may be ahead of it."""
         return bool(self._meta("restored"))
 
     def _next_term(self, *, is_backup: bool) -> int:

@@ -142,7 +142,7 @@ class Groups:
         )
         _check(changed, [lease.group_id for lease in leases], State.ADMITTED)
 
-    def lease_again(self, run_id: str, member_id: str, group_ids: Sequence[int]) -> None:
+    def restore_leases(self, run_id: str, member_id: str, group_ids: Sequence[int]) -> None:
         """Give those groups back to their last holder, in the same attempt, that are admitted and still have its name."""
         self._db.execute(
             "UPDATE groups SET state = 'leased' WHERE run_id = ? AND state = 'admitted' AND member_id = ?"
@@ -167,7 +167,7 @@ class Groups:
         )
 
     def release_members(self, member_ids: Sequence[str]) -> int:
-        """Admit all groups again that the members hold. Their names stay, for `lease_again`. Return the number of groups."""
+        """Admit all groups again that the members hold. Their names stay, for `restore_leases`. Return the number of groups."""
         return self._db.execute(
             "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
             " AND member_id IN (SELECT value FROM json_each(?))",
@@ -188,7 +188,7 @@ class Groups:
         )
 
     def clear_holder(self, run_id: str, group_id: int) -> None:
-        """Remove the last holder's name from an admitted group, so that it cannot have it again by `lease_again`."""
+        """Remove the last holder's name from an admitted group, so that it cannot have it again by `restore_leases`."""
         changed = self._db.execute(
             "UPDATE groups SET member_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'admitted'",
             (run_id, group_id),

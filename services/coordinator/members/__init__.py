@@ -1,1 +1,1 @@
-"""Who belongs to the system: bookkeeping with a clock, fed by the pool."""
+"""Bookkeeping of the members: with a clock, and fed by the pool."""

@@ -45,7 +45,7 @@ class Member:
     last_report_s: float
     http_address: str = ""
     connected: bool = True
-    """Whether its stream is open."""
+    """True when its stream is open."""
     version: Version | None = None
     ahead_session: int = 0
     """Session of its weights if the ledger does not know that session, else 0."""
@@ -70,7 +70,7 @@ class Member:
     shown_secret: bytes = field(default=b"", repr=False)
     """Secret of an earlier Welcome that it showed in its Hello, because the Welcome of this stream may be lost."""
     is_heard: bool = False
-    """Whether it has reported anything on this stream, so that it has its Welcome."""
+    """True when it has reported anything on this stream, so that it has its Welcome."""
     is_expected: bool = False
     """It held leases or a session before the coordinator's restart and has not come back yet."""
     offered: deque[Version] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT))

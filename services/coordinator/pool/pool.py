@@ -83,7 +83,7 @@ class Pool:
         for member in self.members.quiet(now_s):
             with self._fault_of(member):
                 await self._suspect(member, f"silent for {now_s - member.last_report_s:.0f} s")
-        await self.lease_again()
+        await self.revoke_from_silent()
         # A member that left may have ended the task that was about to assign the next learner.
         await self.assignments.assign_learner()
         await self._take_overdue()
@@ -257,7 +257,7 @@ class Pool:
         self._runs.server.wake("lease", "task")
         await self._runs.act_on(notices)
 
-    async def lease_again(self) -> None:
+    async def revoke_from_silent(self) -> None:
         """Lease the work of silent workers to others before their time-out: score tasks at once; groups only when the
         learner waits, because generating twice costs more. Skip members whose stream broke: their groups may have
         caused a crash."""
@@ -269,11 +269,11 @@ class Pool:
             if not self._ledger.group_queries.num_held().keys() & set(silent):
                 return
             with self._ledger.transaction():
-                number = leases.lease_again(
+                number = leases.revoke_from_silent(
                     self._exchange, silent, with_leases=self._exchange.learner_waits(run)
                 )
         if number:
-            log.info("%d groups of silent workers are lent again: %s", number, ", ".join(silent))
+            log.info("%d groups of silent workers are leased to others: %s", number, ", ".join(silent))
             self._runs.server.wake("lease", "task")
 
     async def expel(self, member: Member, report: worker_pb2.PublishReport) -> None:

@@ -58,7 +58,7 @@ class RunEvents(Protocol):
 
     @property
     def stopping(self) -> bool:
-        """Whether the coordinator ends."""
+        """Return whether the coordinator ends."""
 
     async def act_on(self, notices: list[Notice]) -> None:
         """Act on the notices of a transaction."""

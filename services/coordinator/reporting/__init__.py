@@ -1,1 +1,1 @@
-"""What a run tells: events, metrics, files, and why nothing moves."""
+"""Reporting on a run: events, metrics, files, and the reason why nothing moves."""

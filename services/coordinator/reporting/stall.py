@@ -40,7 +40,7 @@ class Facts:
     max_age: int
     """η."""
     asked: bool = True
-    """Whether the learner has asked for the batch of `step`; if not, `waited_s` counts from its last training step."""
+    """True when the learner has asked for the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
     """Reason why no group is admitted; empty if groups are."""
     unreadable_data: str = ""

@@ -20,7 +20,7 @@ class Candidate(NamedTuple):
     value: float | None
     """Value of the metric; None if there is none."""
     pending: bool = False
-    """Whether the evaluation that gives the value is not done yet."""
+    """True when the evaluation that gives the value is not done yet."""
 
 
 def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:

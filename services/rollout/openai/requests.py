@@ -83,7 +83,7 @@ class Ask(BaseModel):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Whether the answer holds the token ids of prompt and completion."""
+    """True when the answer holds the token ids of prompt and completion."""
 
     @model_validator(mode="after")
     def _check(self) -> Ask:

@@ -18,7 +18,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = ()) -> None:
         self.stopped = False
-        """Whether a stop string was met; later tokens are ignored."""
+        """True when a stop string was met; later tokens are ignored."""
         self.num_tokens = 0
         """Number of tokens taken, including those that completed the stop string."""
         self._decode = decode

@@ -42,7 +42,7 @@ class Waiting:
     """Bytes of all its frames."""
     header_size: int = 0
     is_counted: bool = False
-    """Whether it is counted among its member's requests that wait for an answer."""
+    """True when it is counted among its member's requests that wait for an answer."""
 
     @property
     def request(self) -> pb.ExchangeRequest:
@@ -95,7 +95,7 @@ class ExchangeSocket:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(events)
         self._discarding = False
-        """Whether the rest of a message is discarded."""
+        """True when the rest of a message is discarded."""
         self._to_cut: int | None = None
         """Connection of that message, which is cut off if the rest is long; once, as its number may soon be another
         connection's."""

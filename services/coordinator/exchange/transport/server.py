@@ -136,9 +136,9 @@ class ExchangeServer:
         self._others: deque[Waiting] = deque()
         """Other requests that can be answered: group results that are on the disk, and every other kind."""
         self._ticked = False
-        """Whether TICK_S has passed since parked requests were checked."""
+        """True when TICK_S has passed since parked requests were checked."""
         self._leases_were_alone = False
-        """Whether leases alone were in the last transaction; then the others come next."""
+        """True when leases alone were in the last transaction; then the others come next."""
         self._damaged: deque[ToRead] = deque()
         """Answers that cannot be sent, because something in them cannot be read."""
         self._bell = asyncio.Event()

@@ -52,14 +52,14 @@ class Arrived:
     fault: str = ""
     """Reason why it can never be accepted; empty while there is none."""
     is_known: bool = False
-    """Whether it was sent again and is decided in the ledger: its frames were not kept."""
+    """True when it was sent again and is decided in the ledger: its frames were not kept."""
 
     def __post_init__(self) -> None:
         self.kind = self.request.WhichOneof("body") or ""
 
     @property
     def has_bulk(self) -> bool:
-        """Whether it has arrays that the ledger keeps, so that they are stored before its transaction."""
+        """Return whether it has arrays that the ledger keeps, so that they are stored before its transaction."""
         if self.is_known:
             return False
         return self.kind == "group" or (self.kind in ("score", "lease_return") and bool(self.frames))

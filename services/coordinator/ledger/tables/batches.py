@@ -19,7 +19,7 @@ class NewBatch(NamedTuple):
     revision: int
     """Number of batches of the step that it replaces."""
     with_scores: bool
-    """Whether the digest covers rewards and reference."""
+    """True when the digest covers rewards and reference."""
 
 
 class Batches:

@@ -241,6 +241,6 @@ def test_a_silent_worker_does_not_take_up_again_what_is_lent_to_others(world: Wo
     ]
     world.exchange.suspected.add("silent")
     with world.ledger.transaction():
-        assert leases.lease_again(world.exchange, ["silent"], with_leases=True) == len(held)
+        assert leases.revoke_from_silent(world.exchange, ["silent"], with_leases=True) == len(held)
         others, _ = leases.grant(world.exchange, world.run, asked)
     assert [lease.group_id for lease in others.reply.lease.leases] == held

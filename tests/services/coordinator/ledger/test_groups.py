@@ -84,11 +84,11 @@ def test_a_released_group_can_be_leased_again(ledger: Ledger) -> None:
     assert row_of(ledger, 0)["state"] == State.LEASED
     groups.release(RUN, 0, "rollout", attempt=1)
     assert (row_of(ledger, 0)["state"], row_of(ledger, 0)["member_id"]) == (State.ADMITTED, None)
-    groups.lease_again(RUN, "rollout", [0])
+    groups.restore_leases(RUN, "rollout", [0])
     assert row_of(ledger, 0)["state"] == State.ADMITTED, "its name is gone"
     lease(ledger, 0, attempt=2)
     assert groups.release_members(["rollout", "another"]) == 1
-    groups.lease_again(RUN, "rollout", [0, 1])
+    groups.restore_leases(RUN, "rollout", [0, 1])
     assert (row_of(ledger, 0)["state"], row_of(ledger, 1)["state"]) == (State.LEASED, State.ADMITTED)
     groups.release_unknown(RUN, "rollout", held=[1])
     assert row_of(ledger, 0)["state"] == State.ADMITTED
