@@ -34,7 +34,7 @@ class DataError(InvalidInput):
 
 
 class Unreadable(InvalidInput):
-    """What the input names cannot be read now: a file, a folder, a hub. It may be wrong, or there again later."""
+    """A file, folder or hub that the input names cannot be read now. It may be wrong, or there again later."""
 
 
 class WireError(PacelineError):

@@ -1,6 +1,6 @@
 """From a data set's prompt to token ids, the same way wherever it is needed: sampling, supervised training, asking.
 
-Texts are tokenised once. What a model sampled is never decoded and tokenised again.
+Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
 """
 
 from __future__ import annotations

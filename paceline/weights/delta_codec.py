@@ -1,6 +1,6 @@
 """The elements of a flat tensor whose bits changed, as few bytes, and back.
 
-How often a weight's bits change depends on its magnitude: a step of an optimizer is about as large for all of them, a unit in
+The rate at which a weight's bits change depends on its magnitude: a step of an optimizer is about as large for all of them, a unit in
 the last place is not. So the elements of 16 bits are told apart by the exponent that they have in the base, which both sides
 know, and the positions within each of these classes are coded by themselves (`paceline/weights/rice_code.py`). That comes within some
 percent of the information that is there.

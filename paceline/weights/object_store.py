@@ -63,7 +63,7 @@ class WeightStore:
             raise _unavailable(f"{self.url}: {name} cannot be read", error) from error
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects, and folders that are empty without them. What is gone already is no error. Raises
+        """Remove objects, and folders that are empty without them. Missing objects are ignored. Raises
         Unavailable."""
         for name in names:
             try:

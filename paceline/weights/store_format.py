@@ -66,7 +66,7 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True)
 class PartHeader:
-    """What a part file says of itself, in its safetensors metadata."""
+    """Header of a part file, in its safetensors metadata."""
 
     kind: Kind
     run_id: str

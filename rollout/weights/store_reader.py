@@ -83,7 +83,7 @@ class StoreReader:
             self._held = None
             raise
 
-    # What to read
+    # Selection of what is read
 
     def _deltas_after_held(self, offer: StoreOffer, target: StoredVersion) -> list[StoredVersion] | None:
         """Return the deltas from the held version to the target, oldest first; None when a snapshot has fewer bytes."""

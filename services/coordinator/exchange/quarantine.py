@@ -28,7 +28,7 @@ def choose(
     exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
 ) -> list[sqlite3.Row]:
     """Return the groups of `rows` that a worker may get: either one suspect and nothing else, or up to `room` groups
-    that are not suspects. A suspect that waits reserves one worker, which gets nothing more until its hands are free.
+    that are not suspects. A suspect that waits reserves one worker, which gets nothing more until its other work is done.
     `rows` should have `num_reserved` more than there is room for, so that other groups are not held up by the suspects.
     """
     suspected = suspects(exchange, run)

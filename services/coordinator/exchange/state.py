@@ -204,7 +204,7 @@ class Exchange:
         sessions, steps = [version.session for version in known], [version.step for version in known]
         return Version(max(sessions, default=0), max(steps, default=-1))
 
-    # What the handlers share
+    # Shared by the handlers
 
     def paused(self, run: ActiveRun) -> bool:
         """Return whether the run is paused, or all its steps are trained."""

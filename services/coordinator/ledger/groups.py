@@ -3,7 +3,7 @@
     admitted ──► leased ──► generated ──► scored ──► batched(step) ──► trained(step)
        └───────────┴────────────┴───────────┴────────────┴──► dropped(reason)
 
-Back: leased → admitted when its worker is gone or returns it, generated and scored → admitted when its payload is lost,
+Back: leased → admitted when its worker is gone or has returned it, generated and scored → admitted when its payload is lost,
 batched → scored when its batch is fixed anew. Methods run inside a transaction of the ledger and decide nothing: which group
 makes which transition is the exchange's policy. Every statement names the states that its transition starts from. A method
 raises Conflict when a group that it is given is in none of them, because the exchange has read the state in the same

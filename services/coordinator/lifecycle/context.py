@@ -23,7 +23,7 @@ class Delays:
     start_again_s: float = 0.0
     """When the next attempt to start the run that is due may be made, by the monotonic clock."""
     waits_for: str = ""
-    """Why workers have to connect later: the run that they may be working on has not been opened yet."""
+    """Reason for which workers must connect later: the run that they may be working on has not been opened yet."""
 
 
 @dataclass(frozen=True)

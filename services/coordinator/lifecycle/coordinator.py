@@ -44,7 +44,7 @@ from services.coordinator.text_limits import one_line
 
 TICK_S = 0.5
 DRAIN_NOTICE_S = 5.0
-"""How long a coordinator that stops waits for workers to say that they stop too; they say it every second."""
+"""Seconds for which a stopping coordinator waits for workers to report that they stop too, which they do every second."""
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Decision(enum.IntEnum):
-    """What to do with the run; of several, the largest counts."""
+    """Reaction to faults; of several, the largest wins."""
 
     GO_ON = 0
     RETRY = 1

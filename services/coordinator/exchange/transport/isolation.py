@@ -1,4 +1,4 @@
-"""Handling of requests in savepoints: what a request that fails has changed is undone alone, and the other requests of its
+"""Handling of requests in savepoints: the changes of a request that fails are rolled back alone, and the other requests of its
 transaction stay."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class IsolatedHandler:
             return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {logged}")
 
     def handle_together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
-        """Return the result of `answer` for several requests. None where one of them fails, and nothing is left of any:
-        `handle` answers and counts that one, and the others are answered by themselves.
+        """Return the result of `answer` for several requests. None when one of them fails: all are rolled
+        back, and the caller handles them one by one.
         """
         try:
             with self._undone_alone():
