@@ -119,11 +119,11 @@ def others_lease(ledger: Path, run_id: str, own: int) -> tuple[int, int, str]:
 class LyingRun(RolloutRun):
     """One run's work, with the lie that was ordered before the next honest group."""
 
-    async def _hand_in(self, lease: pb.Lease, *sampled: Any) -> None:
+    async def _submit(self, lease: pb.Lease, *sampled: Any) -> None:
         if armed.is_set():
             armed.clear()
             await self._lie(lease, sampled[0], list(sampled[1]))
-        await super()._hand_in(lease, *sampled)
+        await super()._submit(lease, *sampled)
 
     async def _lie(self, lease: pb.Lease, prompt_ids: IntArray, completions: list[Completion]) -> None:
         lie, said = orders["lie"], {"lie": orders["lie"], "group_id": lease.group_id}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:

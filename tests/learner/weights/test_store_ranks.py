@@ -17,6 +17,7 @@ from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
 from rollout.weights.store_reader import StoreReader
 
+pytestmark = pytest.mark.slow
 STEPS = 5
 
 
