@@ -35,16 +35,16 @@ class IsolatedHandler:
             return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {logged}")
 
     def handle_together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
-        """Return the result of `answer` for several requests. None when one of them fails: all are rolled
-        back, and the caller handles them one by one.
+        """Return the result of `answer` for several requests. None when one of them fails: all are rolled back, and the
+        caller handles them one by one.
         """
         try:
             with self._undone_alone():
                 return answer()
         except (sqlite3.Error, LedgerFault):
             raise
-        except Exception:
-            seldom.warning("together", "requests failed together, they are tried one by one")
+        except Exception as error:  # of one of them, which `handle` counts when it meets it alone
+            seldom.warning("together", "requests failed together, they are tried one by one: %r", error)
             return None
 
     @contextmanager
