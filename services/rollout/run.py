@@ -71,8 +71,8 @@ class RolloutRun:
         self.tokenizer = tokenizer
         self.params = SamplingParams.from_spec(spec.policy.generation)
         self._membership = membership
-        self._leases: dict[int, int] = {}
-        """Samples that are still running, by group."""
+        self._running_by_group: dict[int, int] = {}
+        """Number of samples that still run, by leased group; 0 while the group waits for the exchange's reply."""
         self._room = asyncio.Event()
         self.refused_pause = ExponentialBackoff()
         """Backoff before the next request for leases, after the exchange has refused a request."""
@@ -124,7 +124,7 @@ class RolloutRun:
     @property
     def num_leases(self) -> int:
         """Return the number of leases: groups that are being generated or wait for the exchange's reply."""
-        return len(self._leases)
+        return len(self._running_by_group)
 
     async def close(self) -> None:
         """Close receivers and engine."""
@@ -136,7 +136,8 @@ class RolloutRun:
         async with asyncio.TaskGroup() as groups:
             guard = groups.create_task(self._end_if_hung())
             while not self._draining:
-                group_size, running = self.spec.grpo.num_generations_per_prompt, sum(self._leases.values())
+                group_size = self.spec.grpo.num_generations_per_prompt
+                running = sum(self._running_by_group.values())
                 # One group waits, so that no slot stays empty.
                 room = self.engine.capacity + group_size - running
                 if room < group_size and running:
@@ -149,7 +150,7 @@ class RolloutRun:
                 request = pb.ExchangeRequest(
                     run_id=self.run_id,
                     lease=pb.LeaseRequest(
-                        room=room, wait_s=LEASE_WAIT_S, held=pb.Held(group_ids=self._leases)
+                        room=room, wait_s=LEASE_WAIT_S, held=pb.Held(group_ids=self._running_by_group)
                     ),
                 )
                 reply, payloads = await self._membership.request(request)
@@ -161,7 +162,7 @@ class RolloutRun:
                     continue
                 self.refused_pause.reset()
                 for lease in reply.lease.leases:
-                    if lease.group_id in self._leases:
+                    if lease.group_id in self._running_by_group:
                         continue  # leased again while it is generated here: the result of any attempt counts
                     if self._draining:
                         await self._return_lease(lease)
@@ -192,7 +193,7 @@ class RolloutRun:
             "the engine has not answered for %.0f s (policy.generation.stall_s) with groups %s in hand; this worker ends, "
             "so that others get them",
             stall_s,
-            sorted(self._leases),
+            sorted(self._running_by_group),
         )
         from paceline.process import end_process
 
@@ -324,18 +325,18 @@ class RolloutRun:
         )
 
     def _take(self, lease: pb.Lease) -> None:
-        self._leases[lease.group_id] = lease.num_generations
+        self._running_by_group[lease.group_id] = lease.num_generations
         self._idle.clear()
         self._pace.begin_work()
 
     def _end_sample(self, group_id: int) -> None:
-        self._leases[group_id] -= 1
+        self._running_by_group[group_id] -= 1
         self._room.set()
 
     def _release(self, lease: pb.Lease) -> None:
-        del self._leases[lease.group_id]
+        del self._running_by_group[lease.group_id]
         self._room.set()
-        if not self._leases:
+        if not self._running_by_group:
             self._idle.set()
             self._pace.end_work()
 

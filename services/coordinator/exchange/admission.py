@@ -17,9 +17,9 @@ def admissible(
     return max(0, min((max_age + 1) * batch - open_groups, max_steps * batch - (admitted - dropped)))
 
 
-def lease_step(next_batch: int, position: int, batch: int) -> int:
-    """Return the step that a group is for when `position` open groups not yet in a batch are before it."""
-    return next_batch + position // batch
+def step_of_group(next_batch: int, num_ahead: int, batch: int) -> int:
+    """Return the step that a group is for when `num_ahead` open groups that are in no batch yet are before it."""
+    return next_batch + num_ahead // batch
 
 
 def may_lease(version_step: int, step: int, max_age: int) -> bool:

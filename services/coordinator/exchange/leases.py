@@ -14,7 +14,7 @@ from paceline.wire import parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.sampling_params import params_message
 from services.coordinator.exchange import evaluation, quarantine
-from services.coordinator.exchange.admission import admissible, lease_step, may_lease
+from services.coordinator.exchange.admission import admissible, may_lease, step_of_group
 from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.ledger.groups import NewLease
@@ -27,19 +27,19 @@ ADMITTED_AT_ONCE = 64
 """Groups that are admitted at once beyond those that are leased: a whole step's would hold up other requests."""
 
 
-def grant(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
+def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
     """Answer requests for leases of different workers, each up to its room: evaluation first, then training, lowest
     slot first. What the requests have in common is read once and written once.
     """
     _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
-    grants = _Grants(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
-    outcomes = [grants.grant(request) for request in requests]
-    grants.write()
+    leases = _NewLeases(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
+    outcomes = [leases.answer(request) for request in requests]
+    leases.write()
     return outcomes
 
 
-class _Grants:
-    """The leases of one call: admitted groups are given to one worker after the other, and written together."""
+class _NewLeases:
+    """The leases of one call: one worker after the other gets free groups, and all leases are written together."""
 
     def __init__(self, exchange: Exchange, run: ActiveRun, rooms: Sequence[int]):
         self._exchange, self._run = exchange, run
@@ -47,7 +47,7 @@ class _Grants:
         self._params = params_message(run.spec.policy.generation)
         self._free: list[tuple[sqlite3.Row, int]] = []
         """Free groups to train, in the order of their slots, each with the step that it is for."""
-        self._granted: list[NewLease] = []
+        self._unwritten: list[NewLease] = []
         """Leases that are not in the ledger yet."""
         if run.prompts is not None and not exchange.paused(run):
             num_groups = sum(max(1, room // self._group_size) for room in rooms)
@@ -57,8 +57,8 @@ class _Grants:
                 admit(exchange, run, max(wanted, ADMITTED_AT_ONCE))
                 self._free = _admitted(exchange, run, wanted)
 
-    def grant(self, request: pb.ExchangeRequest) -> Outcome:
-        """Answer one worker; `write` records its leases."""
+    def answer(self, request: pb.ExchangeRequest) -> Outcome:
+        """Return the answer to one worker; `write` records its leases."""
         exchange, run = self._exchange, self._run
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.lease.SetInParent()
@@ -71,7 +71,7 @@ class _Grants:
         room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
         measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
         for row in quarantine.choose(exchange, run, request.member_id, measured, room):
-            room -= self._lease(request.member_id, row, version, reply, payloads, pinned=version)
+            room -= self._add(request.member_id, row, version, reply, payloads, pinned=version)
         if quarantine.suspects(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
@@ -80,15 +80,15 @@ class _Grants:
         free = [row for row, _ in leasable]
         for row in quarantine.choose(exchange, run, request.member_id, free, num_groups):
             step = steps[row["group_id"]]
-            if self._lease(request.member_id, row, version, reply, payloads, step=step):
+            if self._add(request.member_id, row, version, reply, payloads, step=step):
                 self._free.remove((row, step))
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
     def write(self) -> None:
-        """Record the leases that were granted since the last call."""
-        if self._granted:
-            self._exchange.groups.lease(self._granted)
-            self._granted.clear()
+        """Record the leases since the last call."""
+        if self._unwritten:
+            self._exchange.groups.lease(self._unwritten)
+            self._unwritten.clear()
 
     def _leasable(self, version: Version, number: int) -> list[tuple[sqlite3.Row, int]]:
         """Return the first of the free groups, up to `number`, as far as the worker's version allows."""
@@ -97,7 +97,7 @@ class _Grants:
             itertools.takewhile(lambda free: may_lease(version.step, free[1], max_age), self._free[:number])
         )
 
-    def _lease(
+    def _add(
         self,
         member_id: str,
         row: sqlite3.Row,
@@ -137,7 +137,7 @@ class _Grants:
             lease.prefix_finish_reasons.extend(returned.finish_reasons)
             oldest = min(oldest, row["oldest_step"])
         holders = with_holder(row["holders"], lease.attempt, member_id)
-        self._granted.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
+        self._unwritten.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
         return True
 
     def _prefix(self, group_id: int) -> Payload | None:
@@ -211,7 +211,7 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
 
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Take back leases that the worker does not know of, because the reply that granted them was lost."""
+    """Take back leases that the worker does not know of, because the reply with them was lost."""
     exchange.groups.release_unknown(run.run_id, request.member_id, list(request.lease.held.group_ids))
 
 
@@ -240,7 +240,7 @@ def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sql
         # The group in the slot before is open itself; only a gap has to be counted.
         ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
         last_slot = slot
-        admitted.append((row, lease_step(next_batch, ahead, run.batch)))
+        admitted.append((row, step_of_group(next_batch, ahead, run.batch)))
     return admitted
 
 

@@ -32,14 +32,14 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
     Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing.
     """
     request, run = arrived.request, exchange.active
-    refusal = turn_away(exchange, request) or _refusal(exchange, arrived)
-    if refusal is not None:
-        return refusal
-    assert run is not None
     try:
+        if arrived.kind == "lease":
+            return handle_leases(exchange, [arrived])[0]
+        refusal = turn_away(exchange, request) or _refusal(exchange, arrived)
+        if refusal is not None:
+            return refusal
+        assert run is not None
         match arrived.kind:
-            case "lease":
-                return leases.grant(exchange, run, [request])[0]
             case "group":
                 return submissions.submit_group(exchange, run, arrived)
             case "lease_return":
@@ -59,12 +59,14 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
 
 
 def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outcome]:
-    """Answer requests for leases of different workers, as `handle` does."""
+    """Answer requests for leases of different workers together, inside a transaction."""
     refusals = [turn_away(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests]
     welcome = [
         arrived.request for arrived, refusal in zip(requests, refusals, strict=True) if refusal is None
     ]
-    given = iter(leases.grant(exchange, exchange.active, welcome) if exchange.active and welcome else ())
+    given = iter(
+        leases.lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ()
+    )
     return [next(given) if refusal is None else refusal for refusal in refusals]
 
 

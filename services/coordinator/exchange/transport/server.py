@@ -269,13 +269,13 @@ class ExchangeServer:
                     kinds |= {"lease", "batch"}
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._leases and time.monotonic() < end_s:
-                    self._give_leases(now_s, done.answers)
+                    self._answer_leases(now_s, done.answers)
                     self._send_synced()  # they should not have to wait for the end of this transaction
                     if not alone:
                         break
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
-                    for waiting, outcome in self._handle_others(now_s, end_s):
+                    for waiting, outcome in self._answer_others(now_s, end_s):
                         self._finish_request(waiting, outcome, now_s, done.answers)
                         kinds |= WAKES.get(waiting.kind, set())
                         if waiting.kind == "score" and waiting.request.score.handed_back:
@@ -333,7 +333,7 @@ class ExchangeServer:
             except Exception as error:  # what is committed stays; the next notices are acted on
                 unforeseen.note("what follows from a commit", error)
 
-    def _give_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
+    def _answer_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
         """Answer the next requests for leases, of different workers."""
         by_member: dict[str, Waiting] = {}
         while (
@@ -351,7 +351,7 @@ class ExchangeServer:
         for waiting, outcome in zip(by_member.values(), outcomes, strict=True):
             self._finish_request(waiting, outcome, now_s, answers)
 
-    def _handle_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
+    def _answer_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
         """Answer some of the other requests, until `end_s` at most."""
         taken: list[Waiting] = []
 

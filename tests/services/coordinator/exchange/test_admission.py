@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from exchange_drivers import MakeWorld, Rollout
 
-from services.coordinator.exchange.admission import admissible, lease_step, may_lease, must_wait
+from services.coordinator.exchange.admission import admissible, may_lease, must_wait, step_of_group
 from services.coordinator.ledger import groups
 from services.coordinator.ledger.balance import balance
 
@@ -35,7 +35,7 @@ def test_admissible(open_groups: int, admitted: int, dropped: int, max_age: int,
 
 
 def test_the_place_decides_the_step_of_a_lease() -> None:
-    assert [lease_step(3, position, 4) for position in (0, 3, 4, 7, 8)] == [3, 3, 4, 4, 5]
+    assert [step_of_group(3, num_ahead, 4) for num_ahead in (0, 3, 4, 7, 8)] == [3, 3, 4, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_workers_that_ask_together_get_what_is_theirs_by_version_and_by_record(w
         for worker, room in ((old, 2), (new, 4), (lost, 2))
     ]
     with world.ledger.transaction():
-        none, two, one = leases.grant(world.exchange, world.run, asked)
+        none, two, one = leases.lease_groups(world.exchange, world.run, asked)
     assert (none.empty, list(none.reply.lease.leases)) == (True, [])
     assert [lease.group_id for lease in two.reply.lease.leases] == [forgotten.group_id, 1]
     assert [lease.attempt for lease in two.reply.lease.leases] == [2, 1]
@@ -242,5 +242,5 @@ def test_a_silent_worker_does_not_take_up_again_what_is_lent_to_others(world: Wo
     world.exchange.suspected.add("silent")
     with world.ledger.transaction():
         assert leases.revoke_from_silent(world.exchange, ["silent"], with_leases=True) == len(held)
-        others, _ = leases.grant(world.exchange, world.run, asked)
+        others, _ = leases.lease_groups(world.exchange, world.run, asked)
     assert [lease.group_id for lease in others.reply.lease.leases] == held
