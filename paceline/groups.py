@@ -66,7 +66,7 @@ class Completion:
         """Step of the oldest version among the tokens; -1 without tokens."""
         return min((span.step for span in self.spans), default=-1)
 
-    def versions(self) -> IntArray:
+    def version_steps(self) -> IntArray:
         """Return [T] step of the version of each token."""
         steps_T = np.empty(len(self.token_ids), np.int32)
         for span in self.spans:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainingSample, pack_row
-from learner.model.policy import row_logprobs
+from learner.batch.samples import TrainingSample, pack_samples
+from learner.model.policy import packed_logprobs
 from learner.step.trainer import Trainer
 from paceline.data.tokens import encode_exchange, load_tokenizer
 from paceline.spec import RunSpec
@@ -137,7 +137,7 @@ def right_probability(trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any
         TrainingSample(i, *encode_exchange(tokenizer, row["prompt"], row["chosen"], "auto"))
         for i, row in enumerate(rows)
     ]
-    row = pack_row(sequences, CPU)
-    logprobs_N, _ = row_logprobs(trainer.model, row, temperature=1.0, chunk_tokens=1024)
-    sums_S = torch.zeros(len(sequences)).index_add(0, row.sequence_N, logprobs_N)
+    packed = pack_samples(sequences, CPU)
+    logprobs_N, _ = packed_logprobs(trainer.model, packed, temperature=1.0, chunk_tokens=1024)
+    sums_S = torch.zeros(len(sequences)).index_add(0, packed.sequence_N, logprobs_N)
     return float(np.mean(sums_S.exp().numpy()))

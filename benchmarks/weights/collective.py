@@ -33,7 +33,7 @@ import torch.distributed as dist
 from learner.weights.publisher import Publisher, PublishResult
 from paceline.groups import Version
 from paceline.spec import WeightsSection
-from paceline.weights.link import serve_store
+from paceline.weights.link import serve_rendezvous
 from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import pack, plan, views
 from weights.member import MAX_WAIT_S, raw_group
@@ -114,7 +114,7 @@ def measure(
     tensors = random_weights(size, torch.bfloat16, seed=0)
     layout = plan(tensors, BUCKET_BYTES)
     flat = pack(tensors, layout)
-    store, port = serve_store(HOST, 0, MAX_WAIT_S)
+    store, port = serve_rendezvous(HOST, 0, MAX_WAIT_S)
     settings = {
         "spec": _spec(write_configuration(directory, size)),
         "num_bytes": layout.total_bytes,

@@ -113,7 +113,7 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[Traini
                     group.prompt_ids,
                     completion.token_ids[trained],
                     completion.logprobs[trained],
-                    completion.versions()[trained],
+                    completion.version_steps()[trained],
                     rewards_F,
                     reference_logprobs_T=None if reference_T is None else reference_T[trained],
                     truncated=completion.finish_reason == "length",
@@ -149,7 +149,7 @@ class PackedBatch:
     """Label of each sequence in the data set; empty where it has none."""
 
 
-def pack_row(sequences: Sequence[TrainingSample], device: torch.device) -> PackedBatch:
+def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> PackedBatch:
     """Lay sequences (each with at least one completion token that trains) end to end, in the given order."""
     row_lengths_S = np.array([s.num_row_tokens for s in sequences])
     lengths_S = np.array([s.num_trained_tokens for s in sequences])

@@ -84,18 +84,18 @@ def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedMod
     return _placed(model, policy, device, resharded=True)
 
 
-def row_logprobs(
+def packed_logprobs(
     model: PreTrainedModel,
-    row: PackedBatch,
+    packed: PackedBatch,
     *,
     temperature: float,
     chunk_tokens: int,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N] log-probabilities of the row's completion tokens, [N] entropies), float32, in nats; the entropies have a
+    """Return ([N] log-probabilities of the completion tokens, [N] entropies), float32, in nats; the entropies have a
     gradient only with `entropy_gradient`."""
     logprobs_N, entropy_N = model(
-        row=row, temperature=temperature, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient
+        packed=packed, temperature=temperature, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient
     )
     return logprobs_N, entropy_N
 
@@ -107,27 +107,27 @@ def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
 
 
 def _forward(
-    model: Any, row: PackedBatch, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
+    model: Any, packed: PackedBatch, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     hidden_1RH = model.base_model(
-        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
     ).last_hidden_state
     return chunked_logprobs(
-        hidden_1RH[0].index_select(0, row.predictors_N),
+        hidden_1RH[0].index_select(0, packed.predictors_N),
         model.get_output_embeddings().weight,
-        row.targets_N,
+        packed.targets_N,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy_gradient=entropy_gradient,
     )
 
 
-def _score(model: Any, row: PackedBatch, **_: Any) -> tuple[Tensor, Tensor]:
+def _score(model: Any, packed: PackedBatch, **_: Any) -> tuple[Tensor, Tensor]:
     """Return the scores at the positions where a policy predicts."""
     hidden_1RH = model.base_model(
-        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
     ).last_hidden_state
-    scores_N = model.score(hidden_1RH[0].index_select(0, row.predictors_N)).float()[:, 0]
+    scores_N = model.score(hidden_1RH[0].index_select(0, packed.predictors_N)).float()[:, 0]
     return scores_N, torch.zeros_like(scores_N)
 
 

@@ -131,7 +131,7 @@ class Objective(ABC):
         return list(batch), []
 
     @abstractmethod
-    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         """Return the micro-batch's share of the loss."""
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:

@@ -24,11 +24,11 @@ def completion_lengths(tokens: TokenArrays) -> Tensor:
     return completion_sums(torch.ones_like(tokens.current_N), tokens)
 
 
-def reference_sums(tokens: TokenArrays, row: PackedBatch) -> Tensor:
+def reference_sums(tokens: TokenArrays, packed: PackedBatch) -> Tensor:
     """Return [S] Σ_t log π_ref of each sequence: precomputed, or from the reference's log-probabilities."""
-    sums = [label.reference_logprob for label in row.labels_S]
+    sums = [label.reference_logprob for label in packed.labels_S]
     if sums and all(value is not None for value in sums):
-        return torch.tensor(sums, dtype=torch.float32, device=row.targets_N.device)
+        return torch.tensor(sums, dtype=torch.float32, device=packed.targets_N.device)
     if tokens.reference_N is None:
         raise ValueError("the loss needs the reference's log-probabilities; this batch has none")
     return completion_sums(tokens.reference_N, tokens)
@@ -38,5 +38,5 @@ def completion_result(
     loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays, per_sequence_S: Tensor
 ) -> LossResult:
     """Return the result of a loss with one number for each sequence, which shows the sequence that is not finite."""
-    suspects_N = per_sequence_S.detach()[tokens.sequence_N]
-    return LossResult(loss, {"loss": loss.detach().double(), **sums}, suspects_N)
+    losses_N = per_sequence_S.detach()[tokens.sequence_N]
+    return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N)

@@ -20,7 +20,7 @@ class Distillation(Grpo):
         super().__init__(spec)
         self._section = spec.distillation
 
-    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         """Return the policy loss with the teacher's advantages, and the same corrections for the sampler's age."""
         if tokens.reference_N is None:
             raise ValueError("this batch has no log-probabilities of the teacher")

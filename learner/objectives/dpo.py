@@ -36,11 +36,11 @@ class Dpo(PairObjective):
         super().__init__(spec.data)
         self._section = spec.dpo
 
-    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         """Return preference_loss_weight · preference_loss + sft_loss_weight · mean over prompts of -Σ_t log π(chosen)."""
-        section, pairs = self._section, pairs_of(row, counts.prompts)
+        section, pairs = self._section, pairs_of(packed, counts.prompts)
         current_S, lengths_S = completion_sums(tokens.current_N, tokens), completion_lengths(tokens)
-        log_ratios_S = current_S - reference_sums(tokens, row)
+        log_ratios_S = current_S - reference_sums(tokens, packed)
         given = PairLogRatios(
             log_ratios_S[pairs.chosen_P],
             log_ratios_S[pairs.rejected_P],

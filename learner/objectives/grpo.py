@@ -22,5 +22,5 @@ class Grpo(Objective):
         zero, known_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
         return [TrainingSample(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)]
 
-    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         return policy_loss(tokens, counts, self._loss_fn)

@@ -17,7 +17,7 @@ from learner.objectives.completions import (
     labeled_dummies,
     reference_sums,
 )
-from paceline.data.examples import read_verdict
+from paceline.data.examples import read_labeled_completion
 from paceline.spec import RunSpec
 
 
@@ -38,7 +38,7 @@ class Kto(Objective):
         encoder: ExampleEncoder,
         reference_S: Sequence[float] | None,
     ) -> list[TrainingSample]:
-        prompt, completion, desirable = read_verdict(row, self._data)
+        prompt, completion, desirable = read_labeled_completion(row, self._data)
         reference_sum = reference_S[0] if reference_S else None
         return [
             encoder.completion(
@@ -54,8 +54,8 @@ class Kto(Objective):
         encoder: ExampleEncoder,
         reference_S: Sequence[float] | None,
     ) -> TrainingSample:
-        prompt, _, desirable = read_verdict(row, self._data)
-        completion = read_verdict(other, self._data).completion
+        prompt, _, desirable = read_labeled_completion(row, self._data)
+        completion = read_labeled_completion(other, self._data).completion
         reference_sum = reference_S[0] if reference_S else None
         label = PreferenceLabel(desirable, mismatched=True, reference_logprob=reference_sum)
         return encoder.cut_completion(number, prompt, completion, label)
@@ -68,10 +68,10 @@ class Kto(Objective):
         measured = [s for s in batch if s.label is not None and s.label.mismatched]
         return [s for s in batch if s.label is None or not s.label.mismatched], measured
 
-    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         section = self._section
-        log_ratios_S = completion_sums(tokens.current_N, tokens) - reference_sums(tokens, row)
-        good_S = torch.tensor([label.good for label in row.labels_S], device=log_ratios_S.device)
+        log_ratios_S = completion_sums(tokens.current_N, tokens) - reference_sums(tokens, packed)
+        good_S = torch.tensor([label.good for label in packed.labels_S], device=log_ratios_S.device)
         batch_kl = tokens.batch_kl or 0.0
         loss = kto_loss(
             log_ratios_S,

@@ -20,9 +20,9 @@ class Orpo(PairObjective):
         super().__init__(spec.data)
         self._beta = spec.orpo.odds_ratio_weight
 
-    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         """Return the mean over prompts of the chosen completion's mean -log π per token, plus the odds-ratio term."""
-        pairs = pairs_of(row, counts.prompts)
+        pairs = pairs_of(packed, counts.prompts)
         means_S = completion_sums(tokens.current_N, tokens) / completion_lengths(tokens)
         likelihood = -(pairs.weights_P * means_S[pairs.chosen_P]).sum()
         odds = orpo_loss(means_S[pairs.chosen_P], means_S[pairs.rejected_P], pairs.weights_P, beta=self._beta)

@@ -88,11 +88,11 @@ class Pairs:
     margins_P: Tensor
 
 
-def pairs_of(row: PackedBatch, num_prompts: int) -> Pairs:
+def pairs_of(packed: PackedBatch, num_prompts: int) -> Pairs:
     """Return each rejected completion with the chosen one of its prompt. Raises ValueError for a prompt that lacks either."""
     chosen: dict[int, int] = {}
     rejected: dict[int, list[int]] = {}
-    for index, (prompt, label) in enumerate(zip(row.group_ids_S, row.labels_S, strict=True)):
+    for index, (prompt, label) in enumerate(zip(packed.group_ids_S, packed.labels_S, strict=True)):
         if label.good:
             chosen[prompt] = index
         else:
@@ -103,16 +103,16 @@ def pairs_of(row: PackedBatch, num_prompts: int) -> Pairs:
     pairs = [(prompt, index) for prompt, worse in rejected.items() for index in worse]
 
     def integers(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=row.targets_N.device)
+        return torch.tensor(values, dtype=torch.int64, device=packed.targets_N.device)
 
     def floats(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=row.targets_N.device)
+        return torch.tensor(values, dtype=torch.float32, device=packed.targets_N.device)
 
     return Pairs(
         integers([chosen[prompt] for prompt, _ in pairs]),
         integers([index for _, index in pairs]),
         floats([1 / (num_prompts * len(rejected[prompt])) for prompt, _ in pairs]),
-        floats([row.labels_S[chosen[prompt]].margin for prompt, _ in pairs]),
+        floats([packed.labels_S[chosen[prompt]].margin for prompt, _ in pairs]),
     )
 
 

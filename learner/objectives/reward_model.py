@@ -35,8 +35,8 @@ class RewardModel(PairObjective):
         """Return the whole text, with the score at its last token."""
         return encoder.scored_text(number, prompt, completion, label)
 
-    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
-        scores_S, pairs = tokens.current_N, pairs_of(row, counts.prompts)
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
+        scores_S, pairs = tokens.current_N, pairs_of(packed, counts.prompts)
         loss = reward_model_loss(
             scores_S[pairs.chosen_P],
             scores_S[pairs.rejected_P],

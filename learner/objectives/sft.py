@@ -42,7 +42,7 @@ class Sft(Objective):
     def dummy(self) -> list[TrainingSample]:
         return [dummy_sample()]
 
-    def loss(self, tokens: TokenArrays, row: PackedBatch, counts: Denominators) -> LossResult:
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         return sft_loss(tokens, counts)
 
 

@@ -68,12 +68,12 @@ def _from_rewards(
     token_wise = spec.grpo.advantage in TOKEN_WHITENED
     by_sample = torch.from_numpy(advantages_S if token_wise else clip_advantages(advantages_S, spec))
     advantages = [
-        by_sample[torch.tensor(micro.indices)].to(device, torch.float32)[micro.row.sequence_N]
+        by_sample[torch.tensor(micro.indices)].to(device, torch.float32)[micro.packed.sequence_N]
         for micro in micro_batches
     ]
     if token_wise:
         advantages = whitened_token_advantages(
-            advantages, penalties, [m.row.sequence_N for m in micro_batches], device
+            advantages, penalties, [m.packed.sequence_N for m in micro_batches], device
         )
         advantages = _clipped(advantages, spec)
     return _replaced(
@@ -163,7 +163,7 @@ def _scores(
         scores[i, 2:] = torch.from_numpy(_rewards(sequence, spec))
     for micro, penalty_N in zip(micro_batches, penalties, strict=True):
         if penalty_N is not None:
-            sums_S = per_sequence(penalty_N.double(), micro.row.sequence_N, len(micro.indices))
+            sums_S = per_sequence(penalty_N.double(), micro.packed.sequence_N, len(micro.indices))
             scores[torch.tensor(micro.indices), 1] = sums_S.cpu()
     return scores
 
@@ -217,6 +217,6 @@ def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Upd
     def replacement(micro: MicroBatch) -> MicroBatch:
         if not micro.is_dummy:
             return next(rest)
-        return replace(micro, advantages_N=torch.zeros_like(micro.row.targets_N, dtype=torch.float32))
+        return replace(micro, advantages_N=torch.zeros_like(micro.packed.targets_N, dtype=torch.float32))
 
     return [replace(u, micro_batches=tuple(replacement(m) for m in u.micro_batches)) for u in updates]

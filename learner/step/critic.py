@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.advantages.gae import value_losses
-from learner.batch.samples import PackedBatch, TrainingSample, pack_row
+from learner.batch.samples import PackedBatch, TrainingSample, pack_samples
 from learner.collectives import sum_over_ranks
 from learner.model.policy import load_reward_model
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
@@ -65,7 +65,7 @@ class Critic:
         states = micro.states
         assert states is not None, "`with_states` was not called"
         set_gradient_sync(self.model, self._device, is_last)
-        values_N = self._values(states.row)[states.before_token_M]
+        values_N = self._values(states.packed)[states.before_token_M]
         if micro.is_dummy:
             (values_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
             return
@@ -124,17 +124,17 @@ class Critic:
             metrics["explained_variance"] = 1.0 - unexplained / variance
         return metrics
 
-    def _values(self, row: PackedBatch) -> Tensor:
-        values_M, _ = self.model(row=row)
+    def _values(self, packed: PackedBatch) -> Tensor:
+        values_M, _ = self.model(packed=packed)
         return values_M  # type: ignore[no-any-return]
 
     def _states_of(self, sequences: Sequence[TrainingSample]) -> States:
-        row, before_token_M = _row_of_states(sequences, self._device)
-        return States(row, before_token_M, self._values(row))
+        packed, before_token_M = _pack_states(sequences, self._device)
+        return States(packed, before_token_M, self._values(packed))
 
 
-def _row_of_states(sequences: Sequence[TrainingSample], device: torch.device) -> tuple[PackedBatch, Tensor]:
-    """Return a row with one state more than there are tokens, as if another token were to be predicted, and
+def _pack_states(sequences: Sequence[TrainingSample], device: torch.device) -> tuple[PackedBatch, Tensor]:
+    """Return sequences with one state more than there are tokens, as if another token were to be predicted, and
     `States.before_token_M`."""
     token = np.zeros(1, np.int32)
     if not sequences:
@@ -143,7 +143,7 @@ def _row_of_states(sequences: Sequence[TrainingSample], device: torch.device) ->
         TrainingSample(s.group_id, s.prompt_ids, np.concatenate((s.completion_ids, token))) for s in sequences
     ]
     before_M = np.concatenate([np.arange(len(s.completion_ids)) < len(s.completion_ids) - 1 for s in longer])
-    return pack_row(longer, device), torch.from_numpy(before_M).to(device)
+    return pack_samples(longer, device), torch.from_numpy(before_M).to(device)
 
 
 def _given(values_N: Tensor | None) -> Tensor:

@@ -25,11 +25,11 @@ def needs_proximal(spec: RunSpec) -> bool:
 def with_frozen_logprobs(
     updates: Sequence[Update], ask: Callable[[PackedBatch], FrozenLogprobs]
 ) -> list[Update]:
-    """Return the updates with the frozen log-probabilities of each row, which `ask` gives."""
+    """Return the updates with the frozen log-probabilities of each micro-batch, which `ask` gives."""
     return [
         replace(
             update,
-            micro_batches=tuple(replace(micro, frozen=ask(micro.row)) for micro in update.micro_batches),
+            micro_batches=tuple(replace(micro, frozen=ask(micro.packed)) for micro in update.micro_batches),
         )
         for update in updates
     ]
@@ -40,7 +40,9 @@ def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device
     if not spec.samples or spec.loss_fn.m2_threshold is None:
         return list(updates)
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]
-    moments = [second_moments(given(m.frozen.proximal_N) - given(m.row.behaviour_N)) for m in micro_batches]
+    moments = [
+        second_moments(given(m.frozen.proximal_N) - given(m.packed.behaviour_N)) for m in micro_batches
+    ]
     limit = m2_limit_of(
         torch.cat([torch.zeros(0, device=device), *moments]), spec.loss_fn.m2_threshold, sum_over_ranks
     )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from learner.batch.packing import pack, pack_whole
-from learner.batch.samples import TrainingSample, pack_row
+from learner.batch.samples import TrainingSample, pack_samples
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from learner.objectives.base import Denominators, Objective
 from learner.step.update import MicroBatch, Update
@@ -46,26 +46,26 @@ def workload(
     batch: Sequence[TrainingSample], updates: Sequence[Update], step: int, spec: RunSpec, device: torch.device
 ) -> dict[str, float]:
     """Return metrics of the batch: its size, the fill of its micro-batches, the age of its tokens."""
-    rows = [micro for update in updates for micro in update.micro_batches]
+    micro_batches = [micro for update in updates for micro in update.micro_batches]
     versions = [s.versions_T for s in batch if s.versions_T is not None]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
     sums = [
-        sum(m.row.input_ids.numel() for m in rows if not m.is_dummy),
-        sum(not m.is_dummy for m in rows),
+        sum(m.packed.input_ids.numel() for m in micro_batches if not m.is_dummy),
+        sum(not m.is_dummy for m in micro_batches),
         float(ages.sum()),
         len(ages),
     ]
-    row_tokens, real_rows, age_sum, aged_tokens = sum_over_ranks(
+    packed_tokens, num_micro_batches, age_sum, aged_tokens = sum_over_ranks(
         torch.tensor(sums, dtype=torch.float64, device=device)
     ).tolist()
-    # Rows are dense: the rest of each pass's budget is unfilled, all of it in a dummy pass.
-    room = len(rows) * world_size() * spec.policy.train_mb_tokens
+    # Packed tensors are dense: the rest of each pass's budget is unfilled, all of it in a dummy pass.
+    room = len(micro_batches) * world_size() * spec.policy.train_mb_tokens
     metrics = {
         "tokens": float(sum(u.denominators.tokens for u in updates)),
         "sequences": float(sum(u.denominators.sequences for u in updates)),
-        "row_tokens": row_tokens,
-        "micro_batches": real_rows,
-        "unfilled_fraction": max(1.0 - row_tokens / room, 0.0),
+        "row_tokens": packed_tokens,
+        "micro_batches": num_micro_batches,
+        "unfilled_fraction": max(1.0 - packed_tokens / room, 0.0),
     }
     return metrics | ({"age": age_sum / aged_tokens} if aged_tokens else {})
 
@@ -97,12 +97,14 @@ def _plan(
     for part, micro_batches, passes, (tokens, sequences, total, prompts) in zip(
         parts, packed, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
     ):
-        rows = [
+        passes_of_rank = [
             _micro_batch(batch, tuple(part[i] for i in indices), step, device) for indices in micro_batches
         ]
-        rows += [_dummy(objective, device) for _ in range(max(passes, 1) - len(rows))]
+        passes_of_rank += [_dummy(objective, device) for _ in range(max(passes, 1) - len(passes_of_rank))]
         max_tokens = spec.policy.generation.max_new_tokens
-        updates.append(Update(tuple(rows), Denominators(tokens, sequences, max_tokens, total, prompts)))
+        updates.append(
+            Update(tuple(passes_of_rank), Denominators(tokens, sequences, max_tokens, total, prompts))
+        )
     return updates
 
 
@@ -119,10 +121,10 @@ def _pack(
 def _micro_batch(
     batch: Sequence[TrainingSample], indices: tuple[int, ...], step: int, device: torch.device
 ) -> MicroBatch:
-    row = pack_row([batch[i] for i in indices], device)
-    return MicroBatch(row, indices, ages_N=None if row.versions_N is None else step - row.versions_N)
+    packed = pack_samples([batch[i] for i in indices], device)
+    return MicroBatch(packed, indices, ages_N=None if packed.versions_N is None else step - packed.versions_N)
 
 
 def _dummy(objective: Objective, device: torch.device) -> MicroBatch:
-    row = pack_row(objective.dummy(), device)
-    return MicroBatch(row, is_dummy=True, ages_N=row.versions_N)
+    packed = pack_samples(objective.dummy(), device)
+    return MicroBatch(packed, is_dummy=True, ages_N=packed.versions_N)

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from learner.batch.examples import ExampleSource, RowPair
 from learner.batch.packing import pack
-from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample, pack_row
+from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample, pack_samples
 from learner.collectives import max_over_ranks, rows_of_all_ranks, world_size
 from learner.model.adapter import adapter_off
-from learner.model.policy import load_reference, row_logprobs
+from learner.model.policy import load_reference, packed_logprobs
 from paceline.data.tokens import check_same_tokenizer
 from paceline.spec import RunSpec
 
@@ -37,13 +37,13 @@ class Reference:
     def prepare(self, source: ExampleSource, rank: int) -> None:
         """Prepare for the examples of `source`, before the first step. Raises InvalidInput as the source does."""
 
-    def logprobs(self, row: PackedBatch) -> Tensor | None:
-        """Return [N] log π_ref of the row's completion tokens; None where it is not known for each token."""
+    def logprobs(self, packed: PackedBatch) -> Tensor | None:
+        """Return [N] log π_ref of the completion tokens; None where it is not known for each token."""
         return None
 
-    def total(self, row: PackedBatch) -> Tensor | float:
-        """Return Σ_t log π_ref over the whole row, float64."""
-        logprobs_N = self.logprobs(row)
+    def total(self, packed: PackedBatch) -> Tensor | float:
+        """Return Σ_t log π_ref over all sequences, float64."""
+        logprobs_N = self.logprobs(packed)
         return 0.0 if logprobs_N is None else logprobs_N.sum(dtype=torch.float64)
 
 
@@ -55,18 +55,18 @@ class LocalReference(Reference):
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     @torch.no_grad()
-    def logprobs(self, row: PackedBatch) -> Tensor:
+    def logprobs(self, packed: PackedBatch) -> Tensor:
         with adapter_off(self.model):
-            return row_logprobs(
-                self.model, row, temperature=self._temperature, chunk_tokens=self._chunk_tokens
+            return packed_logprobs(
+                self.model, packed, temperature=self._temperature, chunk_tokens=self._chunk_tokens
             )[0]
 
 
 class PoolReference(Reference):
     """The log-probabilities that the reward pool serves, which come with the batch."""
 
-    def logprobs(self, row: PackedBatch) -> Tensor | None:
-        return row.reference_N
+    def logprobs(self, packed: PackedBatch) -> Tensor | None:
+        return packed.reference_N
 
 
 class PrecomputedReference(Reference):
@@ -91,8 +91,8 @@ class PrecomputedReference(Reference):
                 sums_of.setdefault(pairs[int(number)], []).append(value)
         source.set_reference(sums_of)
 
-    def total(self, row: PackedBatch) -> float:
-        return math.fsum(label.reference_logprob or 0.0 for label in row.labels_S)
+    def total(self, packed: PackedBatch) -> float:
+        return math.fsum(label.reference_logprob or 0.0 for label in packed.labels_S)
 
     def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
         """Return [S] the sum of each sequence; every rank makes as many passes as the rank with the most micro-batches."""
@@ -101,9 +101,11 @@ class PrecomputedReference(Reference):
         passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=self._device)).item())
         for i in range(passes):
             indices = micro_batches[i] if i < len(micro_batches) else []
-            row = pack_row([sequences[index] for index in indices] or [_dummy()], self._device)
-            logprobs_N = reference.logprobs(row)
-            totals_S = logprobs_N.new_zeros(len(row.group_ids_S)).index_add(0, row.sequence_N, logprobs_N)
+            packed = pack_samples([sequences[index] for index in indices] or [_dummy()], self._device)
+            logprobs_N = reference.logprobs(packed)
+            totals_S = logprobs_N.new_zeros(len(packed.group_ids_S)).index_add(
+                0, packed.sequence_N, logprobs_N
+            )
             sums_S[indices] = totals_S.tolist()[: len(indices)]
         return sums_S
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from learner.batch.samples import PackedBatch, TrainingSample
 from learner.collectives import sum_over_ranks, union_over_ranks, world_size
-from learner.model.policy import row_logprobs
+from learner.model.policy import packed_logprobs
 from learner.objectives import objective_of
 from learner.objectives.base import LossResult, TokenArrays
 from learner.step.assign_advantages import with_advantages
@@ -74,7 +74,7 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         batch, measured = self.objective.set_aside(batch)
         updates = plan_updates(batch, step, self.spec, self.objective, self.device)
-        with watch.measure("frozen_s"):
+        with watch.measure("frozen_s"):  # frozen policies, advantages and what follows from both
             updates = with_frozen_logprobs(updates, self._ask_frozen_policies)
             updates = with_advantages(batch, updates, self.spec, self.device, self.critic)
             updates = with_m2_limit(updates, self.spec, self.device)
@@ -146,10 +146,10 @@ class Trainer:
         return 0 if self.critic is None else self.spec.value.policy_training_start_step
 
     @torch.no_grad()
-    def _ask_frozen_policies(self, row: PackedBatch) -> FrozenLogprobs:
+    def _ask_frozen_policies(self, packed: PackedBatch) -> FrozenLogprobs:
         """Return log π_prox where it differs from log π or is needed before the loss, log π_ref where each token needs it."""
-        proximal_N = self._logprobs(row)[0] if needs_proximal(self.spec) else None
-        return FrozenLogprobs(proximal_N, self.reference.logprobs(row))
+        proximal_N = self._logprobs(packed)[0] if needs_proximal(self.spec) else None
+        return FrozenLogprobs(proximal_N, self.reference.logprobs(packed))
 
     @torch.no_grad()
     def _with_batch_kl(self, updates: Sequence[Update], measured: Sequence[TrainingSample]) -> list[Update]:
@@ -159,8 +159,8 @@ class Trainer:
         update = plan_one(measured, self.spec, self.objective, self.device)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for micro in update.micro_batches:
-            log_sum = self._logprobs(micro.row)[0].sum(dtype=torch.float64)
-            log_sum = log_sum - self.reference.total(micro.row)
+            log_sum = self._logprobs(micro.packed)[0].sum(dtype=torch.float64)
+            log_sum = log_sum - self.reference.total(micro.packed)
             if not micro.is_dummy:
                 total += log_sum
         kl = sum_over_ranks(total).item() / max(update.denominators.sequences, 1)
@@ -190,15 +190,15 @@ class Trainer:
 
     def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
         logprobs_N, entropy_N = self._logprobs(
-            micro.row, entropy_gradient=self.objective.with_entropy_gradient
+            micro.packed, entropy_gradient=self.objective.with_entropy_gradient
         )
         tokens = TokenArrays(
             current_N=logprobs_N,
             entropy_N=entropy_N,
-            lengths_N=micro.row.lengths_N,
-            sequence_N=micro.row.sequence_N,
-            num_sequences=len(micro.row.group_ids_S),
-            behaviour_N=micro.row.behaviour_N,
+            lengths_N=micro.packed.lengths_N,
+            sequence_N=micro.packed.sequence_N,
+            num_sequences=len(micro.packed.group_ids_S),
+            behaviour_N=micro.packed.behaviour_N,
             proximal_N=micro.frozen.proximal_N,
             reference_N=micro.frozen.reference_N,
             advantages_N=micro.advantages_N,
@@ -206,7 +206,7 @@ class Trainer:
             m2_limit=update.m2_limit,
             batch_kl=update.batch_kl,
         )
-        result = self.objective.loss(tokens, micro.row, update.denominators)
+        result = self.objective.loss(tokens, micro.packed, update.denominators)
         if not micro.is_dummy:
             return result
         return LossResult(
@@ -215,10 +215,10 @@ class Trainer:
             result.token_losses_N,
         )
 
-    def _logprobs(self, row: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        return row_logprobs(
+    def _logprobs(self, packed: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        return packed_logprobs(
             self.model,
-            row,
+            packed,
             temperature=self.objective.temperature,
             chunk_tokens=self.spec.policy.logprob_chunk_tokens,
             entropy_gradient=entropy_gradient,
@@ -253,15 +253,17 @@ class Trainer:
         norm: float,
         value_norm: float,
     ) -> NonFiniteLoss:
-        suspects: set[int] = set()
+        bad_ids: set[int] = set()
         for micro, result in zip(update.micro_batches, results, strict=True):
             bad_N = ~result.token_losses_N.isfinite()
-            suspects.update(micro.row.group_ids_S[i] for i in micro.row.sequence_N[bad_N].tolist())
-        group_ids = union_over_ranks([g for g in suspects if g >= 0], self.device)
+            bad_ids.update(micro.packed.group_ids_S[i] for i in micro.packed.sequence_N[bad_N].tolist())
+        group_ids = union_over_ranks([g for g in bad_ids if g >= 0], self.device)
         norms = f"gradient norm {norm}" + ("" if self.critic is None else f", the value model's {value_norm}")
         if group_ids:
             return NonFiniteLoss(f"loss {loss} ({norms}) from groups {group_ids}", tuple(group_ids))
-        everyone = [g for micro in update.micro_batches if not micro.is_dummy for g in micro.row.group_ids_S]
+        everyone = [
+            g for micro in update.micro_batches if not micro.is_dummy for g in micro.packed.group_ids_S
+        ]
         group_ids = union_over_ranks(everyone, self.device)
         return NonFiniteLoss(
             f"loss {loss}, {norms}; every token's loss is finite, the update had groups {group_ids}",

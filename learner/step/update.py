@@ -29,7 +29,7 @@ class FrozenLogprobs:
 class States:
     """States of a micro-batch with the value model's values and its targets (M states, see `learner.step.critic`)."""
 
-    row: PackedBatch
+    packed: PackedBatch
     before_token_M: Tensor
     """True for the states before a token, False for the one after a sequence's last."""
     values_M: Tensor
@@ -44,9 +44,9 @@ class States:
 class MicroBatch:
     """One forward and backward pass of a rank."""
 
-    row: PackedBatch
+    packed: PackedBatch
     indices: tuple[int, ...] = ()
-    """Index in this rank's batch of each sequence in the row."""
+    """Index in this rank's batch of each sequence in `packed`."""
     is_dummy: bool = False
     ages_N: Tensor | None = None
     """Steps between the version that sampled the token and this step; None for supervised data."""

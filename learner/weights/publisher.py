@@ -23,7 +23,7 @@ from learner.weights.publish_result import PublishResult
 from learner.weights.staged import StagedWeights
 from paceline.errors import Conflict
 from paceline.groups import Version
-from paceline.weights.link import is_loopback, reachable_from_here, serve_store
+from paceline.weights.link import is_loopback, reachable_from_here, serve_rendezvous
 from paceline.weights.manifest import Algorithm
 from paceline.weights.offers import LinkOffer
 
@@ -56,7 +56,7 @@ class Publisher:
         backend: str = "gloo",
     ) -> None:
         host = advertise_host or reachable_from_here(bind_host)
-        self._rendezvous, rendezvous_port = serve_store(bind_host, port, max_wait_s)
+        self._rendezvous, rendezvous_port = serve_rendezvous(bind_host, port, max_wait_s)
         self.rendezvous_address = (host, rendezvous_port)
         """Host and port of the rendezvous, as members reach it."""
         self._bucket_bytes = bucket_bytes

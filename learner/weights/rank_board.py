@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from learner.collectives import broadcast_bytes, world_size
-from paceline.weights.link import serve_store
+from paceline.weights.link import serve_rendezvous
 
 POLL_S = 0.5
 """Seconds after which a waiting thread checks again whether it has to stop."""
@@ -39,7 +39,7 @@ def make_board(host: str, reachable: str) -> RankBoard:
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
-        store, port = serve_store(host, 0, CONNECT_S)
+        store, port = serve_rendezvous(host, 0, CONNECT_S)
         broadcast_bytes(f"{reachable} {port}".encode())
         return _TcpBoard(store)
     address, port_text = broadcast_bytes(b"").decode().split()

@@ -43,7 +43,7 @@ class Preference(NamedTuple):
     """Margin of the chosen completion in units of the reward; 0 by default."""
 
 
-class Verdict(NamedTuple):
+class LabeledCompletion(NamedTuple):
     """One completion, good or bad."""
 
     prompt: Any
@@ -58,8 +58,8 @@ def check_example(spec: RunSpec) -> Callable[[dict[str, Any]], None]:
             return lambda row: _ignore(read_demonstration(row, spec.data))
         case "preference":
             return lambda row: _ignore(read_preference(row, spec.data))
-        case "verdict":
-            return lambda row: _ignore(read_verdict(row, spec.data))
+        case "labeled_completion":
+            return lambda row: _ignore(read_labeled_completion(row, spec.data))
         case _:
             raise ValueError(f"algorithm {spec.algorithm!r} reads no examples")
 
@@ -107,7 +107,7 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
     return _preference(prompt, chosen, several, float(margin), data, (data.chosen_key, data.rejected_key))
 
 
-def read_verdict(row: dict[str, Any], data: DataSection) -> Verdict:
+def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCompletion:
     """Raises DataError."""
     check_prompt(row, data.prompt_key)
     check_columns(row, (data.completion_key,))
@@ -117,7 +117,7 @@ def read_verdict(row: dict[str, Any], data: DataSection) -> Verdict:
             f"column {data.label_key!r} has to be true or false, not {label!r:.80}; name the column in data.label_key"
         )
     completion = _completion(row[data.completion_key], data.completion_key)
-    return Verdict(_prompt(row[data.prompt_key], (completion,), data), completion, bool(label))
+    return LabeledCompletion(_prompt(row[data.prompt_key], (completion,), data), completion, bool(label))
 
 
 def _ranked(row: dict[str, Any], data: DataSection) -> Preference:

@@ -11,7 +11,7 @@ from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, 
 from paceline.spec.loss import LossSection
 from paceline.spec.policy import PolicySection
 
-ExampleForm = Literal["demonstration", "preference", "verdict"]
+ExampleForm = Literal["demonstration", "preference", "labeled_completion"]
 
 
 class ExamplesSection(AlgorithmSection):
@@ -109,7 +109,7 @@ class DpoSection(ExamplesSection):
 class KtoSection(ExamplesSection):
     """Kahneman-Tversky optimisation of single completions, good or bad (`algorithm: kto`)."""
 
-    example_form: ClassVar[ExampleForm] = "verdict"
+    example_form: ClassVar[ExampleForm] = "labeled_completion"
 
     reference_policy_kl_penalty: PositiveFloat = 0.1
     """β: weight that holds the policy to the reference."""

@@ -100,8 +100,9 @@ POLL_S = 0.05
 """Longest pause between two checks for the other side."""
 
 
-def serve_store(bind_host: str, port: int, max_wait_s: float) -> tuple[Any, int]:
-    """Start the store where links are formed, on one address only, and return it with its port (0: a free one)."""
+def serve_rendezvous(bind_host: str, port: int, max_wait_s: float) -> tuple[Any, int]:
+    """Start the rendezvous where links are formed, on one address only. Return its TCP store and its port (`port` 0: a
+    free one)."""
     import torch.distributed as dist
 
     family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET

@@ -52,7 +52,7 @@ MAX_SENDINGS = 16
 
 NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
 """Kinds of requests for which only a reply to the newest sending counts: the newest request lists what the worker
-holds, so anything that an earlier reply gave has been taken back."""
+holds, so whatever an earlier reply granted has been revoked."""
 
 MAX_BULK = 4
 """Requests with payloads that wait for their replies at a time; others wait to be sent. The coordinator has to keep all
@@ -117,7 +117,7 @@ class Membership:
         self._secret = b""
         """Secret of the last Welcome."""
         self.draining = False
-        """Set by a worker that was told to stop: a coordinator that stops too stays until the worker has left."""
+        """Set by a worker that was asked to stop: a coordinator that stops too stays until the worker has left."""
         self._welcomed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
@@ -280,7 +280,7 @@ class Membership:
         self._socket = socket
         self._reader = asyncio.create_task(self._read(socket))
         self._reader.add_done_callback(self._fail_pending)
-        self._mender = asyncio.create_task(self._watch_connection(self._monitor))
+        self._watcher = asyncio.create_task(self._watch_connection(self._monitor))
         self._welcomed.set()
         log.info("member of %s, term %d", self._coordinator, self.term)
         for pending in self._unanswered():
@@ -372,7 +372,7 @@ class Membership:
     def _close_socket(self) -> None:
         if self._socket is not None:
             self._reader.cancel()
-            self._mender.cancel()
+            self._watcher.cancel()
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()

@@ -56,7 +56,7 @@ def test_a_group_that_kills_its_worker_is_dropped_and_the_run_ends_well(
     assert deaths == [f"reward-{i} was killed by SIGKILL" for i in sorted(int(d[7]) for d in deaths)]
     assert len(deaths) == 4, "two crashes among others, two alone"
     assert any("from now on it is leased alone" in message for message in warnings)
-    assert any("look at its prompt" in message for message in warnings)
+    assert any("check its prompt" in message for message in warnings)
     with contextlib.closing(Ledger(tmp_path / "runs" / "ledger.sqlite", read_only=True)) as ledger:
         assert verify(ledger, run.run_id).problems == []
         row = ledger.db.execute(

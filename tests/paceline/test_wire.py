@@ -57,7 +57,7 @@ def test_a_group_comes_back_as_it_was() -> None:
             before.finish_reason,
             before.text,
         )
-    assert decoded[0].versions().tolist() == [4, 4, 5]
+    assert decoded[0].version_steps().tolist() == [4, 4, 5]
     group = Group(7, prompt_ids, decoded)
     assert (group.num_tokens, group.oldest_step) == (4, 4)
     assert group.digest() == Group(7, PROMPT_IDS, completions).digest()

@@ -80,9 +80,9 @@ class LeaseAges:
         oldest_s: dict[str, float] = {}
         for (member_id, _, _), since_s in self._since_s.items():
             oldest_s[member_id] = min(since_s, oldest_s.get(member_id, since_s))
-        known = oldest_s.keys() | {member_id for member_id, _ in self._results}
-        self._submitted_s = {m: s for m, s in self._submitted_s.items() if m in known}
-        self._refused = {m: n for m, n in self._refused.items() if m in known}
+        current = oldest_s.keys() | {member_id for member_id, _ in self._results}
+        self._submitted_s = {m: s for m, s in self._submitted_s.items() if m in current}
+        self._refused = {m: n for m, n in self._refused.items() if m in current}
         return [
             Overdue(member_id, why)
             for member_id in oldest_s
@@ -93,16 +93,16 @@ class LeaseAges:
         """Return why a worker is overdue; empty where it is not. `has_free`: another worker is idle."""
         others = [seconds for other, seconds in self._results if other != member_id]
         since_s = max(oldest_s, self._submitted_s.get(member_id, oldest_s))
-        is_known = len(others) >= MIN_RESULTS
-        handing_in = any(s >= since_s for other, s in self._submitted_s.items() if other != member_id)
-        if not (has_free or (handing_in and is_known)):
+        enough_results = len(others) >= MIN_RESULTS
+        others_submit = any(s >= since_s for other, s in self._submitted_s.items() if other != member_id)
+        if not (has_free or (others_submit and enough_results)):
             return ""  # the others do no better
         if self._refused.get(member_id, 0) >= MAX_REFUSED:
             return f"the last {self._refused[member_id]} groups that it submitted were refused"
         waited_s = self._now_s - since_s
-        median_s = statistics.median(others) if is_known else NO_MEDIAN_S / LIMIT_MULTIPLE
+        median_s = statistics.median(others) if enough_results else NO_MEDIAN_S / LIMIT_MULTIPLE
         limit_s = max(LIMIT_S, LIMIT_MULTIPLE * median_s)
         if waited_s <= limit_s:
             return ""
-        needed = f"need {median_s:.0f} s from lease to result" if is_known else "have nothing to do"
+        needed = f"need {median_s:.0f} s from lease to result" if enough_results else "have nothing to do"
         return f"it has submitted nothing for {waited_s:.0f} s, and others {needed} (the limit is {limit_s:.0f} s)"

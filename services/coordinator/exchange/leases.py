@@ -65,14 +65,14 @@ class _NewLeases:
         version = exchange.versions.get(request.member_id)
         if version is None or run.prompts is None or request.member_id in exchange.overdue:
             return Outcome(reply, empty=True)
-        if quarantine.suspects(exchange, run):
+        if quarantine.quarantined_groups(exchange, run):
             self.write()  # `choose` reads the groups that each worker holds
         payloads: list[Frame] = []
         room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
         measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
         for row in quarantine.choose(exchange, run, request.member_id, measured, room):
             room -= self._add(request.member_id, row, version, reply, payloads, pinned=version)
-        if quarantine.suspects(exchange, run):
+        if quarantine.quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
         leasable = self._leasable(version, num_groups + reserved) if num_groups else []
@@ -211,12 +211,12 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
 
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Take back leases that the worker does not know of, because the reply with them was lost."""
+    """Revoke leases that the worker does not know of, because the reply with them was lost."""
     exchange.groups.release_unknown(run.run_id, request.member_id, list(request.lease.held.group_ids))
 
 
 def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Lease groups again that were taken back while the worker was silent, and that no other worker got: it still works
+    """Lease groups again that were revoked while the worker was silent, and that no other worker got: it still works
     on them.
 
     Such groups keep its name. A group that it has returned meanwhile does not, though a request that was made before

@@ -28,7 +28,7 @@ def find(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
 
 
 def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
-    """Take back what such workers hold, in a transaction. A late result still counts if it is the first."""
+    """Revoke the leases and tasks of overdue workers, in a transaction. A late result still counts if it is the first."""
     for member_id, why in found:
         taken = leases.revoke_from_silent(exchange, [member_id], with_leases=True)
         evaluation.unpin_member(exchange, run, member_id)

@@ -2,8 +2,8 @@
 pool.
 
 A worker's crash proves nothing about one of the many groups that it held. So every group that it held is counted as
-present; a group that was present at SHARED_DEATHS crashes is a suspect and is from then on held alone, by a worker that
-first finishes what it has. Only when ALONE_DEATHS more workers crash with nothing else in hand is it dropped(poison).
+present; a group that was present at SHARED_DEATHS crashes is quarantined: from then on it is leased alone, to a worker
+that first finishes its other work. It is dropped(poison) when ALONE_DEATHS more workers have crashed with nothing else in hand.
 
 The promise: infrastructure does not drop a group. A worker that falls silent on a standing connection (stopped, cut
 off, its host gone) has not crashed, a worker that leaves in good order has not either, and the count of a worker that
@@ -18,7 +18,7 @@ from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
 SHARED_DEATHS = 2
-"""Crashes at which a group may be present among others before it is a suspect."""
+"""Crashes at which a group was present among others before it is quarantined."""
 
 ALONE_DEATHS = 2
 """Further crashes, with the group alone in hand, after which it is dropped."""
@@ -27,20 +27,20 @@ ALONE_DEATHS = 2
 def choose(
     exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
 ) -> list[sqlite3.Row]:
-    """Return the groups of `rows` that a worker may get: either one suspect and nothing else, or up to `room` groups
-    that are not suspects. A suspect that waits reserves one worker, which gets nothing more until its other work is done.
-    `rows` should have `num_reserved` more than there is room for, so that other groups are not held up by the suspects.
+    """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room`
+    others. A quarantined group that waits reserves one worker, which gets nothing more until its other work is done.
+    `rows` should have `num_reserved` more than there is room for, so that quarantined groups do not delay the others.
     """
-    suspected = suspects(exchange, run)
-    if not suspected or room <= 0:
+    quarantined = quarantined_groups(exchange, run)
+    if not quarantined or room <= 0:
         return rows[: max(room, 0)]
     held = {row["group_id"] for row in exchange.group_queries.held_by(run.run_id, member_id)}
-    if suspected & held:
+    if quarantined & held:
         return []
     reserved = exchange.reserved
     for row in rows:
         group_id = row["group_id"]
-        if group_id not in suspected or reserved.get(group_id, member_id) != member_id:
+        if group_id not in quarantined or reserved.get(group_id, member_id) != member_id:
             continue
         if group_id not in reserved and member_id in reserved.values():
             continue
@@ -51,23 +51,23 @@ def choose(
         return [row]
     if member_id in reserved.values():
         return []
-    return [row for row in rows if row["group_id"] not in suspected][:room]
+    return [row for row in rows if row["group_id"] not in quarantined][:room]
 
 
-def suspects(exchange: Exchange, run: ActiveRun) -> set[int]:
-    """Return the groups that are held alone."""
+def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
+    """Return the groups that are leased alone."""
     deaths_by_group = exchange.ledger.deaths.of_run(run.run_id)
     return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_DEATHS}
 
 
 def num_reserved(exchange: Exchange) -> int:
-    """Return the number of suspects that wait for a worker to finish its other work."""
+    """Return the number of quarantined groups that wait for a worker to finish its other work."""
     return len(exchange.reserved)
 
 
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Count the crash of a worker for each group that it held, before these are taken back; drop groups that are proven
-    to cause crashes.
+    """Count the crash of a worker for each group that it held, before its leases are revoked; drop groups that
+    are proven to cause crashes.
     """
     for row in exchange.group_queries.held_by(run.run_id, member_id):
         _count(exchange, run, row, member_id, member_id)
@@ -92,7 +92,7 @@ def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, mem
         exchange.notice(
             "warning",
             message=f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
-            f"{ALONE_DEATHS} with it alone; look at its prompt and at the log of {member_id}",
+            f"{ALONE_DEATHS} with it alone; check its prompt and the log of {member_id}",
         )
         exchange.drop(run, row, "poison")
         if row["class"] != "train":

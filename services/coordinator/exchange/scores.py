@@ -172,7 +172,7 @@ def _held_by(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
 
 
 def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Take back tasks that the worker does not know of, because the reply that assigned them was lost."""
+    """Revoke tasks that the worker does not know of, because the reply that assigned them was lost."""
     exchange.groups.release_unknown_tasks(run.run_id, request.member_id, list(request.task.held.group_ids))
 
 

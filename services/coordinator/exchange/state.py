@@ -139,7 +139,7 @@ class Exchange:
         self.unreadable_data = ""
         """Reason why the next prompt cannot be read; empty while it can."""
         self.reserved: dict[int, str] = {}
-        """Worker that finishes its work for a group that must be held alone, by group id."""
+        """Worker that finishes its work for a quarantined group, by group id."""
         self.ranks = 0
         """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
         self.splits = Splits(ledger.db)

@@ -73,14 +73,14 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Take back a lease that a worker returns: a draining worker, perhaps with unfinished samples, or because of a bad
+    """Accept a lease that a worker returns, because it drains (perhaps with unfinished samples) or because of a bad
     prompt.
     """
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
     if row is not None and row["state"] == State.ADMITTED and row["member_id"] == request.member_id:
-        # The lease was taken back already, and this worker must not get it again by `restore_leases`.
+        # The lease was revoked already, and this worker must not get it again by `restore_leases`.
         exchange.groups.clear_holder(run.run_id, returned.group_id)
     held = (returned.attempt, request.member_id)
     if row is None or row["state"] != State.LEASED or (row["attempt"], row["member_id"]) != held:

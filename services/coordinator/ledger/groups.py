@@ -175,7 +175,7 @@ class Groups:
         ).rowcount
 
     def release_class(self, run_id: str, kind: str) -> None:
-        """Take back all leases and score tasks of a class."""
+        """Revoke all leases and score tasks of a class."""
         self._db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted'"
             " WHERE run_id = ? AND class = ? AND state = 'leased'",
@@ -253,7 +253,7 @@ class Groups:
         )
         return [group_id for (group_id,) in readmitted.fetchall()]
 
-    # Score tasks: a generated group is given to a scorer, and taken back
+    # Score tasks: a generated group is assigned to a scorer, and the task is revoked
 
     def assign_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int, scorers: str) -> None:
         """Give a generated group to a reward worker; `scorers` names everyone who ever had it."""
@@ -265,7 +265,7 @@ class Groups:
         _check(changed, [group_id], State.GENERATED)
 
     def release_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
-        """Take a task back that this attempt of the member holds."""
+        """Revoke the task that this attempt of the member holds."""
         self._db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'generated'"
             " AND scorer_id = ? AND score_attempt = ?",
@@ -273,7 +273,7 @@ class Groups:
         )
 
     def release_unknown_tasks(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
-        """Take back the member's tasks that are not among those that it holds."""
+        """Revoke the member's tasks that are not among those that it holds."""
         self._db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
             " AND group_id NOT IN (SELECT value FROM json_each(?))",
@@ -281,14 +281,14 @@ class Groups:
         )
 
     def release_scorers(self, member_ids: Sequence[str]) -> int:
-        """Take back all tasks of the members. Return their number."""
+        """Revoke all tasks of the members. Return their number."""
         return self._db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE state = 'generated' AND scorer_id IN (SELECT value FROM json_each(?))",
             (json.dumps(member_ids),),
         ).rowcount
 
     def fail_scoring(self, run_id: str, group_id: int, failures: int) -> None:
-        """Take a task back whose reward function failed."""
+        """Revoke a task whose reward function failed."""
         changed = self._db.execute(
             "UPDATE groups SET scorer_id = NULL, score_failures = ? WHERE run_id = ? AND group_id = ?"
             " AND state = 'generated'",

@@ -149,7 +149,7 @@ class Pool:
         """Send a new member what follows its Welcome."""
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
-            self.assignments.roster.clear()  # a learner that comes back has to be told who receives weights
+            self.assignments.roster.clear()  # a learner that comes back has no roster yet
         if member.ahead_session:
             await self.assignments.begin_session_above_holder(member)
         self.assignments.roster.update()
@@ -180,7 +180,7 @@ class Pool:
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
         log.warning(
-            "%s %s left (%s); %d leases taken back",
+            "%s %s left (%s); %d leases revoked",
             member.role_name,
             member.member_id,
             one_line(reason),
@@ -195,7 +195,7 @@ class Pool:
 
     @contextmanager
     def _kept_on_fault(self, member: Member) -> Iterator[None]:
-        """Keep a member, as silent and disconnected, if its leases could not be taken back; it is handled again later."""
+        """Keep a member, as silent and disconnected, if its leases could not be revoked; it is handled again later."""
         try:
             yield
         except BaseException:
@@ -277,7 +277,7 @@ class Pool:
             self._runs.server.wake("lease", "task")
 
     async def expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
-        """Expel a member that missed a deadline of its weight link: the next roster is without it, and it is told so."""
+        """Expel a member that missed a deadline of its weight link: the next roster is without it, and it is notified."""
         if member.expelled:
             return
         member.expelled = True

@@ -157,7 +157,7 @@ class Reports:
                 if self._ledger.checkpoints.add(report):
                     content = {"step": report.step, "path": report.path, "seconds": report.seconds}
                     self._ledger.add_event(report.run_id, "checkpoint", content)
-                retention.forget_surplus(self._ledger, run.run_id, run.spec.checkpointing)
+                retention.mark_surplus_removed(self._ledger, run.run_id, run.spec.checkpointing)
             kept = retention.kept_paths(self._ledger, report.run_id)
         directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
         member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))

@@ -24,15 +24,15 @@ class Roster:
         self.number = 0
         """Number of the newest roster, also after `clear`."""
         self.run_id = ""
-        """Run of the newest roster; empty when the learner has to be told again."""
+        """Run of the newest roster; empty when the roster has to be sent to the learner again."""
         self.member_ids: list[str] = []
 
     def clear(self) -> None:
-        """Clear the roster, because the run is over or the learner has to be told again who receives weights."""
+        """Clear the roster, because the run is over or the learner needs it again."""
         self.run_id, self.member_ids = "", []
 
     def update(self) -> None:
-        """Tell the learner who receives weights, if that has changed."""
+        """Send the learner a new roster, if the set of members has changed."""
         run = self._exchange.active
         if run is None:
             return

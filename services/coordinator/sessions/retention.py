@@ -37,7 +37,7 @@ def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[
     return [c.path for c in candidates if c.path in best or c.pending or c is candidates[-1]]
 
 
-def forget_surplus(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
+def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
     """Mark the checkpoints that are not to be kept as removed. Inside a transaction.
 
     A checkpoint that could not be loaded is not counted, and stays for as long as it is newer than the oldest that is

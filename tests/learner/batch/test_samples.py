@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_policy import make_spec
 
-from learner.batch.samples import TrainingSample, pack_row, sequences_from_groups
+from learner.batch.samples import TrainingSample, pack_samples, sequences_from_groups
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Group, VersionSpan
 
@@ -56,25 +56,25 @@ def test_a_row_holds_all_but_the_last_token_of_each() -> None:
         TrainingSample(1, ids(10, 11), ids(12, 13, 14), np.array([-1, -2, -3], np.float32)),
         TrainingSample(2, ids(20), ids(21), np.array([-4], np.float32)),
     ]
-    row = pack_row(sequences, torch.device("cpu"))
-    assert row.input_ids.tolist() == [[10, 11, 12, 13, 20]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0]]
-    assert row.layout.starts.tolist() == [0, 4, 5]
-    assert row.layout.runs == ((1, 4), (1, 1))
-    assert row.predictors_N.tolist() == [1, 2, 3, 4]
-    assert row.targets_N.tolist() == [12, 13, 14, 21]
-    assert row.lengths_N.tolist() == [3, 3, 3, 1]
-    assert row.sequence_N.tolist() == [0, 0, 0, 1]
-    assert row.behaviour_N is not None
-    assert row.behaviour_N.tolist() == [-1, -2, -3, -4]
-    assert row.group_ids_S == (1, 2)
+    packed = pack_samples(sequences, torch.device("cpu"))
+    assert packed.input_ids.tolist() == [[10, 11, 12, 13, 20]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0]]
+    assert packed.layout.starts.tolist() == [0, 4, 5]
+    assert packed.layout.runs == ((1, 4), (1, 1))
+    assert packed.predictors_N.tolist() == [1, 2, 3, 4]
+    assert packed.targets_N.tolist() == [12, 13, 14, 21]
+    assert packed.lengths_N.tolist() == [3, 3, 3, 1]
+    assert packed.sequence_N.tolist() == [0, 0, 0, 1]
+    assert packed.behaviour_N is not None
+    assert packed.behaviour_N.tolist() == [-1, -2, -3, -4]
+    assert packed.group_ids_S == (1, 2)
 
 
 def test_examples_have_no_sampler() -> None:
     sequence = TrainingSample(3, ids(1), ids(2, 3))
     assert sequence.behaviour_logprobs_T is None
     assert sequence.num_row_tokens == 2
-    assert pack_row([sequence], torch.device("cpu")).behaviour_N is None
+    assert pack_samples([sequence], torch.device("cpu")).behaviour_N is None
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
@@ -97,6 +97,6 @@ def test_groups_without_the_pools_answers_are_refused() -> None:
         sequences_from_groups([scored], spec)
     with_reference = replace(sampled, reference_logprobs=np.array([-0.5, -2], np.float32))
     (sequence,) = sequences_from_groups([replace(scored, completions=(with_reference,))], spec)
-    row = pack_row([sequence], torch.device("cpu"))
-    assert row.reference_N is not None
-    assert row.reference_N.tolist() == [-0.5, -2]
+    packed = pack_samples([sequence], torch.device("cpu"))
+    assert packed.reference_N is not None
+    assert packed.reference_N.tolist() == [-0.5, -2]

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from tiny_policy import CPU, VOCABULARY, make_batch, make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from learner.batch.samples import pack_row
+from learner.batch.samples import pack_samples
 from learner.checkpoints import checkpoint
 from learner.checkpoints.adapter_export import export_adapter
 from learner.checkpoints.checkpoint import read_state
 from learner.checkpoints.export import check_has_adapter, export_checkpoint, export_pretrained
 from learner.checkpoints.verification import verify
 from learner.model.adapter import adapter_off, is_part_of_adapter
-from learner.model.policy import load_policy, load_reference, row_logprobs
+from learner.model.policy import load_policy, load_reference, packed_logprobs
 from learner.step.reference import LocalReference
 from learner.step.trainer import Trainer
 from learner.weights.gather import gather_merged, gather_weights
@@ -61,9 +61,9 @@ def base_model(policy: Path) -> Any:
 
 
 def row_of(trainer: Trainer, model: Any) -> torch.Tensor:
-    row = pack_row([sequence for sequence in make_batch() if len(sequence.completion_ids)], CPU)
+    packed = pack_samples([sequence for sequence in make_batch() if len(sequence.completion_ids)], CPU)
     with torch.no_grad():
-        return row_logprobs(model, row, temperature=0.8, chunk_tokens=7)[0]
+        return packed_logprobs(model, packed, temperature=0.8, chunk_tokens=7)[0]
 
 
 def test_the_base_stays_bit_for_bit_and_only_the_adapter_has_state(trainer: Trainer, policy: Path) -> None:

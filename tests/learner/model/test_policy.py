@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from learner.batch.layout import SequenceLayout
-from learner.batch.samples import pack_row
+from learner.batch.samples import pack_samples
 from learner.model.attention import packed_attention
 from learner.model.cpu_linear import use_onednn_linear
-from learner.model.policy import load_policy, load_reference, row_logprobs
+from learner.model.policy import load_policy, load_reference, packed_logprobs
 from paceline.errors import InvalidInput
 
 SMALL = {
@@ -95,7 +95,9 @@ def test_packed_equals_plain(save: Any, tmp_path: Path) -> None:
     total.backward()
 
     policy = load_policy(make_spec(folder).policy, CPU)
-    logprobs_N, entropy_N = row_logprobs(policy, pack_row(trained(), CPU), temperature=0.7, chunk_tokens=7)
+    logprobs_N, entropy_N = packed_logprobs(
+        policy, pack_samples(trained(), CPU), temperature=0.7, chunk_tokens=7
+    )
     (logprobs_N * torch.cat(weights)).sum().backward()
 
     torch.testing.assert_close(logprobs_N, expected_N, atol=1e-5, rtol=1e-5)
@@ -117,7 +119,7 @@ def test_names_and_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 def test_the_reference_takes_no_gradient(tmp_path: Path) -> None:
     reference = load_reference(make_spec(save_tiny_policy(tmp_path)).policy, CPU)
     assert not any(p.requires_grad for p in reference.parameters())
-    assert not row_logprobs(reference, pack_row(trained(), CPU), temperature=1.0, chunk_tokens=7)[
+    assert not packed_logprobs(reference, pack_samples(trained(), CPU), temperature=1.0, chunk_tokens=7)[
         0
     ].requires_grad
 

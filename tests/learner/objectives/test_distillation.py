@@ -13,7 +13,7 @@ import torch
 from ragged_batch import COUNTS, CURRENT, LOG_RHO, SHORT_LOG_R, TOKENS, batch, f64, part_of
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.batch.samples import TrainingSample, pack_row
+from learner.batch.samples import TrainingSample, pack_samples
 from learner.objectives import objective_of
 from learner.objectives.base import Denominators, TokenArrays
 from learner.objectives.distillation import distillation_advantages
@@ -63,11 +63,11 @@ def test_distillation_on_a_ragged_batch_of_older_samples(kind: str, parts: list[
         ages_N=torch.zeros(TOKENS),
     )
     current_N = f64(CURRENT).requires_grad_()
-    row = pack_row(make_batch()[:1], CPU)  # nothing of it is read
+    packed = pack_samples(make_batch()[:1], CPU)  # nothing of it is read
     results = []
     for part in parts:
         tokens = replace(part_of(base, current_N, part), proximal_N=None)
-        results.append(objective.loss(tokens, row, COUNTS))
+        results.append(objective.loss(tokens, packed, COUNTS))
     loss = torch.stack([result.loss for result in results]).sum()
     (gradient_N,) = torch.autograd.grad(loss, current_N)
     assert loss.item() == pytest.approx(math.fsum(slopes), rel=1e-9)
@@ -77,7 +77,7 @@ def test_distillation_on_a_ragged_batch_of_older_samples(kind: str, parts: list[
 
 
 def test_distillation_ignores_the_rewards(model: Path) -> None:
-    row = pack_row(
+    packed = pack_samples(
         [
             TrainingSample(
                 1,
@@ -91,18 +91,18 @@ def test_distillation_ignores_the_rewards(model: Path) -> None:
     )
     sections: dict[str, Any] = {"distillation": {"teacher_model_name": "teacher"}}
     objective = objective_of(make_spec(model, "distillation", sections=sections))
-    assert row.behaviour_N is not None
+    assert packed.behaviour_N is not None
     tokens = TokenArrays(
-        current_N=row.behaviour_N.clone().requires_grad_(),
+        current_N=packed.behaviour_N.clone().requires_grad_(),
         entropy_N=torch.zeros(2),
-        lengths_N=row.lengths_N,
-        sequence_N=row.sequence_N,
+        lengths_N=packed.lengths_N,
+        sequence_N=packed.sequence_N,
         num_sequences=1,
-        behaviour_N=row.behaviour_N,
+        behaviour_N=packed.behaviour_N,
         reference_N=torch.tensor([-0.5, -2.0]),
         advantages_N=torch.full((2,), 5.0),
     )
-    result = objective.loss(tokens, row, Denominators(2, 1, 16, 1, 1))
+    result = objective.loss(tokens, packed, Denominators(2, 1, 16, 1, 1))
     (gradient_N,) = torch.autograd.grad(result.loss, tokens.current_N)
     # -A/2 per token with A = log π_T - log π: 0.5 and -1.
     assert gradient_N.tolist() == pytest.approx([-0.25, 0.5])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.batch.samples import TrainingSample, pack_row
+from learner.batch.samples import TrainingSample, pack_samples
 from learner.objectives.base import Denominators, TokenArrays
 from learner.objectives.sft import sft_loss
 
@@ -42,14 +42,14 @@ def test_supervised_loss_of_ragged_sequences_with_tokens_that_do_not_train() -> 
     counts = Denominators(tokens=6, sequences=4, max_completion_tokens=8, micro_batches=2)
     total, slopes = 0.0, []
     for places in ([0, 2], [1]):
-        row = pack_row([sequences[place] for place in places], torch.device("cpu"))
-        assert row.targets_N.tolist() == [int(t) for p in places for t in ids[p][masks[p]]]
+        packed = pack_samples([sequences[place] for place in places], torch.device("cpu"))
+        assert packed.targets_N.tolist() == [int(t) for p in places for t in ids[p][masks[p]]]
         current_N = torch.tensor([x for p in places for x in logprobs[p]], dtype=torch.float64)
         tokens = TokenArrays(
             current_N.requires_grad_(),
             torch.zeros(len(current_N)),
-            row.lengths_N.double(),
-            row.sequence_N,
+            packed.lengths_N.double(),
+            packed.sequence_N,
             len(places),
         )
         loss = sft_loss(tokens, counts).loss

@@ -28,7 +28,7 @@ def by_sample(batch: list[TrainingSample], spec: RunSpec) -> list[list[float]]:
         for micro in update.micro_batches:
             assert micro.advantages_N is not None
             for s, index in enumerate(micro.indices):
-                result[index] = micro.advantages_N[micro.row.sequence_N == s].tolist()
+                result[index] = micro.advantages_N[micro.packed.sequence_N == s].tolist()
     return result
 
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.batch.samples import TrainingSample, pack_row
+from learner.batch.samples import TrainingSample, pack_samples
 from learner.checkpoints import checkpoint
 from learner.step.trainer import Trainer
 from paceline.errors import Conflict, NonFiniteLoss
@@ -32,11 +32,14 @@ def plain_values(trainer: Trainer, sequence: TrainingSample) -> torch.Tensor:
     """[T + 1] the value model's answers from the modules themselves, one sequence alone."""
     assert trainer.critic is not None
     whole = np.concatenate((sequence.completion_ids, [0])).astype(np.int32)
-    row = pack_row([TrainingSample(1, sequence.prompt_ids, whole)], CPU)
+    packed = pack_samples([TrainingSample(1, sequence.prompt_ids, whole)], CPU)
     model = trainer.critic.model
     with torch.no_grad():
         hidden = model.base_model(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            layout=packed.layout,
         ).last_hidden_state[0]
         return model.score(hidden)[len(sequence.prompt_ids) - 1 :, 0]
 

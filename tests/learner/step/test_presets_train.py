@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_policy import CPU, VOCABULARY, make_spec
 
-from learner.batch.samples import pack_row, sequences_from_groups
-from learner.model.policy import row_logprobs
+from learner.batch.samples import pack_samples, sequences_from_groups
+from learner.model.policy import packed_logprobs
 from learner.step.trainer import Trainer
 from paceline.groups import Completion, Group, VersionSpan
 from paceline.spec.presets import PresetName
@@ -44,10 +44,10 @@ def groups(model: Path) -> list[Group]:
 
 def logprobs_of(trainer: Trainer, groups: list[Group]) -> list[np.ndarray]:
     """[T] for each completion, in order."""
-    row = pack_row(sequences_from_groups(groups, make_spec(Path("nowhere"))), CPU)
+    packed = pack_samples(sequences_from_groups(groups, make_spec(Path("nowhere"))), CPU)
     with torch.no_grad():
-        logprobs_N, _ = row_logprobs(trainer.model, row, temperature=TEMPERATURE, chunk_tokens=64)
-    return [logprobs_N[row.sequence_N == s].numpy() for s in range(len(row.group_ids_S))]
+        logprobs_N, _ = packed_logprobs(trainer.model, packed, temperature=TEMPERATURE, chunk_tokens=64)
+    return [logprobs_N[packed.sequence_N == s].numpy() for s in range(len(packed.group_ids_S))]
 
 
 def gap(trainer: Trainer, groups: list[Group]) -> float:

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
-from learner.batch.samples import TrainingSample, pack_row
-from learner.model.policy import load_policy, row_logprobs
+from learner.batch.samples import TrainingSample, pack_samples
+from learner.model.policy import load_policy, packed_logprobs
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, Version
 from paceline.spec import PolicySection, RunSpec
@@ -55,9 +55,9 @@ def learner_logprobs(folder: Path, model: Any, completions: list[Completion], dt
         TrainingSample(i, prompt, completion.token_ids)
         for i, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True))
     ]
-    row = pack_row(sequences, torch.device("cpu"))
+    packed = pack_samples(sequences, torch.device("cpu"))
     with torch.no_grad():
-        logprobs_N, _ = row_logprobs(policy_model, row, temperature=1.0, chunk_tokens=4096)
+        logprobs_N, _ = packed_logprobs(policy_model, packed, temperature=1.0, chunk_tokens=4096)
     return logprobs_N.float().numpy()
 
 

@@ -12,7 +12,7 @@ import torch
 from paceline.errors import Conflict, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.weights.link import SENDER, WeightLink, form_link, serve_store
+from paceline.weights.link import SENDER, WeightLink, form_link, serve_rendezvous
 from paceline.weights.manifest import WeightManifest
 from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import checksums, pack, plan
@@ -53,7 +53,7 @@ class Sender:
     """A learner's side, driven by hand."""
 
     def __init__(self) -> None:
-        self.store, self.port = serve_store("127.0.0.1", 0, MAX_WAIT_S)
+        self.store, self.port = serve_rendezvous("127.0.0.1", 0, MAX_WAIT_S)
 
     def offer(
         self,

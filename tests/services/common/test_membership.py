@@ -256,7 +256,7 @@ async def test_a_reply_to_any_sending_of_a_result_counts(
 async def test_of_a_request_for_leases_only_the_reply_to_the_newest_sending_counts(
     coordinator: Coordinator, membership: Membership
 ) -> None:
-    """Leases of the first reply are taken back when the second request says that they are not held."""
+    """Leases of the first reply are revoked when the second request says that they are not held."""
     asked = ask(membership)
     first, second = await until_resent(coordinator, 2)
     await coordinator.answer(first, 1, pb.REPLY_STATUS_OK)

@@ -45,7 +45,7 @@ def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None
 
 
 def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
-    """Take back the leases or tasks of a reply that could not be sent, so that its request gets others."""
+    """Revoke the leases or tasks of a reply that could not be sent, so that its request gets others."""
     for task in reply.task.tasks:
         exchange.groups.release_scorer(run.run_id, task.group_id, member_id, task.attempt)
     for lease in reply.lease.leases:

@@ -1,4 +1,4 @@
-"""`paceline drop`: a person takes groups out of the batch that is due, and it is fixed anew."""
+"""`paceline drop`: a person drops groups from the batch that is due, and it is fixed anew."""
 
 from __future__ import annotations
 

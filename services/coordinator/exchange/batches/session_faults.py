@@ -26,7 +26,9 @@ ANY_FAULTS = 5
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 """Kinds of faults that are not the type of an exception."""
 
-MAX_SUSPECTS = 8
+MAX_SHOWN_GROUPS = 8
+"""Groups that a message lists as possible causes."""
+
 WORDS = {
     MEMORY: "memory ran out",
     REFUSED: "the receipt was refused",
@@ -110,7 +112,7 @@ def record(
     if len(faults) >= ANY_FAULTS or (
         len({fault.kind for fault in faults[:SAME_FAULTS]}) == 1 and len(faults) >= SAME_FAULTS
     ):
-        exchange.pause(run, _explain(faults, _suspects(exchange, run, faults[0], rank, world_size)))
+        exchange.pause(run, _explain(faults, _possible_causes(exchange, run, faults[0], rank, world_size)))
 
 
 def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
@@ -119,7 +121,7 @@ def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
     return list(takewhile(lambda fault: fault.step == faults[0].step, faults))
 
 
-def _suspects(
+def _possible_causes(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
     """Return the groups of the part of the rank that reported, or of the whole batch; for lack of memory the longest
@@ -135,16 +137,16 @@ def _suspects(
     return [group["group_id"] for group in groups]
 
 
-def _explain(faults: list[SessionFault], suspects: list[int]) -> str:
+def _explain(faults: list[SessionFault], group_ids: list[int]) -> str:
     last = faults[0]
     text = (
         f"{len(faults)} sessions of the learner in a row ended at step {last.step}, the last: {last.message}"
     )
-    if suspects:
-        shown = " ".join(map(str, suspects[:MAX_SUSPECTS]))
-        more = f" and {len(suspects) - MAX_SUSPECTS} more" if len(suspects) > MAX_SUSPECTS else ""
+    if group_ids:
+        shown = " ".join(map(str, group_ids[:MAX_SHOWN_GROUPS]))
+        more = f" and {len(group_ids) - MAX_SHOWN_GROUPS} more" if len(group_ids) > MAX_SHOWN_GROUPS else ""
         order = " (the longest first)" if last.kind in (MEMORY, SILENT) else ""
-        text += f". Suspects are groups {shown}{more}{order}: `paceline drop RUN GROUP...` takes groups out of the batch"
+        text += f". The cause may be in groups {shown}{more}{order}: `paceline drop RUN GROUP...` drops groups from the batch"
     if last.kind in (MEMORY, SILENT):
         text += ". Lower policy.train_mb_tokens or turn policy.activation_checkpointing on if memory is short"
     return text + ". `paceline resume` tries the step again"

@@ -48,8 +48,8 @@ MAX_STRANGERS_SHARE = 0.25
 MAX_GROWTH_BYTES = 256 << 20
 """Bytes by which this process may grow, beside twice the bytes under way, while a message comes."""
 
-SUSPECT_BYTES = 64 << 10
-"""Bytes under way on a connection that is cut off when memory grows; fewer cannot be the cause."""
+HARMLESS_BYTES = 64 << 10
+"""Bytes under way on a connection that cannot be the cause when memory grows, so it is not cut off."""
 
 TRIM_S = 1.0
 """Seconds after which ZeroMQ has freed what it kept of a connection that was cut off."""
@@ -83,7 +83,7 @@ class Connection:
         if self.read and all_read:
             self.read, self.mark = 0, came
         size = max(0, came - self.mark - self.read)
-        if size <= SUSPECT_BYTES:
+        if size <= HARMLESS_BYTES:
             self.memory = memory
         return size
 
@@ -136,8 +136,8 @@ class Connections:
             size = under_way[descriptor]
             strangers_bytes += 0 if connection.of_member else size
             reason = self._fault(connection, size, strangers_bytes, strangers, all_read)
-            is_suspect = size > SUSPECT_BYTES and (all_read or not connection.of_member)
-            if not reason and is_suspect and connection.memory < limit:
+            may_be_cause = size > HARMLESS_BYTES and (all_read or not connection.of_member)
+            if not reason and may_be_cause and connection.memory < limit:
                 reason = f"this process has grown by {(memory - connection.memory) >> 20} MB while {size} bytes came on it"
             if reason:
                 strangers -= not connection.of_member

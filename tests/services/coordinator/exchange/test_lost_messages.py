@@ -66,7 +66,7 @@ def test_tasks_whose_reply_was_lost_are_given_out_anew(world: World) -> None:
 
 
 def test_who_is_no_member_is_given_nothing(world: World) -> None:
-    """A dead worker's request may still be waiting: what it were given, nobody would ever take back."""
+    """A dead worker's request may still be waiting: nobody would ever revoke what it would be granted."""
     rollout, reward = Rollout(world), Reward(world)
     (lease,) = rollout.lease(2)
     rollout.finish(lease)

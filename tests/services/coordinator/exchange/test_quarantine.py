@@ -21,7 +21,7 @@ def warnings(world: World) -> list[str]:
     return [content["message"] for content in world.kinds("warning")]
 
 
-def make_suspects(world: World) -> None:
+def quarantine_groups(world: World) -> None:
     """Groups 0 and 1 were present at two crashes; 2 and 3 are innocent."""
     for life in range(2):
         worker = Rollout(world, f"early-{life}")
@@ -29,13 +29,13 @@ def make_suspects(world: World) -> None:
         crash(world, worker.member_id)
 
 
-def test_suspects_are_leased_alone_and_the_innocent_one_is_trained(world: World) -> None:
-    make_suspects(world)
+def test_quarantined_groups_are_leased_alone_and_the_innocent_one_is_trained(world: World) -> None:
+    quarantine_groups(world)
     assert [w.split(" was")[0] for w in warnings(world)] == ["group 0", "group 1"]
 
     first, second = Rollout(world, "first"), Rollout(world, "second")
-    (suspect,) = first.lease(8)
-    assert suspect.group_id == 0
+    (quarantined,) = first.lease(8)
+    assert quarantined.group_id == 0
     assert first.lease(8) == []  # nothing beside it
     (other,) = second.lease(8)
     assert other.group_id == 1
@@ -53,7 +53,7 @@ def test_suspects_are_leased_alone_and_the_innocent_one_is_trained(world: World)
     assert ids(Rollout(world, "fourth").lease(8)) == [4]  # another prompt takes its place
 
 
-def test_a_worker_empties_its_hands_before_it_gets_a_suspect(world: World) -> None:
+def test_a_worker_empties_its_hands_before_it_gets_a_quarantined_group(world: World) -> None:
     busy = Rollout(world, "busy")
     held = busy.lease(2)
     assert ids(held) == [0]
@@ -64,7 +64,7 @@ def test_a_worker_empties_its_hands_before_it_gets_a_suspect(world: World) -> No
 
     assert busy.lease(4) == []  # groups 2 and 3 could be had, but it has to finish first
     other = Rollout(world, "other")
-    assert ids(other.lease(4)) == [2, 3]  # the suspect is reserved: nobody else stops for it
+    assert ids(other.lease(4)) == [2, 3]  # the quarantined group is reserved: nobody else stops for it
     assert busy.finish(held[0]) == COMMITTED
     assert ids(busy.lease(8)) == [1]
 
@@ -83,7 +83,7 @@ def test_a_reserved_worker_that_leaves_makes_room_for_another(world: World) -> N
 
 def test_crashes_with_the_group_among_others_never_drop_it(world: World) -> None:
     """Only deaths with the group alone in hand are proof, and one of each is not enough."""
-    make_suspects(world)
+    quarantine_groups(world)
     third = Rollout(world, "third")
     assert ids(third.lease(8)) == [0]
     crash(world, "third")
@@ -108,7 +108,7 @@ def test_silence_a_good_leave_and_a_return_are_no_crashes(world: World) -> None:
 
 
 def test_scoring_counts_anew_and_a_text_that_kills_scorers_is_dropped(world: World) -> None:
-    make_suspects(world)
+    quarantine_groups(world)
     rollout = Rollout(world)
     (lease,) = rollout.lease(8)
     assert rollout.finish(lease) == COMMITTED
@@ -123,7 +123,7 @@ def test_scoring_counts_anew_and_a_text_that_kills_scorers_is_dropped(world: Wor
 
 
 def test_the_count_survives_a_restart_of_the_coordinator(world: World) -> None:
-    make_suspects(world)
+    quarantine_groups(world)
     world.restart()
     first = Rollout(world, "first")
     assert ids(first.lease(8)) == [0]
@@ -176,23 +176,23 @@ def test_a_run_with_poison_in_it_trains_to_its_end(world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_a_suspect_is_alone_although_there_are_groups_to_train_and_to_measure(
+def test_a_quarantined_group_is_alone_although_there_are_groups_to_train_and_to_measure(
     make_world: MakeWorld, kind: str
 ) -> None:
     world = make_world(grpo={"val_at_start": True})
     if kind == "eval":
         world.begin_evaluation(0)
     for name in ("first", "second"):
-        (suspect,) = Rollout(world, name).lease(2 if kind == "train" else 1)
+        (quarantined,) = Rollout(world, name).lease(2 if kind == "train" else 1)
         world.release(name, crashed=True)
     if kind == "train":
         world.begin_evaluation(0)
     given = [lease.group_id for lease in Rollout(world, "third").lease(8)]
     if kind == "eval":
-        assert given == [suspect.group_id]
-    else:  # what is measured comes first, so the suspect waits for free hands
+        assert given == [quarantined.group_id]
+    else:  # groups to measure come first, so the quarantined group waits for an idle worker
         assert len(given) > 1
-        assert suspect.group_id not in given
+        assert quarantined.group_id not in given
 
 
 def test_a_group_whose_scoring_crashes_is_scored_alone_then_dropped(world: World) -> None:

@@ -11,7 +11,7 @@ import pytest
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.sessions.retention import Candidate, choose, forget_surplus, kept_paths
+from services.coordinator.sessions.retention import Candidate, choose, mark_surplus_removed, kept_paths
 
 
 def settings(**values: object) -> CheckpointingSection:
@@ -63,7 +63,7 @@ def register(ledger: Ledger, steps: list[int], checkpointing: CheckpointingSecti
         report = CheckpointReport(run_id="a-1", session=1, step=step, path=f"1-{step}", chain=f"c{step - 1}")
         ledger.checkpoints.add(report)
         with ledger.transaction():
-            forget_surplus(ledger, "a-1", checkpointing)
+            mark_surplus_removed(ledger, "a-1", checkpointing)
     return [Path(path).name for path in kept_paths(ledger, "a-1")]
 
 

@@ -9,7 +9,7 @@ import pytest
 from control_plane import Plane, Worker, learner
 
 from protos.paceline.v1 import run_pb2, worker_pb2
-from services.coordinator.sessions.retention import forget_surplus, kept_paths
+from services.coordinator.sessions.retention import mark_surplus_removed, kept_paths
 
 STEPS = 3
 
@@ -195,7 +195,7 @@ async def test_one_that_is_damaged_displaces_none_that_is_sound(
             if damaged != "1-3":
                 plane.ledger.db.execute("UPDATE checkpoints SET removed = 1 WHERE path LIKE '%/1-3'")
             plane.ledger.checkpoints.add(report)
-            forget_surplus(plane.ledger, run_id, settings)
+            mark_surplus_removed(plane.ledger, run_id, settings)
     assert [path.rpartition("/")[2] for path in kept_paths(plane.ledger, run_id)] == kept
 
 

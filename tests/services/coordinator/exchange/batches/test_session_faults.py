@@ -52,7 +52,7 @@ def test_three_sessions_that_report_the_same_at_a_step_pause_the_run(ready: Worl
     assert ready.row["state"] == "paused"
     assert ready.row["message"] == (
         "3 sessions of the learner in a row ended at step 0, the last: IndexError: index 100000 is out of bounds. "
-        "Suspects are groups 1: `paceline drop RUN GROUP...` takes groups out of the batch. `paceline resume` tries the "
+        "The cause may be in groups 1: `paceline drop RUN GROUP...` drops groups from the batch. `paceline resume` tries the "
         "step again"
     )
     assert len(ready.kinds("paused")) == 1
@@ -75,7 +75,7 @@ def test_lack_of_memory_names_the_longest_groups_first(make_world: MakeWorld) ->
         learner = Learner(world)
         assert learner.part(0) is not None
         report(world, learner, 0, "OutOfMemoryError: tried to allocate 2 GiB", fault=MEMORY)
-    assert "Suspects are groups 1 0 (the longest first)" in world.row["message"]
+    assert "The cause may be in groups 1 0 (the longest first)" in world.row["message"]
     assert "Lower policy.train_mb_tokens" in world.row["message"]
 
 
@@ -201,4 +201,4 @@ def test_runs_without_groups_are_paused_too(make_world: MakeWorld) -> None:
         assert learner.part(0) == []
         report(world, learner, 0)
     assert "in a row ended at step 0" in world.row["message"]
-    assert "Suspects" not in world.row["message"]
+    assert "The cause may be" not in world.row["message"]
