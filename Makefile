@@ -29,7 +29,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips fuzz soak churn lint lint-python lint-protos lint-deploy protos clean
 
-help: ## Say what can be made
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 ifeq ($(ENGINE),vllm)

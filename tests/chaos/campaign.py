@@ -30,7 +30,7 @@ from pathlib import Path
 
 import click
 import network
-from chaos_setting import Setting, make_spec, mend, strike, tormented
+from chaos_setting import Setting, make_spec, repair, strike, tormented
 from chaos_watch import UNKNOWN_STEP, StepClock, coordinator_address, phase_of, progress, whole_others
 from disk import mount, unmount
 from faults import KINDS, LINKS, ROLES, Fault, schedule
@@ -175,19 +175,19 @@ def torment(
     """Deals out up to `at_most` faults while the run goes on, then lets it end; why it was given up, empty when it ended."""
     cluster = setting.cluster
     pause = threading.Event()
-    mends: list[tuple[float, Fault]] = []
+    repairs: list[tuple[float, Fault]] = []
     fault = upcoming.first()
     due_s = time.monotonic() + (fault.after_s if fault else 0.0)
     step, moved_s = -1, time.monotonic()
     while True:
         now_s = time.monotonic()
-        for entry in [entry for entry in mends if entry[0] <= now_s]:
-            mends.remove(entry)
-            mend(setting, entry[1], run_id)
+        for entry in [entry for entry in repairs if entry[0] <= now_s]:
+            repairs.remove(entry)
+            repair(setting, entry[1], run_id)
         state, new_step = progress(cluster, run_id)
-        if state in ENDED_STATES and not (state == "failed" and mends):
-            for _, left in mends:
-                mend(setting, left, run_id)
+        if state in ENDED_STATES and not (state == "failed" and repairs):
+            for _, left in repairs:
+                repair(setting, left, run_id)
             return ""
         if new_step not in (step, UNKNOWN_STEP):
             step, moved_s = new_step, now_s
@@ -197,14 +197,14 @@ def torment(
             return f"{run_id} did nothing for {STALL_S:.0f} s at step {step} ({state})"
         if step < 1:
             due_s = now_s + (fault.after_s if fault else 0.0)  # a run that works, not one that starts
-        elif fault is not None and now_s >= due_s and may_strike(setting, fault, mends, leave):
+        elif fault is not None and now_s >= due_s and may_strike(setting, fault, repairs, leave):
             phase = phase_of(cluster, fault)
             if strike(setting, fault, run_id):
                 log.info("%s in phase %s at step %d", fault, phase, step)
                 result.met[fault.role, phase, fault.kind] += 1
                 moved_s = time.monotonic()
                 if fault.lasts_s:
-                    mends.append((moved_s + fault.lasts_s, fault))
+                    repairs.append((moved_s + fault.lasts_s, fault))
                 upcoming.dealt()
                 at_most -= 1
                 fault = upcoming.first() if at_most else None
@@ -212,11 +212,11 @@ def torment(
         pause.wait(0.05)
 
 
-def may_strike(setting: Setting, fault: Fault, mends: list[tuple[float, Fault]], leave: int) -> bool:
+def may_strike(setting: Setting, fault: Fault, repairs: list[tuple[float, Fault]], leave: int) -> bool:
     """Whether enough others of the fault's role are left."""
     if leave == 0 or fault.role not in ("rollout", "reward"):
         return True
-    paused = {(other.role, other.index) for _, other in mends}
+    paused = {(other.role, other.index) for _, other in repairs}
     return whole_others(setting.cluster, fault, paused) >= leave
 
 

@@ -43,7 +43,7 @@ class Link(Protocol):
         """Begins to suffer."""
         ...
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Is whole again."""
         ...
 
@@ -66,7 +66,7 @@ class Setting:
         self.ballast.clear()
         self.liar.end()
         for link in self.links.values():
-            link.mend()
+            link.repair()
         self.cluster.stop()
 
 
@@ -135,15 +135,15 @@ def strike(setting: Setting, fault: Fault, run_id: str) -> bool:
     return setting.cluster.kill(fault.role, fault.index, number)
 
 
-def mend(setting: Setting, fault: Fault, run_id: str) -> None:
+def repair(setting: Setting, fault: Fault, run_id: str) -> None:
     """Ends a pause, a full disk, or what a link suffers."""
     if fault.role in LINKS:
-        setting.links[fault.role].mend()
+        setting.links[fault.role].repair()
         del setting.suffered[fault.role]
     elif fault.kind == "full":
         setting.ballast.clear()
     elif fault.kind == "corrupt":
-        setting.corruption.mend(fault.role, run_id)
+        setting.corruption.repair(fault.role, run_id)
     elif fault.kind != "lie":  # which ends by itself
         setting.cluster.kill(fault.role, fault.index, signal.SIGCONT)
 

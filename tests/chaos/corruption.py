@@ -99,7 +99,7 @@ class Corruption:
             self._cluster.kill("coordinator")  # which has the newest in memory
         return True
 
-    def mend(self, target: str, run_id: str) -> None:
+    def repair(self, target: str, run_id: str) -> None:
         """Puts right what a fault of this kind has changed, and resumes a run that waits for it."""
         for bit in [bit for bit in self._bits if bit.target == target]:
             self._bits.remove(bit)

@@ -45,20 +45,20 @@ class Harm:
     met: Counter[str] = field(default_factory=Counter)
     """Chunks (and new connections) that were dropped, chunks that were delayed or truncated, ends of connections that the
     other side did not hear of, and messages that were doubled or swapped."""
-    mended: asyncio.Event = field(default_factory=asyncio.Event)
+    repaired: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.mended.set()
+        self.repaired.set()
 
     def begin(self, kind: str) -> None:
         """From here on."""
         self.kind = kind
-        self.mended.clear()
+        self.repaired.clear()
 
     def end(self) -> None:
         """All is well, and what was held goes on at once."""
         self.kind = ""
-        self.mended.set()
+        self.repaired.set()
 
 
 class Direction:
@@ -90,7 +90,7 @@ class Direction:
                 await self._under_way.put((due_s, piece))
         if harm.kind == "drop":
             harm.met["unheard"] += 1
-            await harm.mended.wait()
+            await harm.repaired.wait()
         await self._under_way.put(None)
 
     async def pass_on(self) -> None:
@@ -100,7 +100,7 @@ class Direction:
             if due_s:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(due_s):
-                        await self._harm.mended.wait()
+                        await self._harm.repaired.wait()
             await self._send(piece)
         raise ConnectionResetError("closed by the other side")
 

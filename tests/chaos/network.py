@@ -62,7 +62,7 @@ class Network:
 
     def harm(self, kind: str) -> None:
         """Begins `drop` or `delay`, in place of another. Raises ValueError for anything else."""
-        self.mend()
+        self.repair()
         if kind == "drop":
             for chain in ("INPUT", "OUTPUT"):
                 self._run_there("iptables", "--wait", "-A", chain, "-j", "DROP")
@@ -72,7 +72,7 @@ class Network:
         else:
             raise ValueError(f"a network cannot suffer {kind!r}")
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Lets every packet through again, at once."""
         self.met["dropped"] += self.count_dropped()
         self._run_there("iptables", "--wait", "-F")

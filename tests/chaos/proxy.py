@@ -1,6 +1,6 @@
 """A TCP relay that can be harmed (harm.py): stands between the workers and one of the coordinator's ports.
 
-One thread runs an asyncio loop that owns everything; `harm` and `mend` post to it.
+One thread runs an asyncio loop that owns everything; `harm` and `repair` post to it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Proxy:
             raise ValueError(f"this link cannot suffer {kind!r}")
         self._loop.call_soon_threadsafe(self._begin, kind)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Lets everything through again."""
         self._loop.call_soon_threadsafe(self._end_harm)
 
@@ -88,7 +88,7 @@ class Proxy:
             self._open.add(writer)
             if self.state.kind == "drop":
                 self.state.met["dropped"] += 1
-                await self.state.mended.wait()
+                await self.state.repaired.wait()
                 return
             with contextlib.suppress(OSError, LookupError):
                 host, _, port = self._target().rpartition(":")

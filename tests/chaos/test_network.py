@@ -68,7 +68,7 @@ def test_drop_swallows_packets_and_breaks_nothing(network: Network, echo: socket
     with pytest.raises(BlockingIOError):
         echo.recv(1)
     echo.settimeout(DEADLINE_S)
-    network.mend()
+    network.repair()
     assert network.met["dropped"] > 0
     assert read(echo, 6) == b"during"  # TCP sends it again
     echo.sendall(b"after")
@@ -81,7 +81,7 @@ def test_delay_lets_everything_through_late(network: Network, echo: socket.socke
     assert "netem" in qdiscs or "tbf" in qdiscs
     echo.sendall(bytes(50_000))
     assert read(echo, 50_000) == bytes(50_000)
-    network.mend()
+    network.repair()
     echo.sendall(b"after")
     assert read(echo, 5) == b"after"
 

@@ -1,4 +1,4 @@
-"""Each harm does what it says to real connections, and ends when it is mended."""
+"""Each harm does what it says to real connections, and ends when it is repaired."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_cut_closes_connections_and_refuses_new_ones(link: Link) -> None:
     link.proxy.harm("cut")
     assert read(near, 1) == read(far, 1) == b""
     assert read(link.dial(), 1) == b""
-    link.proxy.mend()
+    link.proxy.repair()
     assert is_whole(link)
 
 
@@ -120,7 +120,7 @@ def test_drop_is_silence_and_then_the_end_of_what_it_met(link: Link) -> None:
     assert is_silent(near)
     assert is_silent(far)
     assert is_silent(late)
-    link.proxy.mend()
+    link.proxy.repair()
     assert read(near, 1) == read(far, 1) == read(late, 1) == b""
     assert is_whole(link)
 
@@ -131,7 +131,7 @@ def test_drop_keeps_the_end_of_a_connection_to_itself(link: Link) -> None:
     far.close()
     link.until_met("unheard", 1)
     assert is_silent(near)
-    link.proxy.mend()
+    link.proxy.repair()
     assert read(near, 1) == b""
 
 
@@ -143,12 +143,12 @@ def test_delay_holds_back_and_keeps_the_order(link: Link) -> None:
         near.sendall(b"%d" % number)
         link.until_met("delayed", number + 1)
     assert is_silent(far)
-    link.proxy.mend()
+    link.proxy.repair()
     assert read(far, 3) == b"012"
     link.proxy.state.hold_s = (0.05, 0.1)
     link.proxy.harm("delay")
     near.sendall(b"345")
-    assert read(far, 3) == b"345"  # without mending
+    assert read(far, 3) == b"345"  # without repairing
 
 
 def test_truncate_ends_a_connection_in_the_middle_of_a_chunk(link: Link) -> None:
@@ -161,7 +161,7 @@ def test_truncate_ends_a_connection_in_the_middle_of_a_chunk(link: Link) -> None
     assert len(chunks[-1]) == 50
     assert len(chunks) <= WHOLE_CHUNKS + 1
     assert read(near, 1) == b""
-    link.proxy.mend()
+    link.proxy.repair()
     assert is_whole(link)
 
 
@@ -212,7 +212,7 @@ def test_duplicate_brings_messages_twice_and_in_another_order(
     assert Counter(Counter(arrived).values())[2] == proxy.met["doubled"]
     assert proxy.met["swapped"] > 0
     assert list(dict.fromkeys(arrived)) != list(range(NUMBER))
-    proxy.mend()
+    proxy.repair()
     source.send_multipart([*address, b"last"])
     assert sink.recv_multipart()[-1] == b"last"
 
@@ -227,7 +227,7 @@ def test_messages_get_through_when_it_is_mended(
     router.recv_multipart()
     proxy.harm(kind)
     dealer.send(b"during")
-    proxy.mend()
+    proxy.repair()
     router.setsockopt(zmq.RCVTIMEO, 200)
     deadline_s = time.monotonic() + DEADLINE_S
     while True:

@@ -106,7 +106,7 @@ async def test_both_ends_of_the_exchange_notice_its_silence(
     first = await coordinator.take()
     coordinator.exchange.harm("drop")
     await until(lambda: coordinator.exchange.met["unheard"] >= 2)  # both have hung up
-    coordinator.exchange.mend()
+    coordinator.exchange.repair()
     again = await coordinator.take()
     assert again.request.lease == first.request.lease
     reply = pb.ExchangeReply(protocol=PROTOCOL, request_id=again.request.request_id, term=1)
@@ -123,5 +123,5 @@ async def test_both_ends_of_the_control_plane_notice_its_silence(
     coordinator, control, _ = world
     control.harm("drop")
     await until(lambda: control.met["unheard"] >= 2)
-    control.mend()
+    control.repair()
     await coordinator.hear("heartbeat")

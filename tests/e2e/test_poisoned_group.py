@@ -42,7 +42,7 @@ def test_a_group_that_kills_its_worker_is_dropped_and_the_run_ends_well(
     sizes = ClusterSection(rollout_workers=1, reward_workers=2)
     options = {
         "coordinator": ["--heartbeat-timeout", "6"]
-    }  # a crash counts when it was not mended within half of that
+    }  # a crash counts when the worker is not back within half of that
     with (
         LocalCluster(tmp_path / "runs", sizes, options=options) as cluster,
         Client(cluster.address) as client,

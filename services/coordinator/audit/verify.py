@@ -2,8 +2,9 @@
 
 Promise: it does not add up one table. Groups are compared with the durable counters and the cursor, batches with the
 receipts that the ranks sent, digests with the stored arrays, rewards and reference, the hash chain with the batches and
-the checkpoints with the chain and their files on disk (evidence.py, artifacts.py, side_records.py). Before all of that
-comes the SQLite file itself (file_check.py). It reads one consistent snapshot and writes nothing, so it may run beside
+the checkpoints with the chain and their files on disk (`services/coordinator/audit/evidence.py`, `artifacts.py` and
+`side_records.py`). Before all of that it checks the SQLite file itself
+(`services/coordinator/ledger/integrity/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
 the coordinator; whatever damage it meets is a problem in the report, never an exception.
 """
 

@@ -1,12 +1,13 @@
 """The exchange: leases out, groups in, scores in, batches out. Every answer states what the ledger already holds.
 
 This file holds what every handler needs: the run, its members, and replies. The exchange is a pure state machine over
-the ledger: `dispatch.py` takes one request inside a transaction and returns the reply; the server (server.py) commits,
-then sends. No state of a group lives in memory, so a restart continues from the file. Events for others to act on (a
+the ledger: `services/coordinator/exchange/transport/dispatch.py` takes one request inside a transaction and returns the
+reply; `services/coordinator/exchange/transport/server.py` commits, then sends. No state of a group lives in memory, so a restart continues from the file. Events for others to act on (a
 step was trained, the run cannot go on) are left in `notices`.
 
-`ledger/groups.py` has the states of a group and its transitions. `leases.py`, `submissions.py` and `scores.py` decide
-on the first half of them, `batches/` on the second, `evaluation.py` on the groups that are only measured.
+`services/coordinator/ledger/groups.py` has the states of a group and its transitions. In this folder
+`leases.py`, `submissions.py` and `scores.py` decide on the first half of them, `batches/` on the second, and
+`evaluation.py` on the groups that are only measured.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Exchange:
         """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
         self.splits = Splits(ledger.db)
         self.training: Training | None = None
-        """Step of the newest session that asked for a part (session_faults.py)."""
+        """Step of the newest session that asked for a part (`services.coordinator.exchange.batches.session_faults`)."""
 
         self._freed = False
         self._unopened_said_s = -math.inf

@@ -78,10 +78,10 @@ ALTER TABLE events ADD COLUMN seal INTEGER;
 """,
 }
 """Scripts that raise a ledger of an older format to the next one. A coordinator runs them when it opens the ledger,
-after it made a copy. After the last one all rows are sealed anew (row_checksums.py)."""
+after it made a copy. After the last one all rows are sealed anew (`services/coordinator/ledger/integrity/row_checksums.py`)."""
 
 SCHEMA = """
--- The column `seal` is a checksum of the row's other columns (row_checksums.py), NULL where there is none yet.
+-- The column `seal` is a checksum of the row's other columns (ledger/integrity/row_checksums.py), NULL where there is none yet.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL, seal INTEGER) WITHOUT ROWID;
 
 CREATE TABLE runs (

@@ -6,11 +6,12 @@ commit that refers to a group's bytes begins after their sync. Requests that hav
 has at most one parked request of a kind (a rank: one), so the number of parked requests is bounded by the members.
 Whatever bytes arrive, they are answered or dropped, and the loops go on.
 
-A message passes these steps; all but those on the event loop are threads (pipeline_thread.py), so that none waits for
-another's turn:
+A message passes these steps; all but those on the event loop are threads (`PipelineThread`), so that none waits for another's
+turn. The modules are in this folder and in `services/coordinator/exchange/uploads/`:
 
-  receive   event loop: reads the socket; stops while too many groups wait for the disk (receiver.py)
-  check     decodes and hashes groups, while leases pass by (intake.py), and compares their prompts (prompt_check.py)
+  receive   event loop: reads the socket; stops while too many groups wait for the disk (transport/receiver.py)
+  check     decodes and hashes groups, while leases pass by (uploads/intake.py), and compares their prompts
+            (uploads/prompt_check.py)
   store     writes and syncs them, several at once
   answer    event loop: one transaction after another, every other one for leases alone while there are any
   sync      syncs what was committed meanwhile: the next transactions go on beside it, and what is synced is answered

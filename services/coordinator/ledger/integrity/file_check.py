@@ -1,5 +1,5 @@
 """Check of the ledger's SQLite file itself, whatever its rows mean: pages, tables, and the checksum of every row
-(row_checksums.py)."""
+(`services/coordinator/ledger/integrity/row_checksums.py`)."""
 
 from __future__ import annotations
 

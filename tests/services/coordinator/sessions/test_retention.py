@@ -11,7 +11,7 @@ import pytest
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1.worker_pb2 import CheckpointReport
 from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.sessions.retention import Candidate, choose, mark_surplus_removed, kept_paths
+from services.coordinator.sessions.retention import Candidate, choose, kept_paths, mark_surplus_removed
 
 
 def settings(**values: object) -> CheckpointingSection:

@@ -9,7 +9,7 @@ import pytest
 from control_plane import Plane, Worker, learner
 
 from protos.paceline.v1 import run_pb2, worker_pb2
-from services.coordinator.sessions.retention import mark_surplus_removed, kept_paths
+from services.coordinator.sessions.retention import kept_paths, mark_surplus_removed
 
 STEPS = 3
 
