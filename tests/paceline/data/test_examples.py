@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.data.examples import check_example, read_demonstration, read_preference, read_verdict
+from paceline.data.examples import check_example, read_demonstration, read_labeled_completion, read_preference
 from paceline.data.rows import open_rows
 from paceline.errors import DataError
 from paceline.spec import DataSection, RunSpec
@@ -53,7 +53,11 @@ def test_nemos_ranks() -> None:
 
 
 def test_a_verdict_and_a_demonstration() -> None:
-    assert read_verdict({"prompt": "a", "completion": "b", "label": False}, DATA) == ("a", "b", False)
+    assert read_labeled_completion({"prompt": "a", "completion": "b", "label": False}, DATA) == (
+        "a",
+        "b",
+        False,
+    )
     assert read_demonstration({"prompt": "a", "completion": "b"}, DATA) == ("a", "b")
     data = DATA.model_copy(update={"messages_key": "messages"})
     assert read_demonstration({"messages": [USER, FOUR]}, data) == ([USER], [FOUR])
@@ -89,7 +93,7 @@ def test_what_is_no_pair_is_said(row: dict[str, Any], parts: tuple[str, ...]) ->
 @pytest.mark.parametrize("label", ["yes", None, 2])
 def test_a_label_is_true_or_false(label: Any) -> None:
     with pytest.raises(DataError, match="'label'"):
-        read_verdict({"prompt": "a", "completion": "b", "label": label}, DATA)
+        read_labeled_completion({"prompt": "a", "completion": "b", "label": label}, DATA)
 
 
 @pytest.mark.parametrize("messages", [[FOUR], [USER, USER], "hello", None])
