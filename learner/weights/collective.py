@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -28,18 +28,13 @@ class CollectiveChannel(WithoutMembers):
 
     def publish(self, version: Version, model: nn.Module) -> None:
         """See `WeightChannel.publish`."""
-        started_s = time.perf_counter()
-        tensors = gather_weights(model, self._dtype)
-        self._gathered(version, tensors, time.perf_counter() - started_s)
+        gather_weights(model, self._dtype)
 
     def write_snapshot(self) -> None:
         """See `WeightChannel.write_snapshot`."""
 
     def close(self) -> None:
         """See `WeightChannel.close`."""
-
-    def _gathered(self, version: Version, tensors: Mapping[str, torch.Tensor], gather_s: float) -> None:
-        """Take the gathered version; only rank 0 has its tensors."""
 
 
 class Rank0CollectiveChannel(CollectiveChannel):
@@ -56,6 +51,14 @@ class Rank0CollectiveChannel(CollectiveChannel):
         self._publisher = publisher
         self._catch_up = catch_up
         self._announce = announce
+
+    def publish(self, version: Version, model: nn.Module) -> None:
+        """See `WeightChannel.publish`."""
+        started_s = time.perf_counter()
+        tensors = gather_weights(model, self._dtype)
+        self._announce(version, time.perf_counter() - started_s)
+        self._publisher.stage(version, tensors)
+        self._catch_up.stage(version, tensors)
 
     def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
         """See `WeightChannel.set_members`."""
@@ -80,8 +83,3 @@ class Rank0CollectiveChannel(CollectiveChannel):
         """See `WeightChannel.close`."""
         self._catch_up.close()
         self._publisher.close()
-
-    def _gathered(self, version: Version, tensors: Mapping[str, torch.Tensor], gather_s: float) -> None:
-        self._announce(version, gather_s)
-        self._publisher.stage(version, tensors)
-        self._catch_up.stage(version, tensors)

@@ -39,7 +39,7 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
     `paceline.weights.packing.plan` does, so a publisher sends them without another copy.
     """
     tensors = named_weights(model)
-    return _gather(tensors, dtype, _room(tensors, dtype))
+    return _gather(tensors, dtype, _allocate(tensors, dtype))
 
 
 def gather_export(
@@ -57,7 +57,7 @@ def gather_export(
 
     def make_room() -> None:
         _check_memory(tensors, copies)
-        gathered.update(_room(tensors, None))
+        gathered.update(_allocate(tensors, None))
 
     try:
         succeed_on_all_ranks(make_room, device)
@@ -91,19 +91,14 @@ def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
     if not has_adapter(model):
         return gather_weights(model, None)
     state = _state(model)
-    whole = _gather(state, None, _room(state, None))
+    whole = _gather(state, None, _allocate(state, None))
     return merged_state(model, whole) if whole else {}
-
-
-def _room(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return the memory for the gathered tensors, on the rank that keeps them."""
-    return _allocate(tensors, dtype) if is_first_rank() else {}
 
 
 def _gather(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, gathered: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Fill `gathered`, which `_room` has made, and return it."""
+    """Fill `gathered`, which `_allocate` has made, and return it."""
     wanted = is_first_rank()
     sharded: list[tuple[str, DTensor]] = []
     done: set[int] = set()
@@ -227,6 +222,9 @@ def _converted(tensor: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _allocate(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Return the memory for the gathered tensors, on the rank that keeps them; empty on the others."""
+    if not is_first_rank():
+        return {}
     names: dict[int, str] = {}
     plans = []
     on_gpu = False

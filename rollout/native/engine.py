@@ -94,7 +94,7 @@ class NativeEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `Engine.generate`."""
-        sequence = self._admit(request)
+        sequence = self._sequence_of(request)
         done = 0 if request.prefix is None else len(request.prefix.token_ids)
         if sequence.prompt_length + done >= sequence.limit and request.prefix is not None:
             prefix = request.prefix
@@ -144,8 +144,9 @@ class NativeEngine:
         if self._thread.is_alive():
             raise Unavailable(f"the engine's decode step has not ended after {CLOSE_TIMEOUT_S} s")
 
-    def _admit(self, request: GenerationRequest) -> RunningSequence:
-        """Check a request for everything that could later fail in the batch. Raises InvalidInput."""
+    def _sequence_of(self, request: GenerationRequest) -> RunningSequence:
+        """Return the sequence of a request, which was checked for everything that could later fail in the batch. Raises
+        InvalidInput."""
         num_prompt = len(request.prompt_ids)
         if request.prefix is not None:
             check_prefix(request.prefix)

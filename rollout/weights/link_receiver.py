@@ -143,7 +143,7 @@ class WeightReceiver:
     def _receive(self, link: _Link, offer: LinkOffer, manifest: WeightManifest) -> None:
         self._note(link, offer.version, "receiving", 0)
         check_fits(manifest.total_bytes)
-        link.connect(self._max_wait_s, self._host)
+        formed = link.connect(self._max_wait_s, self._host)
         flat = self._memory(manifest)
         check = Check(flat, manifest)
 
@@ -155,7 +155,7 @@ class WeightReceiver:
 
         trace = version_traceparent(offer.run_id, offer.version.step)
         with span("weights.receive", trace, member=offer.member_id, bytes=manifest.total_bytes):
-            link.receive(flat, manifest, on_bucket)
+            formed.receive(flat, manifest, on_bucket)
             self._note(link, offer.version, "received", manifest.total_bytes)
             tensors = check.tensors()
         # One swap at a time: an abandoned thread may still be inside the engine.
@@ -249,8 +249,8 @@ class _Link:
             self._left = True
             self._changed.notify_all()
 
-    def connect(self, max_wait_s: float, host: str) -> None:
-        """Form the link of this prefix, at the first call."""
+    def connect(self, max_wait_s: float, host: str) -> WeightLink | SharedLink:
+        """Return the link of this prefix; the first call forms it."""
         if self._link is None:
             self._link = form_link(
                 backend=self._offer.backend,
@@ -261,10 +261,7 @@ class _Link:
                 max_wait_s=max_wait_s,
                 host=host,
             )
-
-    def receive(self, flat: torch.Tensor, manifest: WeightManifest, on_bucket: Callable[[int], None]) -> None:
-        assert self._link is not None
-        self._link.receive(flat, manifest, on_bucket)
+        return self._link
 
     def _run(self) -> None:
         while (taken := self._next()) is not None:

@@ -190,19 +190,19 @@ class LearnerRank:
                     run.supersede()
             case "epoch":
                 if run is not None:
-                    run.set_members(directive.epoch)
+                    run.publishing.set_members(directive.epoch)
                 else:
                     self.early_roster = directive.epoch
             case "weight_ack":
                 if run is not None:
-                    run.acknowledge(directive.weight_ack)
+                    run.publishing.acknowledge(directive.weight_ack)
             case "weight_progress":
                 if run is not None:
-                    run.progress(directive.weight_progress)
+                    run.publishing.progress(directive.weight_progress)
             case "weight_acks":
                 if run is not None:
                     for ack in directive.weight_acks.acks:
-                        run.acknowledge(ack)
+                        run.publishing.acknowledge(ack)
             case "keep_checkpoints":
                 if run is not None:
                     run.keep_checkpoints(directive.keep_checkpoints)

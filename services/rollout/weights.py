@@ -73,23 +73,20 @@ class RolloutWeights:
         """Take the learner's offer of a version, over a link or from a store. An invalid offer is answered with an
         error, as is one that fails later."""
         try:
-            self._take_up(offer)
-        except Exception as error:
-            if not isinstance(error, PacelineError):
-                log.exception("a weight offer failed")
-            version = Version(offer.version.session, offer.version.step)
-            self._on_ack(version, False, first_line(error))
-
-    def _take_up(self, offer: worker_pb2.WeightOffer) -> None:
-        if offer.HasField("stored"):
+            if not offer.HasField("stored"):
+                self._receiver.offer(LinkOffer.from_proto(offer))
+                return
             stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:
                 raise WireError(
                     f"weights in {stored.url[:200]!r} are offered; the run's are in {self._store_url!r}"
                 )
             self._store_receiver.offer(stored)
-            return
-        self._receiver.offer(LinkOffer.from_proto(offer))
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                log.exception("a weight offer failed")
+            version = Version(offer.version.session, offer.version.step)
+            self._on_ack(version, False, first_line(error))
 
     async def report_progress(self) -> None:
         """Tell the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""

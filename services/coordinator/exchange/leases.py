@@ -198,31 +198,17 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
         return
     member_ids = [request.member_id for request in requests]
     on_record = exchange.group_queries.leased_by_member(run.run_id, member_ids)
+    groups = exchange.groups
     for request in requests:
-        held = set(request.lease.held.group_ids)
-        if on_record[request.member_id] - held:
-            _release_lost(exchange, run, request)
-        # A suspected worker's claim may be outdated; it repeats the claim when it reconnects.
-        if (
-            held - on_record[request.member_id]
-            and request.member_id not in exchange.suspected | exchange.overdue
-        ):
-            _take_up_again(exchange, run, request)
-
-
-def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Revoke leases that the worker does not know of, because the reply with them was lost."""
-    exchange.groups.release_unknown(run.run_id, request.member_id, list(request.lease.held.group_ids))
-
-
-def _take_up_again(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Lease groups again that were revoked while the worker was silent, and that no other worker got: it still works
-    on them.
-
-    Such groups keep its name. A group that it has returned meanwhile does not, though a request that was made before
-    lists it as held.
-    """
-    exchange.groups.restore_leases(run.run_id, request.member_id, list(request.lease.held.group_ids))
+        member_id, held = request.member_id, set(request.lease.held.group_ids)
+        # The worker does not know of some leases, because the reply with them was lost.
+        if on_record[member_id] - held:
+            groups.release_unknown(run.run_id, member_id, sorted(held))
+        # It still works on groups whose leases were revoked while it was silent, and that no other worker got. Groups that
+        # it has returned meanwhile do not have its name, and stay free. A suspected worker's claim may be outdated; it
+        # repeats the claim when it reconnects.
+        if held - on_record[member_id] and member_id not in exchange.suspected | exchange.overdue:
+            groups.restore_leases(run.run_id, member_id, sorted(held))
 
 
 def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:

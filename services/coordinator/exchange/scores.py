@@ -32,8 +32,9 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     """Assign generated groups to a reward worker, lowest slot first."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.task.SetInParent()
-    if request.task.HasField("held"):
-        _release_lost(exchange, run, request)
+    if request.task.HasField("held"):  # it does not know of tasks whose reply was lost
+        held = list(request.task.held.group_ids)
+        exchange.groups.release_unknown_tasks(run.run_id, request.member_id, held)
     if request.member_id in exchange.overdue:
         return Outcome(reply, empty=True)
     payloads: list[Frame] = []
@@ -169,11 +170,6 @@ def _holds(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
 def _held_by(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
     """Return whether the sender was given this attempt at the scoring, however long ago."""
     return _holds(row, request) or held_attempt(row["scorers"], request.score.attempt) == request.member_id
-
-
-def _release_lost(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Revoke tasks that the worker does not know of, because the reply that assigned them was lost."""
-    exchange.groups.release_unknown_tasks(run.run_id, request.member_id, list(request.task.held.group_ids))
 
 
 def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:

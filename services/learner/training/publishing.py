@@ -19,7 +19,7 @@ from services.learner.training.weights import make_channel
 
 class Publishing:
     """One rank's side. Without `open` nothing is published. `open`, `publish` and `write_snapshot` are collective calls; the
-    other methods are called by the control plane's thread."""
+    other methods are called by the control plane's thread, and ignore messages of another run."""
 
     def __init__(
         self,
@@ -64,6 +64,8 @@ class Publishing:
 
     def set_members(self, roster: worker_pb2.Epoch) -> None:
         """Set the members that receive weights from now on."""
+        if roster.run_id != self._assignment.run_id:
+            return
         with self._opening:
             self._roster = roster
             if self._channel is not None:
@@ -72,13 +74,13 @@ class Publishing:
 
     def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
         """Take a member's answer to an offer."""
-        if self._channel is not None:
+        if self._channel is not None and ack.run_id == self._assignment.run_id:
             version = Version(ack.version.session, ack.version.step)
             self._channel.acknowledge(ack.member_id, version, ack.ok, ack.message, ack.damaged)
 
     def progress(self, progress: worker_pb2.WeightProgress) -> None:
         """Note that a member still works on an offered version."""
-        if self._channel is not None:
+        if self._channel is not None and progress.run_id == self._assignment.run_id:
             version = Version(progress.version.session, progress.version.step)
             self._channel.progress(progress.member_id, version)
 

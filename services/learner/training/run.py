@@ -62,7 +62,8 @@ class LearnerRun:
         self._checkpoints = SessionCheckpoints(
             assignment, self._spec.checkpointing, self._reports.keep, self._reports.warn
         )
-        self._publishing = Publishing(assignment, self._spec, rank, self._reports.warn)
+        self.publishing = Publishing(assignment, self._spec, rank, self._reports.warn)
+        """The run's weights on their way to the members; takes the control plane's messages about them."""
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None
         self._longest = 0
@@ -89,7 +90,7 @@ class LearnerRun:
             return
         self.ready = True
         self._reports.report(vocab_size=self._vocabulary)
-        self._publishing.publish(self.step, last=False)
+        self.publishing.publish(self.step, last=False)
         try:
             while self.step < self._spec.max_num_steps:
                 batch = self._next_batch()
@@ -113,28 +114,13 @@ class LearnerRun:
         """End publishing, and refuse orders that came too late."""
         self._rank.orders.refuse_all(f"run {self.run_id} has ended")
         self._checkpoints.close()
-        self._publishing.close()
+        self.publishing.close()
 
     # From the control plane's thread
 
     def supersede(self) -> None:
         """End this session after the current step, because the learner has another run, or none."""
         self._batches.superseded.set()
-
-    def set_members(self, roster: worker_pb2.Epoch) -> None:
-        """Set the members that receive weights from now on."""
-        if roster.run_id == self.run_id:
-            self._publishing.set_members(roster)
-
-    def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
-        """Take a member's answer to an offer."""
-        if ack.run_id == self.run_id:
-            self._publishing.acknowledge(ack)
-
-    def progress(self, progress: worker_pb2.WeightProgress) -> None:
-        """Note that a member still works on an offered version."""
-        if progress.run_id == self.run_id:
-            self._publishing.progress(progress)
 
     def keep_checkpoints(self, order: worker_pb2.KeepCheckpoints) -> None:
         """Delete the checkpoints that the ledger no longer knows."""
@@ -144,7 +130,7 @@ class LearnerRun:
     def report_again(self) -> None:
         """Repeat reports that may have been lost with the stream, because the coordinator was away."""
         self._reports.repeat()
-        self._publishing.interrupt("the coordinator was away")
+        self.publishing.interrupt("the coordinator was away")
 
     # Set-up
 
@@ -178,7 +164,7 @@ class LearnerRun:
                 if source is not None:
                     self._trainer.reference.prepare(source, self._rank.rank)
         else:
-            self._publishing.open(self._trainer.model)
+            self.publishing.open(self._trainer.model)
 
     def _read(self) -> None:
         """Read everything that the spec names, without a collective."""
@@ -222,13 +208,13 @@ class LearnerRun:
             checkpoint_ordered=bool(orders.checkpoint),
             export_ordered=bool(orders.export),
             checkpoint_unwritten=self._checkpoints.unwritten,
-            snapshot_wanted=self._publishing.wants_snapshot,
+            snapshot_wanted=self.publishing.wants_snapshot,
         )
 
     def _work_between_steps(self, agreed: StepAgreement) -> None:
         """Do what the ranks agreed on, with the current version."""
         if agreed.snapshot_wanted:
-            self._publishing.write_snapshot()
+            self.publishing.write_snapshot()
         if not agreed.checkpoint_unwritten:
             self._checkpoints.finish()
         if agreed.checkpoint_ordered:
@@ -266,7 +252,7 @@ class LearnerRun:
         if last or self.step % self._spec.weights.publish_interval == 0:
             started_s = time.perf_counter()
             with span("publish", traceparent, step=self.step):
-                self._publishing.publish(self.step, last=last)
+                self.publishing.publish(self.step, last=last)
             metrics["publish_wait_s"] = time.perf_counter() - started_s
         tokens = sum(len(sample.completion_ids) for sample in samples)
         self._batches.send_receipt(batch, self.step - 1, tokens, metrics)
@@ -321,11 +307,7 @@ class LearnerRun:
             self._fail(text, fault=worker_pb2.FAULT_PASSING)
             return
         self._reports.report(finished=True, export_path=str(path))
-        self._serve_until_over()
-
-    def _serve_until_over(self) -> None:
-        """Serve members and carry out orders with the last version until the run or this session ends: no batch comes."""
-        self._next_batch()
+        self._next_batch()  # None comes: members are served and orders carried out until the run or this session ends
 
     def _fail(self, message: str, **facts: Any) -> None:
         log.error("run %s: %s", self.run_id, message)

@@ -52,10 +52,28 @@ def test_the_newest_roster_named_before_the_channel_reaches_it(monkeypatch: pyte
     assert later.channel.mock_calls == [call.set_members(2, ["m"])]
 
 
-def test_a_roster_of_another_run_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_another_run_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, early=roster(1, "another"))
     bench.publishing.open(bench.model)
+    bench.publishing.set_members(roster(2, "another"))
+    bench.publishing.acknowledge(worker_pb2.WeightAck(run_id="another", member_id="m", ok=True))
+    bench.publishing.progress(worker_pb2.WeightProgress(run_id="another", member_id="m"))
     assert bench.channel.mock_calls == []
+
+
+def test_a_member_s_answer_and_progress_reach_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    ack = worker_pb2.WeightAck(run_id="run", member_id="m", ok=True, message="held")
+    ack.version.session, ack.version.step = 3, 2
+    progress = worker_pb2.WeightProgress(run_id="run", member_id="m", version=ack.version)
+    bench.publishing.acknowledge(ack)  # without a channel
+    bench.publishing.open(bench.model)
+    bench.publishing.acknowledge(ack)
+    bench.publishing.progress(progress)
+    assert bench.channel.mock_calls == [
+        call.acknowledge("m", Version(3, 2), True, "held", False),
+        call.progress("m", Version(3, 2)),
+    ]
 
 
 def test_without_a_channel_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
