@@ -55,7 +55,7 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """Cover [0, T) without gaps, oldest first."""
     finish_reason: str
-    """`stop` (a stop token), `length` (max_new_tokens or the model's length) or `abort` (returned unfinished)."""
+    """`stop` (a stop token or a stop string), `length` (max_new_tokens or the model's length) or `abort` (returned unfinished)."""
     text: str = ""
     """The decoded completion without special tokens; what reward functions read."""
     reference_logprobs: FloatArray | None = None

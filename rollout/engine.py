@@ -17,6 +17,7 @@ import numpy as np
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray, Version
 from paceline.spec import GenerationSection
+from rollout.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,10 @@ class SamplingParams:
     """Likeliest tokens kept; 0 keeps all."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, besides the engine's end of sequence."""
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the likeliest token's probability; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of tokens that prompt or completion have already."""
 
     def __post_init__(self) -> None:
         for name, good, wanted in (
@@ -55,6 +60,8 @@ class SamplingParams:
             ("temperature", self.temperature > 0, "above 0; use 1e-4 for greedy decoding"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k <= MAX_ID, f"from 0 to {MAX_ID}"),
+            ("min_p", 0 <= self.min_p < 1, "from 0 to below 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 is none"),
             (
                 "stop_token_ids",
                 len(self.stop_token_ids) <= MAX_STOP_IDS
@@ -75,11 +82,14 @@ class SamplingParams:
             top_p=generation.top_p,
             top_k=generation.top_k,
             stop_token_ids=generation.stop_token_ids,
+            min_p=generation.min_p,
+            repetition_penalty=generation.repetition_penalty,
         )
 
     @classmethod
-    def from_proto(cls, params: common_pb2.SamplingParams) -> SamplingParams:
-        """Return the parameters of a lease, in which every field is set."""
+    def from_proto(cls, params: common_pb2.SamplingParams, run: SamplingParams) -> SamplingParams:
+        """Return the parameters of a lease, in which every field is set; those that a lease has no field for are the
+        run's."""
         return cls(
             max_new_tokens=params.max_new_tokens,
             min_new_tokens=params.min_new_tokens,
@@ -87,11 +97,14 @@ class SamplingParams:
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=tuple(params.stop_token_ids),
+            min_p=run.min_p,
+            repetition_penalty=run.repetition_penalty,
         )
 
     @classmethod
     def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
-        """Return the parameters of a caller's request; zero or unset length, temperature and stop ids are those of `default`."""
+        """Return the parameters of a caller's request; zero or unset length, temperature and stop ids are those of `default`,
+        as are those that a request has no field for."""
         return cls(
             max_new_tokens=params.max_new_tokens or default.max_new_tokens,
             min_new_tokens=params.min_new_tokens,
@@ -99,6 +112,8 @@ class SamplingParams:
             top_p=params.top_p or 1.0,
             top_k=params.top_k,
             stop_token_ids=tuple(params.stop_token_ids) or default.stop_token_ids,
+            min_p=default.min_p,
+            repetition_penalty=default.repetition_penalty,
         )
 
 
@@ -119,6 +134,8 @@ class GenerationRequest:
     on_progress: Callable[[Completion], None] | None = None
     """Called with the completion so far, as an abort would return it, whenever it has grown; on the caller's loop, in order,
     and never after `generate` has returned a result. The last tokens may come with the result only."""
+    stop: StopStrings | None = None
+    """Strings that end the completion, besides the stop tokens."""
 
 
 class Engine(Protocol):

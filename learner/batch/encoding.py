@@ -18,14 +18,14 @@ class ExampleEncoder:
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._template = spec.data.apply_chat_template
+        self._template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
         self._limit = spec.policy.max_total_sequence_length
 
     def completion(
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel | None = None
     ) -> TrainingSample:
         """Return the completion after its prompt; all of its tokens train."""
-        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, self._template)
+        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template)
         self._check_length(np.concatenate((prompt_ids, ids)))
         return TrainingSample(number, prompt_ids, ids, label=label)
 
@@ -33,7 +33,7 @@ class ExampleEncoder:
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
         """Return the completion after the prompt, cut off where it would not fit."""
-        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, self._template)
+        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template)
         room = max(self._limit - len(prompt_ids), 0)
         return TrainingSample(number, prompt_ids, ids[:room], label=label)
 
@@ -41,13 +41,13 @@ class ExampleEncoder:
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
         """Return the whole text as a prompt with one token after it, at which the model's output is the score."""
-        ids = encode_for_scoring(self._tokenizer, prompt, completion, self._template)
+        ids = encode_for_scoring(self._tokenizer, prompt, completion, *self._template)
         self._check_length(ids)
         return TrainingSample(number, ids, np.zeros(1, np.int32), label=label)
 
     def conversation(self, number: int, messages: list[Any]) -> TrainingSample:
         """Return the whole conversation; the tokens of the assistant's messages train."""
-        ids, mask = encode_conversation(self._tokenizer, messages)
+        ids, mask = encode_conversation(self._tokenizer, messages, self._template[1])
         first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
         self._check_length(ids)
         return TrainingSample(number, ids[:first], ids[first:], trained_T=mask[first:])

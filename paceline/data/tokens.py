@@ -6,7 +6,9 @@ Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from paceline.spec import DataSection, PolicySection
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 """Mark of a chat template at the beginning of the assistant's tokens."""
+
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
@@ -51,10 +55,12 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
         )
 
 
-def encode_prompt(tokenizer: Any, prompt: Any, template: str) -> IntArray:
+def encode_prompt(
+    tokenizer: Any, prompt: Any, template: str, template_kwargs: Mapping[str, Any] = NO_KWARGS
+) -> IntArray:
     """Return [P] token ids of a prompt: messages by the chat template, text as it is.
 
-    `template` is data.apply_chat_template. Raises InvalidInput: no template where one is needed, no tokens, or whatever
+    `template` is data.apply_chat_template, `template_kwargs` data.chat_template_kwargs. Raises InvalidInput: no template where one is needed, no tokens, or whatever
     tokenizer or template raise.
     """
     if isinstance(prompt, str) and template == "always":
@@ -72,18 +78,34 @@ def encode_prompt(tokenizer: Any, prompt: Any, template: str) -> IntArray:
                 "the prompt is a list of messages, but the tokenizer has no chat template (or "
                 "data.apply_chat_template is 'never'); use text prompts or another tokenizer"
             )
-        ids = _by_template(tokenizer, prompt, add_generation_prompt=True)
+        ids = _by_template(tokenizer, prompt, template_kwargs, add_generation_prompt=True)
     if not ids:
         raise InvalidInput(f"the prompt {prompt!r:.60} has no tokens")
     return np.array(ids, np.int32)
 
 
-def _by_template(tokenizer: Any, messages: Any, *, return_dict: bool = False, **options: Any) -> Any:
+def _by_template(
+    tokenizer: Any,
+    messages: Any,
+    template_kwargs: Mapping[str, Any],
+    *,
+    return_dict: bool = False,
+    **options: Any,
+) -> Any:
     """Return the chat template's output for messages: token ids, or a dict with more. Raises InvalidInput with the
     template's error, because templates refuse conversations that their model does not know (two turns of the user in
-    a row)."""
+    a row), and for an argument that the template does not read."""
+    source = str(tokenizer.chat_template) if template_kwargs else ""
+    for name in template_kwargs:
+        if re.search(rf"\b{re.escape(name)}\b", source) is None:
+            raise InvalidInput(
+                f"data.chat_template_kwargs has {name!r}, which the chat template of the tokenizer does not read; "
+                "remove it, or correct its name"
+            )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=return_dict, **options)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=return_dict, **template_kwargs, **options
+        )
     except Exception as error:
         raise InvalidInput(
             f"the chat template refuses the messages {messages!r:.60}: {_words(error)}"
@@ -100,19 +122,25 @@ def encode_completion(tokenizer: Any, completion: str) -> IntArray:
     return np.array([*ids, tokenizer.eos_token_id], np.int32)
 
 
-def encode_exchange(tokenizer: Any, prompt: Any, completion: Any, template: str) -> tuple[IntArray, IntArray]:
+def encode_exchange(
+    tokenizer: Any,
+    prompt: Any,
+    completion: Any,
+    template: str,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> tuple[IntArray, IntArray]:
     """Return ([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of
     sequence.
 
     A completion of messages is what the chat template adds to the prompt. Raises InvalidInput where the template writes
     the prompt otherwise once an answer follows, since the trained prompt would then not be the sampled one.
     """
-    prompt_ids = encode_prompt(tokenizer, prompt, template)
+    prompt_ids = encode_prompt(tokenizer, prompt, template, template_kwargs)
     if isinstance(completion, str):
         return prompt_ids, encode_completion(tokenizer, completion)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    prompt_ids = encode_prompt(tokenizer, messages, template)
-    whole = _by_template(tokenizer, [*messages, *completion])
+    prompt_ids = encode_prompt(tokenizer, messages, template, template_kwargs)
+    whole = _by_template(tokenizer, [*messages, *completion], template_kwargs)
     if list(whole[: len(prompt_ids)]) != prompt_ids.tolist():
         raise InvalidInput(
             f"the chat template writes the prompt {messages!r:.60} in another way once an answer follows, so prompt and "
@@ -121,7 +149,9 @@ def encode_exchange(tokenizer: Any, prompt: Any, completion: Any, template: str)
     return prompt_ids, _ended(tokenizer, list(whole[len(prompt_ids) :]))
 
 
-def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, np.ndarray]:
+def encode_conversation(
+    tokenizer: Any, messages: list[Any], template_kwargs: Mapping[str, Any] = NO_KWARGS
+) -> tuple[IntArray, np.ndarray]:
     """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
 
     The assistant's tokens are those that the template marks (`{% generation %}`). In a template without marks they are
@@ -139,14 +169,16 @@ def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, 
                 f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot tell: it has no "
                 "fast form that keeps the places of characters; use a tokenizer with a tokenizer.json"
             )
-        marked = _by_template(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
+        marked = _by_template(
+            tokenizer, messages, template_kwargs, return_dict=True, return_assistant_tokens_mask=True
+        )
         ids, mask = list(marked["input_ids"]), np.array(marked["assistant_masks"], bool)
     else:
-        ids = list(_by_template(tokenizer, messages))
+        ids = list(_by_template(tokenizer, messages, template_kwargs))
         mask = np.zeros(len(ids), bool)
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
-                start, end = _span_by_prefixes(tokenizer, messages, place, ids)
+                start, end = _span_by_prefixes(tokenizer, messages, place, ids, template_kwargs)
                 mask[start:end] = True
     if not mask.any():
         raise InvalidInput(
@@ -157,10 +189,12 @@ def encode_conversation(tokenizer: Any, messages: list[Any]) -> tuple[IntArray, 
     return np.array(ids[:length], np.int32), mask[:length]
 
 
-def _span_by_prefixes(tokenizer: Any, messages: list[Any], place: int, ids: list[int]) -> tuple[int, int]:
+def _span_by_prefixes(
+    tokenizer: Any, messages: list[Any], place: int, ids: list[int], template_kwargs: Mapping[str, Any]
+) -> tuple[int, int]:
     """Return the begin and the end of message `place`, the assistant's, in `ids`, the whole conversation."""
-    opened = _by_template(tokenizer, messages[:place], add_generation_prompt=True)
-    closed = _by_template(tokenizer, messages[: place + 1])
+    opened = _by_template(tokenizer, messages[:place], template_kwargs, add_generation_prompt=True)
+    closed = _by_template(tokenizer, messages[: place + 1], template_kwargs)
     start, end = len(opened), len(closed)
     if list(opened) != ids[:start] or list(closed) != ids[:end] or start >= end:
         raise InvalidInput(
@@ -187,13 +221,19 @@ def padding_token_id(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id if pad is None else pad)
 
 
-def encode_for_scoring(tokenizer: Any, prompt: Any, completion: Any, template: str) -> IntArray:
+def encode_for_scoring(
+    tokenizer: Any,
+    prompt: Any,
+    completion: Any,
+    template: str,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> IntArray:
     """Return [T] token ids of a whole text that a reward model scores at its last token.
 
     Trailing padding tokens are cut off, as transformers does when it looks for the last token: where the end of
     sequence is also the padding, the score is read at the token before it.
     """
-    ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template))
+    ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template, template_kwargs))
     kept = (ids != padding_token_id(tokenizer)).nonzero()[0]
     if len(kept) == 0:
         raise InvalidInput(f"the text {prompt!r:.60} consists of padding; there is nothing to score")

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from pydantic import JsonValue, field_validator
+
 from paceline.spec.base import PositiveFloat, PositiveInt, Section
+
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+        "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+        "tokenizer_kwargs", "truncation",
+    }
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that are not the template's."""
 
 
 class DataSection(Section):
@@ -37,8 +48,17 @@ class DataSection(Section):
     """Put before every prompt as a system message; makes a chat of a text prompt."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: messages always, text only when system_prompt is set."""
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Arguments of the chat template, wherever it is applied (`{enable_thinking: false}` for Qwen3)."""
     shuffle: bool = True
     """Draw a new seeded order in every epoch; false keeps the file's order."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(set(kwargs) & RESERVED_TEMPLATE_KWARGS):
+            raise ValueError(f"{taken[0]!r} is not an argument of the template; remove it")
+        return kwargs
 
 
 class RewardFunctionSection(Section):

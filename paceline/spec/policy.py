@@ -20,6 +20,7 @@ SchedulerName = Literal[
     "inverse_sqrt",
     "wsd",
 ]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
 FALLING_SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial", "wsd")
 
 
@@ -116,10 +117,20 @@ class GenerationSection(Section):
     stall_s: PositiveFloat = 300.0
     """An engine that has sequences to decode and does not answer for this long ends its worker, so that others get its
     leases; far above the longest decode step, weight update or prefill."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Keep tokens with at least this fraction of the likeliest token's probability; above 0 biases the ratio, see
+    allow_biased_sampling."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Make tokens that prompt or completion have already less likely (above 1) or likelier (below 1); other values than 1
+    bias the ratio, see allow_biased_sampling."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the tokenizer's end of sequence."""
+    stop_strings: Annotated[tuple[StopString, ...], Field(max_length=16)] = ()
+    """Strings that end a completion, which ends with the token that completes one of them; its text ends with the
+    string."""
     allow_biased_sampling: bool = False
-    """Accept top_p, top_k and min_new_tokens although the learner's log-probabilities do not repeat their masks."""
+    """Accept top_p, top_k, min_p, min_new_tokens and repetition_penalty although the learner's log-probabilities do not
+    repeat them."""
     max_batch_size: PositiveInt = 64
     """Sequences that one engine decodes at a time at most; with vLLM the KV cache may hold fewer."""
     vllm_cfg: VllmSection = VllmSection()
@@ -144,14 +155,16 @@ class GenerationSection(Section):
             for name, value, neutral in (
                 ("top_p", self.top_p, 1.0),
                 ("top_k", self.top_k, 0),
+                ("min_p", self.min_p, 0.0),
+                ("repetition_penalty", self.repetition_penalty, 1.0),
                 ("min_new_tokens", self.min_new_tokens, 0),
             )
             if value != neutral
         ]
         if biased and not self.allow_biased_sampling:
             raise ValueError(
-                f"{', '.join(biased)} masks the sampler's distribution, the learner's log-probabilities do not "
-                "repeat the mask, so the importance ratio would be biased; remove it, or set "
+                f"{', '.join(biased)} changes the sampler's distribution, the learner's log-probabilities do not "
+                "repeat the change, so the importance ratio would be biased; remove it, or set "
                 "allow_biased_sampling=true to accept that"
             )
         return self

@@ -19,11 +19,13 @@ def reward_model(
     path: str,
     scale: float = 1.0,
     offset: float = 0.0,
+    chat_template_kwargs: dict[str, Any] | None = None,
     **columns: Any,
 ) -> list[float | None]:
     """Return [C] scale · (score - offset) of each prompt with its completion, by the reward model in folder `path`.
 
-    The text is tokenised as in the model's training, with the model's tokenizer and chat template. torch and the
+    The text is tokenised as in the model's training, with the model's tokenizer and chat template, whose arguments are
+    `chat_template_kwargs`. torch and the
     model are loaded at the first call, which timeout_s and memory_mb have to allow for. Raises InvalidInput: no such folder,
     or no sequence classification with one output in it.
     """
@@ -33,7 +35,7 @@ def reward_model(
 
     tokenizer, model = _load(path)
     texts = [
-        encode_for_scoring(tokenizer, prompt, completion, "auto")
+        encode_for_scoring(tokenizer, prompt, completion, "auto", chat_template_kwargs or {})
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     longest = max(len(ids) for ids in texts)

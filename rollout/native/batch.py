@@ -25,13 +25,14 @@ from paceline.groups import Completion, IntArray, Version, VersionSpan
 from rollout.engine import GenerationRequest
 from rollout.native.kv_cache import SlotCache
 from rollout.native.model import NativeModel
-from rollout.native.sampling import mask_stop_tokens, mix_seed, sample, uniform
+from rollout.native.sampling import mask_stop_tokens, mix_seed, penalise, sample, uniform
+from rollout.stop_strings import StopScanner
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed whole."""
 
 TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
-TEMPERATURE, TOP_P = range(2)
+TEMPERATURE, TOP_P, MIN_P, PENALTY = range(4)
 
 
 @dataclass(eq=False)
@@ -45,6 +46,18 @@ class RunningSequence:
     spans: list[VersionSpan] = field(default_factory=list)
     birth: int = 0
     """Decode step at which it would have had 0 tokens: its `total` is the batch's step minus this."""
+    scanner: StopScanner | None = None
+    """Search for the request's stop strings."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        if request.stop is not None:
+            self.scanner = request.stop.scanner(request.params.min_new_tokens, request.prefix)
+
+    @property
+    def stopped(self) -> bool:
+        """True once its text holds a stop string."""
+        return self.scanner is not None and self.scanner.stopped
 
     @property
     def prompt_length(self) -> int:
@@ -84,14 +97,14 @@ class DecodeBatch:
         self.version: Version | None = None
         self._cache = SlotCache(num_slots)
         self._step = 0
-        self._masks_top = self._masks_stop = False
+        self._masks_top = self._masks_stop = self._masks_min_p = self._penalises = False
         self._longest = 0
         device = model.device
         self._index_S = torch.arange(num_slots, device=device)
         self._tokens_SL = torch.zeros(num_slots, model.max_tokens, dtype=torch.int64, device=device)
         self._logprobs_SL = torch.zeros(num_slots, model.max_tokens, device=device)
         self._counts = torch.zeros(num_slots, 6, dtype=torch.int64, device=device)
-        self._floats = torch.ones(num_slots, 2, device=device)
+        self._floats = torch.ones(num_slots, 4, device=device)
         self._stops_SK = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
 
     @property
@@ -184,7 +197,7 @@ class DecodeBatch:
             counts.append(
                 (len(ids), prompt, sequence.limit, min_total, mix_seed(sequence.request.seed), params.top_k)
             )
-            floats.append((params.temperature, params.top_p))
+            floats.append((params.temperature, params.top_p, params.min_p, params.repetition_penalty))
         width = max(self._stops_SK.shape[1], *(len(sequence.stop_ids) for sequence in sequences))
         if width > self._stops_SK.shape[1]:
             added = width - self._stops_SK.shape[1]
@@ -196,15 +209,16 @@ class DecodeBatch:
         self._counts[first:end] = torch.tensor(counts, device=device)
         self._floats[first:end] = torch.tensor(floats, device=device)
         self._stops_SK[first:end] = torch.tensor(stops, device=device)
-        self._masks_top |= any(
-            sequence.request.params.top_k > 0 or sequence.request.params.top_p < 1 for sequence in sequences
-        )
-        self._masks_stop |= any(sequence.request.params.min_new_tokens > 0 for sequence in sequences)
+        self._note_masks(sequences)
 
     def _append(self, logits_RV: Tensor, first: int, end: int) -> None:
         """Sample and store the next token of slots [first, end)."""
         counts, floats = self._counts[first:end], self._floats[first:end]
         total_R = counts[:, TOTAL]
+        if self._penalises:
+            longest = int(total_R.max())
+            tokens_RL = self._tokens_SL[first:end, :longest]
+            logits_RV = penalise(logits_RV, tokens_RL, total_R, floats[:, PENALTY])
         if self._masks_stop:
             logits_RV = mask_stop_tokens(logits_RV, self._stops_SK[first:end], total_R < counts[:, MIN_TOTAL])
         tokens_R, logprobs_R = sample(
@@ -213,6 +227,7 @@ class DecodeBatch:
             floats[:, TEMPERATURE],
             counts[:, TOP_K] if self._masks_top else None,
             floats[:, TOP_P] if self._masks_top else None,
+            floats[:, MIN_P] if self._masks_min_p else None,
         )
         rows_R = self._index_S[first:end]
         self._tokens_SL[rows_R, total_R] = tokens_R
@@ -224,10 +239,23 @@ class DecodeBatch:
         total_R = self._counts[:num_rows, TOTAL]
         last_R1 = self._tokens_SL[self._index_S[:num_rows], total_R - 1][:, None]
         ended_R = (last_R1 == self._stops_SK[:num_rows]).any(1) | (total_R >= self._counts[:num_rows, LIMIT])
-        return self._take(np.flatnonzero(ended_R.cpu().numpy()).tolist(), None)
+        ended = np.flatnonzero(ended_R.cpu().numpy()).tolist()
+        if any(sequence.scanner is not None for sequence in self.sequences):
+            ended = sorted({*ended, *self._stopped(last_R1[:, 0].tolist())})
+        return self._take(ended, None)
+
+    def _stopped(self, last_ids: list[int]) -> list[int]:
+        """Return the sequences, by index, whose newest token completes a stop string."""
+        for sequence, last_id in zip(self.sequences, last_ids, strict=True):
+            scanner, num_tokens = sequence.scanner, self._step - sequence.birth - sequence.prompt_length
+            if (
+                scanner is not None and scanner.num_tokens < num_tokens
+            ):  # those that only see others join have no new token
+                scanner.push([last_id])
+        return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index; without `reason` it is `stop` or `length` by their last token."""
+        """Remove sequences by index; without `reason` it is `stop` or `length` by their last token and stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -248,7 +276,8 @@ class DecodeBatch:
         for sequence, total, ids_L, logprobs_L in zip(sequences, totals, tokens_RL, logprobs_RL, strict=True):
             assert self.version is not None
             sequence.add_span(self.version, total - sequence.prompt_length)
-            why = reason or ("stop" if int(ids_L[total - 1]) in sequence.stop_ids else "length")
+            stopped = sequence.stopped or int(ids_L[total - 1]) in sequence.stop_ids
+            why = reason or ("stop" if stopped else "length")
             taken = slice(sequence.prompt_length, total)
             # Copies, so that a completion does not keep the arrays of all alive.
             completions.append(
@@ -278,9 +307,16 @@ class DecodeBatch:
     def _measure(self) -> None:
         """Update the host's facts about all sequences, after some joined or left."""
         self._longest = max((self._step - sequence.birth for sequence in self.sequences), default=0)
-        params = [sequence.request.params for sequence in self.sequences]
-        self._masks_top = any(one.top_k > 0 or one.top_p < 1 for one in params)
-        self._masks_stop = any(one.min_new_tokens > 0 for one in params)
+        self._masks_top = self._masks_stop = self._masks_min_p = self._penalises = False
+        self._note_masks(self.sequences)
+
+    def _note_masks(self, sequences: Sequence[RunningSequence]) -> None:
+        """Note which changes of the logits the parameters of `sequences` need, besides those of other sequences."""
+        params = [sequence.request.params for sequence in sequences]
+        self._masks_top |= any(one.top_k > 0 or one.top_p < 1 for one in params)
+        self._masks_stop |= any(one.min_new_tokens > 0 for one in params)
+        self._masks_min_p |= any(one.min_p > 0 for one in params)
+        self._penalises |= any(one.repetition_penalty != 1 for one in params)
 
     def _recompute(self) -> None:
         """Compute keys and values of all but each sequence's last token again, with the current weights."""

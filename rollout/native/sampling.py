@@ -1,7 +1,7 @@
 """Drawing tokens from logits: pure functions over rows, with one random number per (seed, position).
 
-Promise: the returned log-probability is that of the distribution from which the token was drawn (after minimum length,
-temperature, top-k and top-p), and a row's token depends only on its logits, seed and position.
+Promise: the returned log-probability is that of the distribution from which the token was drawn (after repetition
+penalty, minimum length, temperature, min-p, top-k and top-p), and a row's token depends only on its logits, seed and position.
 
 Axis suffixes: R rows of the batch, V vocabulary, K stop tokens.
 """
@@ -87,20 +87,42 @@ def mask_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     return logits_RV.masked_fill(drop_RV.gather(1, order_RV.argsort(-1)), -torch.inf)
 
 
+def mask_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
+    """Return [R, V] logits with tokens below the fraction `min_p_R` of the likeliest token's probability at -inf
+    (Nguyen et al. 2024, arXiv 2407.01082); 0 keeps all, and the likeliest token always stays."""
+    floor_R = logits_RV.amax(-1) + min_p_R.log()
+    return logits_RV.masked_fill(logits_RV < floor_R[:, None], -torch.inf)
+
+
+def penalise(logits_RV: Tensor, tokens_RL: Tensor, total_R: Tensor, penalty_R: Tensor) -> Tensor:
+    """Return [R, V] logits in which those of the row's first `total_R` tokens are divided by the penalty where they are
+    positive, and multiplied with it where they are negative (Keskar et al. 2019, arXiv 1909.05858)."""
+    is_token_RL = torch.arange(tokens_RL.shape[1], device=tokens_RL.device) < total_R[:, None]
+    # Padding repeats the first token: equal indices write equal values.
+    index_RL = torch.where(is_token_RL, tokens_RL, tokens_RL[:, :1])
+    known_RL = logits_RV.gather(1, index_RL)
+    penalty_R1 = penalty_R[:, None].to(logits_RV.dtype)
+    known_RL = torch.where(known_RL > 0, known_RL / penalty_R1, known_RL * penalty_R1)
+    return logits_RV.scatter(1, index_RL, known_RL)
+
+
 def sample(
     logits_RV: Tensor,
     uniform_R: Tensor,
     temperature_R: Tensor,
     top_k_R: Tensor | None = None,
     top_p_R: Tensor | None = None,
+    min_p_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ([R] int64 tokens, [R] float32 log-probabilities in nats) drawn by inversion of the cumulative distribution.
 
-    log p = log_softmax(mask(logits / temperature)) in float32; the token is the first whose cumulative probability
+    log p = log_softmax(mask(logits / temperature)) in float32, where mask is min-p, then top-k, then top-p; the token is the first whose cumulative probability
     (in float64) exceeds `uniform_R` times the sum, so a masked token is never drawn. top-k and top-p come together.
     A row whose logits hold a NaN gets a NaN as its log-probability, and any token.
     """
     logits_RV = logits_RV.float() / temperature_R[:, None]
+    if min_p_R is not None:
+        logits_RV = mask_min_p(logits_RV, min_p_R)
     if top_k_R is not None and top_p_R is not None:
         logits_RV = mask_top(logits_RV, top_k_R, top_p_R)
     logprobs_RV = logits_RV.log_softmax(-1)

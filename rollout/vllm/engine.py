@@ -38,8 +38,10 @@ from rollout.vllm.requests import (
     known_tokens,
     label_of,
     progress,
+    reported_spans,
     sampling_params,
     spans_so_far,
+    stopped,
 )
 from rollout.vllm.update import WeightUpdates
 from rollout.vllm.whole_weights import whole_weights
@@ -220,6 +222,9 @@ class VllmEngine:
         stop_ids = {id_ for id_ in (*self._end_ids, *request.params.stop_token_ids) if id_ < self._vocab_size}
         queue = None
         finished = False
+        stop = request.stop
+        scanner = stop.scanner(request.params.min_new_tokens, request.prefix) if stop is not None else None
+        num_seen = 0
         try:
             queue = await self._llm.add_request(
                 sequence.name,
@@ -231,10 +236,18 @@ class VllmEngine:
                 await self._llm.abort(sequence.name)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
-                finished = output.finished
+                finished, sampled = output.finished, output.outputs[0]
+                if scanner is not None and scanner.push(sampled.token_ids[num_seen:]):
+                    spans = (
+                        reported_spans(sampled)
+                        if finished
+                        else self._spans_so_far(sequence.name, len(sampled.token_ids))
+                    )
+                    return stopped(request, sampled, spans, scanner)
+                num_seen = len(sampled.token_ids)
                 if not finished:
-                    self._tell_progress(sequence, output.outputs[0])
-            return completion(request, output.outputs[0])
+                    self._tell_progress(sequence, sampled)
+            return completion(request, sampled)
         except (asyncio.CancelledError, PacelineError):
             raise
         except Exception as error:

@@ -14,6 +14,7 @@ import numpy as np
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
 from rollout.engine import GenerationRequest, check_prefix, empty_completion
+from rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01
 """Lowest temperature above 0 of vLLM, which raises lower ones to it with no more than a log line. Below it the engine takes
@@ -70,7 +71,7 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
     params = request.params
     done = 0 if request.prefix is None else len(request.prefix.token_ids)
     room = limit - len(request.prompt_ids) - done
-    watched = request.on_progress is not None
+    watched = request.on_progress is not None or request.stop is not None
     return SamplingParams(
         n=1,
         temperature=0.0 if _is_greedy(request) else params.temperature,
@@ -78,6 +79,8 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
         min_tokens=min(max(0, params.min_new_tokens - done), room),
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
         seed=_seed(request.seed, done),
         stop_token_ids=sorted(stop_ids),
         ignore_eos=True,  # the end-of-sequence tokens are among the stop tokens
@@ -93,11 +96,29 @@ def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) ->
     return _joined(request, output, spans, "abort")
 
 
+def stopped(
+    request: GenerationRequest, output: Any, spans: list[LabelSpan], scanner: StopScanner
+) -> Completion:
+    """Return the completion up to the token that completes a stop string. vLLM may have sampled more tokens meanwhile. Raises
+    Unavailable as `completion`."""
+    return _finite(request, cut(_joined(request, output, spans, "stop"), scanner.num_tokens))
+
+
 def completion(request: GenerationRequest, output: Any) -> Completion:
     """Return the completion of a request that has ended. Raises Unavailable if the model's numbers were not finite."""
-    spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
     reason = output.finish_reason
-    ended = _joined(request, output, spans, reason if reason in ("stop", "length") else "abort")
+    ended = _joined(
+        request, output, reported_spans(output), reason if reason in ("stop", "length") else "abort"
+    )
+    return _finite(request, ended)
+
+
+def reported_spans(output: Any) -> list[LabelSpan]:
+    """Return the versions of an ended sequence's tokens."""
+    return [(span.version, span.start, span.end) for span in output.weight_versions or ()]
+
+
+def _finite(request: GenerationRequest, ended: Completion) -> Completion:
     if not np.isfinite(ended.logprobs).all():
         version = tuple(ended.spans[-1][:2]) if ended.spans else None
         raise Unavailable(

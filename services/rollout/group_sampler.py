@@ -10,9 +10,11 @@ from typing import Any
 from paceline.data.tokens import encode_prompt
 from paceline.errors import WireError
 from paceline.groups import Completion, IntArray
+from paceline.spec import RunSpec
 from paceline.wire import decode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
+from rollout.stop_strings import StopStrings
 from services.rollout.gather import gather_or_cancel
 
 log = logging.getLogger(__name__)
@@ -25,11 +27,15 @@ class GroupSampler:
         self,
         engine: Engine,
         tokenizer: Any,
-        apply_chat_template: str,
+        spec: RunSpec,
         on_sample_end: Callable[[int], object],
     ):
-        self._engine, self._tokenizer = engine, tokenizer
-        self._apply_chat_template, self._on_sample_end = apply_chat_template, on_sample_end
+        self._engine, self._tokenizer, self._data = engine, tokenizer, spec.data
+        self._on_sample_end = on_sample_end
+        self.params = SamplingParams.from_spec(spec.policy.generation)
+        strings = spec.policy.generation.stop_strings
+        self.stop = StopStrings(strings, self._decode) if strings else None
+        """Stop strings of the run, which end external requests too."""
         self._request_ids: dict[str, None] = {}
         """Requests that the engine works on."""
         self.generated_tokens = 0
@@ -41,8 +47,7 @@ class GroupSampler:
             self._sample_completion(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
         )
         return prompt_ids, [
-            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.decode(c.token_ids))
-            for c in completions
+            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.text(c)) for c in completions
         ]
 
     def abort(self) -> None:
@@ -50,9 +55,14 @@ class GroupSampler:
         for request_id in list(self._request_ids):
             self._engine.abort(request_id)
 
-    def decode(self, token_ids: IntArray) -> str:
-        """Return the text of a completion, without special tokens."""
-        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+    def text(self, completion: Completion) -> str:
+        """Return the text of a completion, without special tokens; one that a stop string ended ends with that string."""
+        if self.stop is not None and completion.finish_reason == "stop":
+            return self.stop.text(completion.token_ids)
+        return self._decode(completion.token_ids.tolist())
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _begun(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, Sequence[Completion | None]]:
         """Return the prompt's tokens, and the completions that an earlier worker began; unreadable ones begin anew."""
@@ -66,7 +76,9 @@ class GroupSampler:
             except WireError as error:
                 log.error("group %d begins anew: %s", lease.group_id, error)
         prompt = json.loads(lease.prompt_json)
-        prompt_ids = encode_prompt(self._tokenizer, prompt, self._apply_chat_template)
+        prompt_ids = encode_prompt(
+            self._tokenizer, prompt, self._data.apply_chat_template, self._data.chat_template_kwargs
+        )
         return prompt_ids, [None] * lease.num_generations
 
     async def _sample_completion(
@@ -79,9 +91,8 @@ class GroupSampler:
             self._request_ids[request_id] = None
             prefix = begun if begun is not None and len(begun.token_ids) else None
             seed = sample_seed(lease.seed, lease.attempt, index)
-            request = GenerationRequest(
-                request_id, prompt_ids, SamplingParams.from_proto(lease.params), seed, prefix
-            )
+            params = SamplingParams.from_proto(lease.params, self.params)
+            request = GenerationRequest(request_id, prompt_ids, params, seed, prefix, stop=self.stop)
             try:
                 completion = await self._engine.generate(request)
             finally:

@@ -24,7 +24,7 @@ from paceline.weights.store_format import run_store
 from paceline.wire import encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from rollout.engine import Engine, GenerationRequest, SamplingParams
+from rollout.engine import Engine, GenerationRequest
 from rollout.engines import create_engine
 from services.common.membership import Membership
 from services.rollout.group_sampler import GroupSampler
@@ -69,7 +69,6 @@ class RolloutRun:
         self.run_id = run_id
         self.engine = engine
         self.tokenizer = tokenizer
-        self.params = SamplingParams.from_spec(spec.policy.generation)
         self._membership = membership
         self._running_by_group: dict[int, int] = {}
         """Number of samples that still run, by leased group; 0 while the group waits for the exchange's reply."""
@@ -83,7 +82,8 @@ class RolloutRun:
         self._no_external = asyncio.Event()
         self._no_external.set()
         self._pace = Pace()
-        self._sampler = GroupSampler(engine, tokenizer, spec.data.apply_chat_template, self._end_sample)
+        self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample)
+        self.params, self.stop = self._sampler.params, self._sampler.stop
         self._unexpected = 0
         """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
@@ -239,9 +239,9 @@ class RolloutRun:
             if not self._external:
                 self._no_external.set()
 
-    def decode(self, token_ids: IntArray) -> str:
-        """Return the text of a completion, without special tokens."""
-        return self._sampler.decode(token_ids)
+    def text(self, completion: Completion) -> str:
+        """Return the text of a completion, as reward functions read it."""
+        return self._sampler.text(completion)
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges since the last heartbeat."""

@@ -185,7 +185,11 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             prompt_ids = np.array(request.prompt_ids, np.int32)
         else:
             prompt_ids = await asyncio.to_thread(
-                encode_prompt, run.tokenizer, request.prompt, run.spec.data.apply_chat_template
+                encode_prompt,
+                run.tokenizer,
+                request.prompt,
+                run.spec.data.apply_chat_template,
+                run.spec.data.chat_template_kwargs,
             )
         params = _params(request.params, run) if request.HasField("params") else run.params
         call, gate = uuid.uuid4().hex, self.endpoint.gate_of(run)
@@ -197,14 +201,15 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         async def sample(index: int) -> Completion:
             seed = sample_seed(request.seed, 0, index)
             async with gate.place():
-                return await run.ask(GenerationRequest(f"call/{call}/{index}", prompt_ids, params, seed))
+                call_id = f"call/{call}/{index}"
+                return await run.ask(GenerationRequest(call_id, prompt_ids, params, seed, stop=run.stop))
 
         with gate.admitted(request.n or 1):
             completions = await gather_or_cancel(sample(i) for i in range(request.n or 1))
         response = rollout_pb2.GenerateResponse()
         for completion in completions:
             generated = response.completions.add(
-                text=run.decode(completion.token_ids),
+                text=run.text(completion),
                 token_ids=completion.token_ids.tolist(),
                 logprobs=completion.logprobs.tolist(),
                 finish_reason=completion.finish_reason,

@@ -14,11 +14,14 @@ from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams
+from rollout.stop_strings import StopStrings, cut
 
 ENDLESS = 4000
 """More tokens than any test waits for: it aborts or closes, so no outcome depends on how fast the engine is."""
 FIRST = Version(1, 0)
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
+LETTERS = "abcdefghijklmnopqrstuvw"
+"""Text of each token."""
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
@@ -145,6 +148,37 @@ async def test_a_stop_token_ends_and_is_kept_and_min_new_tokens_holds_it_off(eng
     held = await engine.generate(ask("c", 60, stop_token_ids=(stop,), min_new_tokens=30))
     assert stop not in held.token_ids[:30].tolist()
     assert len(held.token_ids) >= 30
+
+
+async def test_a_stop_string_ends_with_the_token_that_completes_it_while_others_go_on(
+    engine: Engine, model: Any, reference_logprobs: Any, backend: str
+) -> None:
+    free = await asyncio.gather(*(engine.generate(ask(f"free{i}", 40, seed=i)) for i in range(4)))
+    wanted = "".join(LETTERS[i] for i in free[0].token_ids[6:9])
+    stop = StopStrings((wanted,), lambda ids: "".join(LETTERS[i] for i in ids))
+    requests = [dataclasses.replace(ask(f"s{i}", 40, seed=i), stop=stop) for i in range(4)]
+    late = dataclasses.replace(ask("late", 40, min_new_tokens=len(free[0].token_ids)), stop=stop)
+    *stopped, long = await asyncio.gather(*(engine.generate(request) for request in [*requests, late]))
+    for before, now in zip(free, stopped, strict=True):
+        text = "".join(LETTERS[i] for i in before.token_ids)
+        length = text.find(wanted) + len(wanted) if wanted in text else len(text)
+        assert same(now, cut(before, length)) or (wanted not in text and same(now, before))
+    assert stopped[0].finish_reason == "stop"
+    assert len(stopped[0].token_ids) <= 9
+    assert np.abs(stopped[0].logprobs - reference_logprobs(model, PROMPT, stopped[0])).max() < 1e-4
+    assert len(long.token_ids) == len(free[0].token_ids)
+    prefix = dataclasses.replace(cut(stopped[0], len(stopped[0].token_ids) - 1), finish_reason="abort")
+    again = await engine.generate(dataclasses.replace(requests[0], request_id="on", prefix=prefix))
+    if backend == "native":  # vllm draws other numbers after a prefix
+        assert again.finish_reason == "stop"
+        assert same(again, stopped[0])
+
+
+async def test_min_p_and_repetition_penalty_are_in_tokens_and_logprobs(engine: Engine) -> None:
+    likeliest = await engine.generate(ask("a", 20, min_p=0.999))
+    assert np.abs(likeliest.logprobs).max() < 0.7  # few tokens, mostly one, are left
+    once = await engine.generate(ask("b", 12, temperature=1e-4, repetition_penalty=1e6))
+    assert len({*PROMPT.tolist(), *once.token_ids.tolist()}) == len(set(PROMPT.tolist())) + 12
 
 
 async def test_the_models_length_ends_a_completion(engine: Engine) -> None:

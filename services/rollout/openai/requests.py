@@ -12,8 +12,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.errors import InvalidInput
+from paceline.spec.data import RESERVED_TEMPLATE_KWARGS
 from rollout.engine import SamplingParams
-from services.rollout.openai.messages import Message, Unsupported
+from services.rollout.openai.messages import Json, Message, Unsupported
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -29,7 +30,6 @@ IGNORED = {
 NEUTRAL: dict[str, Sequence[Any]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "echo": (False,),
     "suffix": ("",),
@@ -77,11 +77,15 @@ class Ask(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """-1 and 0 keep all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Ids | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    chat_template_kwargs: Json | None = None
+    """Arguments of the chat template, besides the run's."""
     return_token_ids: bool | None = None
     """True when the answer holds the token ids of prompt and completion."""
 
@@ -94,13 +98,18 @@ class Ask(BaseModel):
             raise Unsupported(f"{name} {why}; remove it (it is {value!r:.60})", name)
         if len(self.stops) > MAX_STOPS or "" in self.stops:
             raise Unsupported(f"stop must be 1 to {MAX_STOPS} strings that are not empty", "stop")
+        if taken := sorted(set(self.chat_template_kwargs or {}) & RESERVED_TEMPLATE_KWARGS):
+            raise Unsupported(
+                f"chat_template_kwargs has {taken[0]!r}, which templates do not get; remove it",
+                "chat_template_kwargs",
+            )
         if self.stream_options is not None and not self.stream:
             raise Unsupported("stream_options goes with stream=true only", "stream_options")
         return self
 
     @property
     def stops(self) -> Stops:
-        """Return the stop strings."""
+        """Return the stop strings of the request; none where the run's apply."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -134,6 +143,8 @@ class Ask(BaseModel):
             top_p=default.top_p if self.top_p is None else self.top_p,
             top_k=default.top_k if self.top_k is None else max(self.top_k, 0),
             stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *(self.stop_token_ids or ())))),
+            min_p=default.min_p if self.min_p is None else self.min_p,
+            repetition_penalty=self.repetition_penalty or default.repetition_penalty,
         )
 
 

@@ -6,13 +6,13 @@ request may outlive its version; then it ends with VersionGone and none of its t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.data.tokens import encode_prompt
+from paceline.data.tokens import NO_KWARGS, encode_prompt
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version, VersionSpan
 from paceline.spec import RunSpec
@@ -181,9 +181,11 @@ def served_names(served: Served) -> str:
     return f"{served.run_id!r}" + (f" and {model_name(served.run_id, version)!r}" if version else "")
 
 
-def encode(served: Served, prompt: Any, *, chat: bool) -> IntArray:
-    """Return the [P] tokens of one prompt. A chat goes through the chat template, a text of `/v1/completions` never
-    does.
+def encode(
+    served: Served, prompt: Any, *, chat: bool, template_kwargs: Mapping[str, Any] = NO_KWARGS
+) -> IntArray:
+    """Return the [P] tokens of one prompt. A chat goes through the chat template, with the run's arguments and those of
+    the request; a text of `/v1/completions` never does.
 
     Raises InvalidInput for ids or a text that no sequence could hold, for a field of a message that the template does
     not render, and as `encode_prompt` does.
@@ -202,7 +204,13 @@ def encode(served: Served, prompt: Any, *, chat: bool) -> IntArray:
         )
     if chat:
         check_template(prompt, served.tokenizer.chat_template)
-    return encode_prompt(served.tokenizer, prompt, "auto" if chat else "never")
+    data = served.spec.data
+    return encode_prompt(
+        served.tokenizer,
+        prompt,
+        "auto" if chat else "never",
+        {**data.chat_template_kwargs, **template_kwargs},
+    )
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:

@@ -211,16 +211,15 @@ def _entries(served: Served) -> list[Json]:
 def _samplers(served: Served, ask: Ask, answer_id: str, pinned: Version | None, chat: bool) -> list[Sampler]:
     params = ask.params(served.params, served.spec.policy.max_total_sequence_length)
     seed = secrets.randbits(63) if ask.seed is None else ask.seed
+    stops = served.spec.policy.generation.stop_strings if ask.stop is None else ask.stops
     samplers: list[Sampler] = []
     for number, prompt in enumerate(ask.prompts()):
-        prompt_ids = encode(served, prompt, chat=chat)
+        prompt_ids = encode(served, prompt, chat=chat, template_kwargs=ask.chat_template_kwargs or {})
         for i in range(ask.n or 1):
             index = len(samplers)
             request_id = f"http/{answer_id}/{index}"
             one_seed = sample_seed(seed, number, i)
-            samplers.append(
-                Sampler(served, prompt_ids, params, request_id, one_seed, index, ask.stops, pinned)
-            )
+            samplers.append(Sampler(served, prompt_ids, params, request_id, one_seed, index, stops, pinned))
     return samplers
 
 

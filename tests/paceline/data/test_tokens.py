@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
+from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring, encode_prompt
 from paceline.errors import InvalidInput
 
 PLAIN = (
@@ -52,6 +52,28 @@ def test_a_text_completion_ends_with_the_end_of_sequence() -> None:
     prompt, completion = encode_exchange(tokenizer, "2+2=", "4", "auto")
     assert tokenizer.decode(prompt) == "2+2="
     assert tokenizer.decode(completion) == "4<|end|>"
+
+
+def test_arguments_of_the_template_reach_it_wherever_it_is_applied() -> None:
+    tokenizer = tokenizer_with(PLAIN + "{% if not enable_thinking %}!{% endif %}")
+    for thinks, mark in ((True, ""), (False, "!")):
+        kwargs = {"enable_thinking": thinks}
+        asked = encode_prompt(tokenizer, TURNS[:1], "auto", kwargs)
+        assert tokenizer.decode(asked).endswith(f"<|assistant|>{mark}")
+        ids, mask = encode_conversation(tokenizer_with(MARKED + "{{ enable_thinking }}"), TURNS, kwargs)
+        assert mask.any()
+        assert len(ids) == len(mask)
+    always = tokenizer_with("{{ enable_thinking }}" + PLAIN)
+    for encode in (encode_exchange, encode_for_scoring):
+        on = encode(always, TURNS[:1], TURNS[1:2], "auto", {"enable_thinking": True})
+        assert always.decode(on[0] if isinstance(on, tuple) else on).startswith("True")
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="'enable_thinkin', which the chat template"):
+        encode_prompt(
+            tokenizer_with(PLAIN + "{{ enable_thinking }}"), TURNS[:1], "auto", {"enable_thinkin": False}
+        )
 
 
 def test_a_message_is_what_the_template_adds_up_to_the_end_of_sequence() -> None:

@@ -104,6 +104,13 @@ def test_a_wrong_value_is_shown_with_its_field(
         (["rewards.1.function=length"], ("rewards has the name 'length' 2 times",)),
         (["rewards.0.weight=0", "rewards.1.weight=0"], ("every reward has weight 0",)),
         (["policy.generation.top_k=5"], ("top_k=5", "allow_biased_sampling=true")),
+        (["policy.generation.min_p=0.1"], ("min_p=0.1", "allow_biased_sampling=true")),
+        (
+            ["policy.generation.repetition_penalty=1.2"],
+            ("repetition_penalty=1.2", "allow_biased_sampling=true"),
+        ),
+        (["policy.generation.stop_strings=['</a>', '']"], ("policy.generation.stop_strings.1",)),
+        (["data.chat_template_kwargs={tokenize: false}"], ("'tokenize' is not an argument of the template",)),
         (["policy.generation.min_new_tokens=300"], ("min_new_tokens 300", "max_new_tokens 256")),
         (
             ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.reference_policy_kl_type=k1"],

@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 
-from rollout.native.sampling import mask_stop_tokens, mask_top, mix_seed, sample, splitmix64, uniform
+from rollout.native.sampling import (
+    mask_min_p,
+    mask_stop_tokens,
+    mask_top,
+    mix_seed,
+    penalise,
+    sample,
+    splitmix64,
+    uniform,
+)
 
 # First outputs of the reference generator for seed 1234567, as published with many implementations of it.
 KNOWN_OUTPUTS = [
@@ -104,6 +113,19 @@ def test_stop_tokens_are_masked_only_where_asked_and_padding_is_ignored() -> Non
     stops = torch.tensor([[1, 3, -1], [1, -1, 99]])
     masked = mask_stop_tokens(torch.zeros(2, 4), stops, torch.tensor([True, False]))
     assert masked.isinf().tolist() == [[False, True, False, True], [False, False, False, False]]
+
+
+def test_min_p_keeps_what_is_likely_beside_the_likeliest() -> None:
+    logits = torch.tensor([[0.0, -1.0, -3.0], [0.0, -1.0, -3.0], [5.0, 5.0, 4.0]])
+    kept = mask_min_p(logits, torch.tensor([0.3, 0.0, 0.5]))
+    assert (kept > -torch.inf).tolist() == [[True, True, False], [True, True, True], [True, True, False]]
+
+
+def test_a_penalty_is_for_tokens_that_were_there_once_however_often() -> None:
+    logits = torch.tensor([[2.0, -2.0, 4.0], [2.0, -2.0, 4.0]])
+    tokens = torch.tensor([[0, 0, 1, 2], [2, 0, 0, 0]])
+    out = penalise(logits, tokens, torch.tensor([3, 1]), torch.tensor([2.0, 4.0]))
+    assert out.tolist() == [[1.0, -4.0, 4.0], [2.0, -2.0, 1.0]]
 
 
 def test_a_nan_row_is_marked_and_leaves_the_others_alone() -> None:

@@ -21,6 +21,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import rollout_pb2
 from rollout.engine import GenerationRequest, empty_completion
 from services.demo.model import make_tokenizer
+from services.rollout.group_sampler import GroupSampler
 from services.rollout.run import (
     MAX_UNEXPECTED,
     RETURN_BYTES_PER_S,
@@ -136,6 +137,26 @@ async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_els
     assert "Conversation roles must alternate" in back[0].data_error
     assert isinstance(back[1], pb.GroupResult)
     assert not bench.working.done()
+
+
+async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    generation = spec.policy.generation.model_copy(update={"stop_strings": ("2",), "min_p": 0.5})
+    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
+    engine: Any = Engine()
+    tokenizer = make_tokenizer()
+    sampler = GroupSampler(engine, tokenizer, spec, lambda group_id: None)
+    _, completions = await sampler.sample(lease(0, '"1+1"'), None)
+    assert len(completions) == 2
+    for request in engine.asked:
+        assert request.stop.strings == ("2",)
+        assert request.params.min_p == 0.5
+    ended = Completion(
+        np.array(tokenizer("123")["input_ids"][:3], np.int32), np.zeros(3, np.float32), (), "stop"
+    )
+    whole = Completion(ended.token_ids[:2], ended.logprobs[:2], (), "stop")
+    assert sampler.text(whole) == "12"
+    assert sampler.text(ended) == "123"  # the last token completes no stop string
 
 
 async def test_a_request_for_leases_that_is_refused_ends_nothing(bench: Bench) -> None:

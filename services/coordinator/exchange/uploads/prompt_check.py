@@ -163,7 +163,11 @@ class Encoder:
                     },
                 )
             self._say(
-                {"policy": spec.policy.model_dump(mode="json"), "template": spec.data.apply_chat_template}
+                {
+                    "policy": spec.policy.model_dump(mode="json"),
+                    "template": spec.data.apply_chat_template,
+                    "template_kwargs": spec.data.chat_template_kwargs,
+                }
             )
         except OSError:
             self._socket.close()

@@ -1,6 +1,7 @@
 """The child process of `PromptCheck`: encodes prompts as the rollout workers should, one JSON line in, one out.
 
-    {"policy": {...}, "template": "auto"}    loads a tokenizer; {"ready": true} or {"refused": "why"}
+    {"policy": {...}, "template": "auto", "template_kwargs": {}}
+                                             loads a tokenizer; {"ready": true} or {"refused": "why"}
     {"prompt": "..."}                        {"digest": "...", "tokens": 3} or {"refused": "why"}
 
 It is a separate process, because a tokenizer is heavy and its chat template is the user's code.
@@ -36,20 +37,21 @@ class Encoder:
     def __init__(self) -> None:
         self._tokenizer: Any = None
         self._template = ""
+        self._template_kwargs: dict[str, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to one line."""
         try:
             if "policy" in request:
                 return self._load(request)
-            ids = encode_prompt(self._tokenizer, request["prompt"], self._template)
+            ids = encode_prompt(self._tokenizer, request["prompt"], self._template, self._template_kwargs)
             return {"digest": prompt_digest(ids), "tokens": len(ids)}
         except Exception as error:  # a chat template may raise anything
             return {"refused": f"{type(error).__name__}: {error}"[:500]}
 
     def _load(self, request: dict[str, Any]) -> dict[str, Any]:
         self._tokenizer = load_tokenizer(PolicySection.model_validate(request["policy"]))
-        self._template = request["template"]
+        self._template, self._template_kwargs = request["template"], request.get("template_kwargs", {})
         if CHANGES_WITH_TIME in str(self._tokenizer.chat_template):
             raise InvalidInput("the chat template writes the date, so a prompt is not the same twice")
         return {"ready": True}

@@ -248,6 +248,28 @@ async def test_a_stop_string_ends_the_choice_and_is_no_part_of_it(
     await until(lambda: run.engine.num_running == 0)
 
 
+async def test_the_runs_stop_strings_and_template_arguments_are_the_default(
+    client: AsyncOpenAI, run: Run
+) -> None:
+    ask: Any = {"model": RUN, "prompt": "abc", "seed": 11, "max_tokens": 60}
+    free = (await client.completions.create(**ask)).choices[0].text
+    generation = run.spec.policy.generation.model_copy(update={"stop_strings": (free[5:8],)})
+    policy = run.spec.policy.model_copy(update={"generation": generation})
+    data = run.spec.data.model_copy(update={"chat_template_kwargs": {"mark": "!"}})
+    run.spec = run.spec.model_copy(update={"policy": policy, "data": data})
+    assert (await client.completions.create(**ask)).choices[0].text == free[: free.find(free[5:8])]
+    assert (await client.completions.create(**ask, stop=[])).choices[0].text == free
+    run.tokenizer.chat_template = TEMPLATE + "{{ mark }}"
+    for kwargs, mark in (({}, "!"), ({"mark": "?"}, "?")):
+        chat: Any = await client.chat.completions.create(
+            model=RUN,
+            messages=MESSAGES,
+            max_tokens=1,
+            extra_body={"return_token_ids": True, "chat_template_kwargs": kwargs},
+        )
+        assert run.tokenizer.decode(chat.choices[0].prompt_token_ids).endswith(f"<a>{mark}")
+
+
 async def test_a_stop_token_ends_the_choice_and_has_no_text(client: AsyncOpenAI, run: Run) -> None:
     ask: Any = {"model": RUN, "prompt": "abc", "seed": 12, "max_tokens": 60}
     more: Any = {"return_token_ids": True}
@@ -425,6 +447,12 @@ async def test_a_full_queue_says_so_and_training_keeps_its_places(
         ({"prompt": "a" * 300_000}, None, "300000 characters cannot be 4096 tokens"),
         ({"prompt": ["a"] * 2000}, "prompt", "prompt"),
         ({"stop": ["a"] * 17}, "stop", "1 to 16 strings"),
+        ({"min_p": 1.5}, "min_p", "less than 1"),
+        (
+            {"chat_template_kwargs": {"tokenize": False}},
+            "chat_template_kwargs",
+            "'tokenize', which templates",
+        ),
         ({"stop_token_ids": [2**70]}, None, "stop_token_ids is .*at most 256 ids from 0 to 2147483647"),
         ({"stop_token_ids": list(range(1000))}, None, "stop_token_ids is .*at most 256 ids"),
         ({"top_k": 2**70}, None, "top_k is .*from 0 to 2147483647"),

@@ -1,0 +1,101 @@
+"""Stop strings: a completion ends with the token that completes one of them.
+
+Promise: tokens and log-probabilities are exact to the cut, because the engine samples nothing after that token; the text
+ends with the stop string, even where the token goes on behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from paceline.groups import Completion, IntArray, VersionSpan
+
+UNFINISHED = "\ufffd"
+"""Character that a decoder writes for bytes that are no character (yet)."""
+
+Decode = Callable[[list[int]], str]
+
+
+class StopStrings:
+    """Strings that end a completion, with the decoder of the run's tokenizer."""
+
+    def __init__(self, strings: tuple[str, ...], decode: Decode) -> None:
+        """Raises ValueError for an empty string, which every text holds."""
+        if not all(strings):
+            raise ValueError("a stop string is empty; every text would end with it")
+        self.strings, self._decode = strings, decode
+
+    def scanner(self, min_tokens: int = 0, prefix: Completion | None = None) -> StopScanner:
+        """Return the scanner of one completion, which has the tokens of `prefix` already. A string that is complete
+        before `min_tokens` tokens ends nothing."""
+        scanner = StopScanner(self.strings, self._decode, min_tokens)
+        if prefix is not None:
+            scanner.push(prefix.token_ids.tolist())
+        return scanner
+
+    def text(self, token_ids: IntArray) -> str:
+        """Return the text of an ended completion, up to and with the stop string that its last token completes."""
+        ids = token_ids.tolist()
+        text = self._decode(ids)
+        before = len(self._decode(ids[:-1]).rstrip(UNFINISHED))
+        found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self.strings]
+        ends = [start + len(string) for start, string in found if start >= 0]
+        return text[: min(ends)] if ends else text
+
+
+class StopScanner:
+    """Search for stop strings in the text of one completion, token by token."""
+
+    def __init__(self, strings: tuple[str, ...], decode: Decode, min_tokens: int) -> None:
+        self.num_tokens = 0
+        """Tokens taken; once a stop string is complete, none are added."""
+        self.stopped = False
+        """True once a stop string is complete."""
+        self._strings, self._decode, self._min_tokens = strings, decode, min_tokens
+        self._overlap = max(map(len, strings)) - 1
+        self._window: list[int] = []
+        """Last tokens: those whose text is known, then those whose characters are not complete."""
+        self._known = 0
+        self._tail = ""
+        """Last characters, which may begin a stop string."""
+
+    def push(self, token_ids: Iterable[int]) -> bool:
+        """Take tokens up to the one that completes a stop string; return whether there was one."""
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            self._window.append(token_id)
+            new = self._new_text()
+            if not new:
+                continue
+            text = self._tail + new
+            self._tail = text[-self._overlap :] if self._overlap else ""
+            complete = any(string in text for string in self._strings)
+            self.stopped = complete and self.num_tokens >= self._min_tokens
+        return self.stopped
+
+    def _new_text(self) -> str:
+        """Return the text of the last token, decoded with the tokens before it, because a decoder may join neighbours."""
+        before, now = self._decode(self._window[: self._known]), self._decode(self._window)
+        if len(now) <= len(before) or now.endswith(UNFINISHED):
+            return ""
+        self._window, self._known = self._window[self._known :], len(self._window) - self._known
+        return now[len(before) :]
+
+
+def cut(completion: Completion, num_tokens: int) -> Completion:
+    """Return the first `num_tokens` tokens of a completion, ended by a stop string."""
+    spans = tuple(
+        VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens))
+        for s in completion.spans
+        if s.start < num_tokens
+    )
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:num_tokens],
+        logprobs=completion.logprobs[:num_tokens],
+        spans=spans,
+        finish_reason="stop",
+    )
