@@ -191,12 +191,22 @@ class PayloadStore:
         was written and the same call may succeed later.
         """
         try:
-            return self._append(records)
+            end = self._end_with_room()
+            locations, start = [], end.size
+            for header, arrays, header_crc, arrays_crc in records:
+                locations.append(
+                    Location(self._number, start, len(header), header_crc, len(arrays), arrays_crc)
+                )
+                start += len(header) + len(arrays)
+            end.append([part for record in records for part in (record.header, record.arrays)])
         except OSError as error:
             raise LedgerFault(
                 f"groups cannot be written to {self.folder}: {error.strerror or error}; make room, or repair the disk, "
                 "then start the coordinator again"
             ) from None
+        for location, record in zip(locations, records, strict=True):
+            self._remember(location, record)
+        return locations
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
         """Return the texts and arrays that a row of the table refers to; after the `last` call they need not stay in
@@ -271,7 +281,8 @@ class PayloadStore:
         self._recent.clear()
         self._close_end()
 
-    def _append(self, records: Sequence[Record]) -> list[Location]:
+    def _end_with_room(self) -> SegmentWriter:
+        """Return the segment to append to. Raises OSError; UnopenedSegment when it may be begun later."""
         if self._end is None or self._end.size >= MAX_SEGMENT_BYTES:
             try:
                 self._end = self._begin_segment()
@@ -281,14 +292,7 @@ class PayloadStore:
                 raise UnopenedSegment(
                     f"no segment can be begun in {self.folder}: {error.strerror or error}"
                 ) from None
-        locations, start = [], self._end.size
-        for header, arrays, header_crc, arrays_crc in records:
-            locations.append(Location(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
-            start += len(header) + len(arrays)
-        self._end.append([part for record in records for part in (record.header, record.arrays)])
-        for location, record in zip(locations, records, strict=True):
-            self._remember(location, record)
-        return locations
+        return self._end
 
     def _remember(self, location: Location, record: Record) -> None:
         with self._recent_lock:

@@ -71,24 +71,25 @@ class BatchClient:
 
     def fetch(self, step: int) -> RankBatch | None:
         """Return this rank's part of a step's batch; None while there is no batch yet. A damaged one is fetched again."""
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return self._fetch(step)
-            except WireError as error:
-                log.error("%s; it is fetched again", error)
-        return self._fetch(step)
-
-    def _fetch(self, step: int) -> RankBatch | None:
         rank = self._rank
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
-        reply, payloads = self._request(
-            pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=request)
-        )
-        if reply.status == pb.REPLY_STATUS_STALE or self.superseded.is_set():
-            return RankBatch(pb.BatchReply(state=pb.BATCH_STATE_END), [])
-        if reply.status != pb.REPLY_STATUS_OK:
-            raise PacelineError(f"the exchange refused the request for step {step}: {reply.message}")
-        return None if reply.batch.state == pb.BATCH_STATE_WAIT else RankBatch.decode(reply.batch, payloads)
+        for attempts_left in reversed(range(ATTEMPTS)):
+            reply, payloads = self._request(
+                pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=request)
+            )
+            if reply.status == pb.REPLY_STATUS_STALE or self.superseded.is_set():
+                return RankBatch(pb.BatchReply(state=pb.BATCH_STATE_END), [])
+            if reply.status != pb.REPLY_STATUS_OK:
+                raise PacelineError(f"the exchange refused the request for step {step}: {reply.message}")
+            if reply.batch.state == pb.BATCH_STATE_WAIT:
+                break
+            try:
+                return RankBatch.decode(reply.batch, payloads)
+            except WireError as error:
+                if not attempts_left:
+                    raise
+                log.error("%s; it is fetched again", error)
+        return None
 
     def send_receipt(self, batch: RankBatch, step: int, tokens: int, metrics: dict[str, float]) -> None:
         """Report that this rank has trained `batch`; rank 0's metrics are the step's."""

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainingSample, sequences_from_groups
+from learner.batch.samples import sequences_from_groups
 from learner.batch.validate_examples import check_rows
 from learner.checkpoints.checkpoint import Misfit
 from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
@@ -237,7 +237,10 @@ class LearnerRun:
     def _train_step(self, batch: RankBatch) -> None:
         self._phase, traceparent = "training", batch.reply.traceparent
         with span("train", traceparent, step=self.step, rank=self._rank.rank):
-            samples = self._samples(batch)
+            if self._examples is not None:
+                samples = self._examples.of_step(self.step, self._rank.rank, self._rank.world_size)
+            else:
+                samples = sequences_from_groups(batch.groups, self._spec)
             self._longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in samples), default=0)
             before = self._validate() if self.step == 0 else {}
             metrics = self._trainer.train_step(samples, self.step)
@@ -260,11 +263,6 @@ class LearnerRun:
             last or self.step % self._spec.checkpointing.save_period == 0
         ):
             self._begin_save()
-
-    def _samples(self, batch: RankBatch) -> list[TrainingSample]:
-        if self._examples is not None:
-            return self._examples.of_step(self.step, self._rank.rank, self._rank.world_size)
-        return sequences_from_groups(batch.groups, self._spec)
 
     def _validate(self) -> dict[str, float]:
         """Return the objective on the held-out examples, where the spec wants it for the current version."""

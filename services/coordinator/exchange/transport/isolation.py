@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from paceline.errors import LedgerFault
@@ -18,7 +18,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class IsolatedHandler:
-    """Calls handlers inside a transaction, for one request or for several that share a savepoint."""
+    """Savepoints of a transaction, for one request or for several together."""
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
@@ -34,18 +34,20 @@ class IsolatedHandler:
             logged = unforeseen.note(f"a {waiting.kind} request", error)
             return self._exchange.refuse(waiting.request, f"the coordinator failed on it: {logged}")
 
-    def handle_together(self, answer: Callable[[], list[Outcome]]) -> list[Outcome] | None:
-        """Return the result of `answer` for several requests. None when one of them fails: all are rolled back, and the
-        caller handles them one by one.
+    @contextmanager
+    def together(self) -> Iterator[list[Outcome]]:
+        """Yield a list for the outcomes of several requests that share a savepoint. When one of them fails, all are rolled
+        back and the list is empty: the caller handles them one by one.
         """
+        outcomes: list[Outcome] = []
         try:
             with self._undone_alone():
-                return answer()
+                yield outcomes
         except (sqlite3.Error, LedgerFault):
             raise
         except Exception as error:  # of one of them, which `handle` counts when it meets it alone
             seldom.warning("together", "requests failed together, they are tried one by one: %r", error)
-            return None
+            outcomes.clear()
 
     @contextmanager
     def _undone_alone(self) -> Iterator[None]:

@@ -344,10 +344,9 @@ class ExchangeServer:
         ):
             waiting = self._leases.popleft()
             by_member[waiting.request.member_id] = waiting
-        outcomes = self._handler.handle_together(
-            lambda: handle_leases(self._exchange, [waiting.arrived for waiting in by_member.values()])
-        )
-        if outcomes is None:
+        with self._handler.together() as outcomes:
+            outcomes += handle_leases(self._exchange, [waiting.arrived for waiting in by_member.values()])
+        if not outcomes:
             outcomes = [self._handler.handle(waiting, now_s) for waiting in by_member.values()]
         for waiting, outcome in zip(by_member.values(), outcomes, strict=True):
             self._finish_request(waiting, outcome, now_s, answers)
@@ -355,17 +354,12 @@ class ExchangeServer:
     def _answer_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
         """Answer some of the other requests, until `end_s` at most."""
         taken: list[Waiting] = []
-
-        def handle_some() -> list[Outcome]:
-            outcomes = []
+        with self._handler.together() as outcomes:
             while self._others and len(taken) < OTHERS_AT_ONCE and (not taken or time.monotonic() < end_s):
                 taken.append(self._others.popleft())
                 outcomes.append(handle(self._exchange, taken[-1].arrived, now_s))
                 self._send_synced()
-            return outcomes
-
-        outcomes = self._handler.handle_together(handle_some)
-        if outcomes is None:
+        if not outcomes:
             outcomes = [self._handler.handle(waiting, now_s) for waiting in taken]
         return list(zip(taken, outcomes, strict=True))
 
