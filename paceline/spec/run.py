@@ -23,7 +23,7 @@ from paceline.spec.supervised import (
 )
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 from paceline.spec.value import ValueSection
-from paceline.spec.warnings import doubts
+from paceline.spec.warnings import settings_warnings
 
 Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation"]
 
@@ -119,7 +119,7 @@ class RunSpec(Section):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for legal but suspicious settings, one sentence each; shown when the spec is submitted."""
-        return doubts(self.loss_fn, self.async_grpo.max_trajectory_age_steps, samples=self.samples)
+        return settings_warnings(self.loss_fn, self.async_grpo.max_trajectory_age_steps, samples=self.samples)
 
     @model_validator(mode="before")
     @classmethod

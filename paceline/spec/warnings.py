@@ -5,10 +5,10 @@ from __future__ import annotations
 from paceline.spec.loss import LossSection
 
 
-def doubts(loss_fn: LossSection, max_age: int, *, samples: bool) -> tuple[str, ...]:
+def settings_warnings(loss_fn: LossSection, max_age: int, *, samples: bool) -> tuple[str, ...]:
     """Return one sentence for each suspicious setting; `max_age` in steps, `samples` false for a run on a data set's
     examples."""
-    return tuple(doubt for doubt in (_uncorrected(loss_fn, max_age) if samples else "",) if doubt)
+    return tuple(text for text in (_uncorrected(loss_fn, max_age) if samples else "",) if text)
 
 
 def _uncorrected(loss_fn: LossSection, age: int) -> str:
