@@ -26,7 +26,7 @@ class _Role:
 class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
-    """Not said; refused."""
+    """Not set; refused."""
     ROLE_ROLLOUT: _Role.ValueType  # 1
     """Generates completions."""
     ROLE_REWARD: _Role.ValueType  # 2
@@ -38,7 +38,7 @@ class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Role of a process."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
-"""Not said; refused."""
+"""Not set; refused."""
 ROLE_ROLLOUT: Role.ValueType  # 1
 """Generates completions."""
 ROLE_REWARD: Role.ValueType  # 2
@@ -90,11 +90,11 @@ class SamplingParams(_message.Message):
     min_new_tokens: _builtins.int
     """No stop token before this many tokens."""
     temperature: _builtins.float
-    """Divides the logits; above 0."""
+    """Divisor of the logits; above 0."""
     top_p: _builtins.float
-    """Nucleus; 1 keeps all."""
+    """Probability mass of the nucleus; 1 keeps all tokens."""
     top_k: _builtins.int
-    """Likeliest tokens kept; 0 keeps all."""
+    """Number of likeliest tokens to sample from; 0 keeps all."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a completion, besides the tokenizer's end of sequence."""

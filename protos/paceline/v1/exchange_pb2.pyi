@@ -29,15 +29,15 @@ class _ReplyStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplyStat
     REPLY_STATUS_UNSPECIFIED: _ReplyStatus.ValueType  # 0
     """Not set."""
     REPLY_STATUS_OK: _ReplyStatus.ValueType  # 1
-    """The body holds what was asked for (perhaps nothing yet: ask again)."""
+    """The body has the answer. If it is empty, the worker requests again."""
     REPLY_STATUS_COMMITTED: _ReplyStatus.ValueType  # 2
-    """The result is in the ledger; the worker can forget it."""
+    """The result is in the ledger; the worker can delete it."""
     REPLY_STATUS_DUPLICATE: _ReplyStatus.ValueType  # 3
-    """An earlier result won; forget it."""
+    """An earlier result counts; the worker deletes this one."""
     REPLY_STATUS_STALE: _ReplyStatus.ValueType  # 4
-    """The term, session, run, attempt or digest is not current; forget it."""
+    """The term, session, run, attempt or digest is not current; the worker deletes its result."""
     REPLY_STATUS_INVALID: _ReplyStatus.ValueType  # 5
-    """The message cannot be accepted, ever; `message` says why."""
+    """The exchange will never accept this request; `message` has the reason."""
 
 class ReplyStatus(_ReplyStatus, metaclass=_ReplyStatusEnumTypeWrapper):
     """Result of a request."""
@@ -45,15 +45,15 @@ class ReplyStatus(_ReplyStatus, metaclass=_ReplyStatusEnumTypeWrapper):
 REPLY_STATUS_UNSPECIFIED: ReplyStatus.ValueType  # 0
 """Not set."""
 REPLY_STATUS_OK: ReplyStatus.ValueType  # 1
-"""The body holds what was asked for (perhaps nothing yet: ask again)."""
+"""The body has the answer. If it is empty, the worker requests again."""
 REPLY_STATUS_COMMITTED: ReplyStatus.ValueType  # 2
-"""The result is in the ledger; the worker can forget it."""
+"""The result is in the ledger; the worker can delete it."""
 REPLY_STATUS_DUPLICATE: ReplyStatus.ValueType  # 3
-"""An earlier result won; forget it."""
+"""An earlier result counts; the worker deletes this one."""
 REPLY_STATUS_STALE: ReplyStatus.ValueType  # 4
-"""The term, session, run, attempt or digest is not current; forget it."""
+"""The term, session, run, attempt or digest is not current; the worker deletes its result."""
 REPLY_STATUS_INVALID: ReplyStatus.ValueType  # 5
-"""The message cannot be accepted, ever; `message` says why."""
+"""The exchange will never accept this request; `message` has the reason."""
 Global___ReplyStatus: _TypeAlias = ReplyStatus  # noqa: Y015
 
 class _BatchState:
@@ -65,7 +65,7 @@ class _BatchStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BatchState
     BATCH_STATE_UNSPECIFIED: _BatchState.ValueType  # 0
     """Not set."""
     BATCH_STATE_WAIT: _BatchState.ValueType  # 1
-    """Not complete yet: ask again."""
+    """The batch is not complete; the rank requests again."""
     BATCH_STATE_READY: _BatchState.ValueType  # 2
     """The part is in the reply."""
     BATCH_STATE_END: _BatchState.ValueType  # 3
@@ -77,7 +77,7 @@ class BatchState(_BatchState, metaclass=_BatchStateEnumTypeWrapper):
 BATCH_STATE_UNSPECIFIED: BatchState.ValueType  # 0
 """Not set."""
 BATCH_STATE_WAIT: BatchState.ValueType  # 1
-"""Not complete yet: ask again."""
+"""The batch is not complete; the rank requests again."""
 BATCH_STATE_READY: BatchState.ValueType  # 2
 """The part is in the reply."""
 BATCH_STATE_END: BatchState.ValueType  # 3
@@ -86,12 +86,12 @@ Global___BatchState: _TypeAlias = BatchState  # noqa: Y015
 
 @_typing.final
 class ExchangeRequest(_message.Message):
-    """Headers of the exchange's ZeroMQ messages (DEALER to ROUTER). A message is one header frame and then the payload
-    frames that the header's body asks for, each a safetensors blob unless it says otherwise. Every request gets one reply
-    with its request_id.
+    """Headers of the exchange's ZeroMQ messages (DEALER to ROUTER). A message is one header frame, followed by the payload
+    frames that the header's body names. A payload frame is a safetensors blob unless its comment says otherwise. Every
+    request gets one reply with the same request_id.
 
-    From a worker. The first message of a connection has neither number nor body: it introduces the worker by its secret, and is not
-    answered. A connection on which no member has spoken is closed after a while.
+    From a worker. The first message of a connection has neither request_id nor body: it introduces the worker by its
+    secret and is not answered. A connection on which no member has sent a message is closed after 15 s.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -116,19 +116,19 @@ class ExchangeRequest(_message.Message):
     request_id: _builtins.int
     """Chosen by the worker, echoed in the reply."""
     member_id: _builtins.str
-    """The worker, as it said Hello."""
+    """The worker's id, as in its Hello."""
     term: _builtins.int
-    """The coordinator's term from Welcome; others are refused as stale."""
+    """The coordinator's term, from Welcome. A request with another term is refused as stale."""
     run_id: _builtins.str
-    """Run that the request is about; others than the current one are refused as stale."""
+    """Run that the request is about. A request for another run than the current one is refused as stale."""
     session: _builtins.int
-    """Learner: its session; others than the newest are refused as stale."""
+    """Learner: its session. A request of another session than the newest is refused as stale."""
     secret: _builtins.bytes
-    """Secret from the last Welcome. A request without a secret of its member_id is refused; one with that of an earlier Welcome
-    is stale, and is sent again after the next.
+    """Secret from the last Welcome. A request without a secret of its member_id is refused. A request with the secret of
+    an earlier Welcome is stale; the worker sends it again after the next Welcome.
     """
     again: _builtins.bool
-    """The same request was sent before and has no answer yet: the exchange may have what it brings already."""
+    """True when the same request was sent before and has no answer yet: the exchange may have its result already."""
     @_builtins.property
     def lease(self) -> Global___LeaseRequest:
         """Prompts to generate for."""
@@ -155,7 +155,7 @@ class ExchangeRequest(_message.Message):
 
     @_builtins.property
     def receipt(self) -> Global___Receipt:
-        """A rank has trained its part."""
+        """Statement of a rank that it has trained its part."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class ExchangeReply(_message.Message):
     status: Global___ReplyStatus.ValueType
     """Result of the request."""
     message: _builtins.str
-    """Why, when not ok or committed."""
+    """Reason, when the status is neither OK nor COMMITTED."""
     @_builtins.property
     def lease(self) -> Global___LeaseReply:
         """Answer to LeaseRequest."""
@@ -246,7 +246,7 @@ Global___ExchangeReply: _TypeAlias = ExchangeReply  # noqa: Y015
 
 @_typing.final
 class Held(_message.Message):
-    """Groups that a worker has in hand."""
+    """Groups that a worker holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -270,7 +270,7 @@ Global___Held: _TypeAlias = Held  # noqa: Y015
 
 @_typing.final
 class LeaseRequest(_message.Message):
-    """Credit: how much the worker can take now."""
+    """Credit: the number of completions that the worker can take now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -278,13 +278,14 @@ class LeaseRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     room: _builtins.int
-    """Completions for which there is room."""
+    """Completions for which the worker has room."""
     wait_s: _builtins.float
-    """Seconds to hold the request when nothing can be leased."""
+    """Seconds for which the exchange may keep the request while nothing can be leased."""
     @_builtins.property
     def held(self) -> Global___Held:
-        """Every lease in hand, those whose results wait for an answer included. Other leases of this worker are given out
-        anew: the reply that held them was lost. A worker that says this asks for leases one request at a time.
+        """Every lease that the worker holds, including those whose results wait for an answer. The exchange revokes all other
+        leases of this worker, because the reply with them was lost. A worker that sets this field sends one lease request
+        at a time.
         """
 
     def __init__(
@@ -346,7 +347,7 @@ class Lease(_message.Message):
     group_id: _builtins.int
     """The group."""
     attempt: _builtins.int
-    """Attempt at this group; results of any attempt count, the first wins."""
+    """Attempt at this group. The first valid result of any attempt counts."""
     prompt_json: _builtins.str
     """Prompt of the data set as JSON: a string, or a list of messages."""
     seed: _builtins.int
@@ -356,7 +357,7 @@ class Lease(_message.Message):
     step: _builtins.int
     """Step that the group is meant for."""
     prefix_frame: _builtins.int
-    """Samples that an earlier worker handed back, in the payload frame of this index (one-based; 0: none)."""
+    """Index of the payload frame (one-based; 0: none) with the samples that an earlier worker returned."""
     traceparent: _builtins.str
     """W3C trace context of the group."""
     @_builtins.property
@@ -369,7 +370,7 @@ class Lease(_message.Message):
 
     @_builtins.property
     def prefix_finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why each of those samples ended: `abort` ones are to be continued, the others are finished."""
+        """Finish reason of each of those samples. Samples with `abort` are continued, the others are finished."""
 
     def __init__(
         self,
@@ -397,7 +398,7 @@ Global___Lease: _TypeAlias = Lease  # noqa: Y015
 @_typing.final
 class GroupResult(_message.Message):
     """A generated group. Payload: prompt_ids [P] i32, token_ids [ΣT] i32, lengths [C] i32, logprobs [ΣT] f32,
-    spans [S, 5] i64 (completion, session, step, start, end); then a frame that is a Texts.
+    spans [S, 5] i64 (completion, session, step, start, end); followed by a frame with a serialized Texts.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -411,7 +412,7 @@ class GroupResult(_message.Message):
     attempt: _builtins.int
     """The attempt that made it."""
     digest: _builtins.str
-    """XXH3-128 over the arrays, as Group.digest."""
+    """XXH3-128 over the arrays, computed as in `paceline.groups.Group.digest`."""
     generate_s: _builtins.float
     """Seconds from lease to completion."""
     def __init__(
@@ -432,8 +433,8 @@ Global___GroupResult: _TypeAlias = GroupResult  # noqa: Y015
 
 @_typing.final
 class Texts(_message.Message):
-    """Texts of a group: a payload frame that is kept and passed on unchanged. Ledgers of older formats hold a whole
-    GroupResult in its place, of which these were fields.
+    """Texts of a group: a payload frame that is stored and passed on unchanged. Ledgers of older formats store a whole
+    GroupResult instead, which had these two fields.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -446,7 +447,7 @@ class Texts(_message.Message):
 
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why each ended: `stop`, `length` or `abort`."""
+        """Finish reason of each: `stop`, `length` or `abort`."""
 
     def __init__(
         self,
@@ -479,14 +480,14 @@ class LeaseReturn(_message.Message):
     attempt: _builtins.int
     """The attempt that ends."""
     data_error: _builtins.str
-    """Set when the fault is the data's, not the worker's: what it is. So many attempts end the group
-    (grpo.max_generation_failures).
+    """Description of a fault of the data; empty when the group is not at fault. After grpo.max_generation_failures such
+    attempts the group is dropped.
     """
     data_error_reason: _builtins.str
-    """Short name of that fault in the token accounting."""
+    """Short name of that fault, for the token accounting."""
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why each sample in the payload ended; as Texts. Empty when nothing comes with it."""
+        """Finish reason of each sample in the payload, as in Texts. Empty without a payload."""
 
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -512,7 +513,7 @@ Global___LeaseReturn: _TypeAlias = LeaseReturn  # noqa: Y015
 
 @_typing.final
 class TaskRequest(_message.Message):
-    """Credit: how many groups the worker can score now."""
+    """Credit: the number of groups that the worker can score now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -520,12 +521,12 @@ class TaskRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     room: _builtins.int
-    """Groups for which there is room."""
+    """Groups for which the worker has room."""
     wait_s: _builtins.float
-    """Seconds to hold the request when there is nothing to score."""
+    """Seconds for which the exchange may keep the request while there is nothing to score."""
     @_builtins.property
     def held(self) -> Global___Held:
-        """Every task in hand, as in LeaseRequest."""
+        """Every task that the worker holds, as in LeaseRequest."""
 
     def __init__(
         self,
@@ -568,7 +569,7 @@ Global___TaskReply: _TypeAlias = TaskReply  # noqa: Y015
 
 @_typing.final
 class ScoreTask(_message.Message):
-    """A group to score. Payload as GroupResult."""
+    """A group to score. Its payload is that of GroupResult."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -588,7 +589,7 @@ class ScoreTask(_message.Message):
     columns_json: _builtins.str
     """The data set's other columns as a JSON object."""
     digest: _builtins.str
-    """Digest of the completions; the score carries it back."""
+    """Digest of the completions; ScoreResult repeats it."""
     traceparent: _builtins.str
     """W3C trace context of the group."""
     wants_reference: _builtins.bool
@@ -614,8 +615,8 @@ Global___ScoreTask: _TypeAlias = ScoreTask  # noqa: Y015
 
 @_typing.final
 class ScoreResult(_message.Message):
-    """Scores of one group. Payload, where the task wanted the reference: reference_logprobs [ΣT] f32, the log-probability of
-    each completion token under the reference at the sampler's temperature, in the order of the group's token_ids.
+    """Scores of one group. Payload, where the task wanted the reference: reference_logprobs [ΣT] f32, the log-probability
+    of each completion token under the reference at the sampler's temperature, in the order of the group's token_ids.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -636,20 +637,20 @@ class ScoreResult(_message.Message):
     digest: _builtins.str
     """Digest of the completions that were scored."""
     error: _builtins.str
-    """Set when a function failed: which and how. Then `rewards` is empty."""
+    """Name and error of a function that failed; `rewards` is then empty."""
     score_s: _builtins.float
     """Seconds that scoring took."""
     handed_back: _builtins.bool
-    """True when the task is handed back unscored: no fault of the group's, no attempt used up. `error` then says what was in
-    the way, if anything.
+    """True when the task is returned unscored. That is no fault of the group and does not count as a failed attempt.
+    `error` then has the reason, if there is one.
     """
     crashed: _builtins.bool
-    """With `handed_back`: the process that ran the functions died while it had this group. Counts as a crash for the group, not
-    as a failure of its scoring.
+    """With `handed_back`: the process that ran the functions died while it scored this group. That counts as a crash of
+    the group, not as a failure of its scoring.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """[C, F] row by row; NaN where a function returned None."""
+        """[C, F] in row-major order; NaN where a function returned None."""
 
     @_builtins.property
     def functions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -678,7 +679,7 @@ Global___ScoreResult: _TypeAlias = ScoreResult  # noqa: Y015
 
 @_typing.final
 class BatchRequest(_message.Message):
-    """A rank asks for its part."""
+    """Request of a rank for its part of a batch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -693,7 +694,7 @@ class BatchRequest(_message.Message):
     world_size: _builtins.int
     """Ranks among which the batch is split."""
     wait_s: _builtins.float
-    """Seconds to hold the request when the batch is not complete."""
+    """Seconds for which the exchange may keep the request while the batch is not complete."""
     def __init__(
         self,
         *,
@@ -731,10 +732,10 @@ class BatchReply(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the step."""
     wait_s: _builtins.float
-    """Seconds from the first request for this step to the fixing of its batch."""
+    """Seconds from the first request for this step until its batch was fixed."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]:
-        """Groups of this rank, in the order of their payload frames (the arrays of GroupResult), which come before all others."""
+        """Groups of this rank, in the order of their payload frames (the arrays of GroupResult). These frames come first."""
 
     def __init__(
         self,
@@ -770,17 +771,17 @@ class BatchGroup(_message.Message):
     digest: _builtins.str
     """Its digest."""
     reference_frame: _builtins.int
-    """In a part: what the reference says of the tokens is in the payload frame of this index (one-based; 0: none), as in
+    """In a part: index of the payload frame (one-based; 0: none) with the reference's log-probabilities, as in
     ScoreResult.
     """
     scores_digest: _builtins.str
-    """XXH3-128 over what was said of the group after it was generated: `rewards` as little-endian float32, then the reference's
-    log-probabilities where there are any. The exchange sends it with a part; a receipt brings what the rank made of what it
-    received.
+    """XXH3-128 over the scores of the group: `rewards` as little-endian float32, followed by the reference's
+    log-probabilities if there are any. The exchange sends it with a part. In a receipt it is the digest that the rank
+    computed from the scores that it received.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """In a part: rewards [C, F] row by row, NaN where a function said None. Empty in a receipt."""
+        """In a part: rewards [C, F] in row-major order, NaN where a function returned None. Empty in a receipt."""
 
     def __init__(
         self,
@@ -801,7 +802,7 @@ Global___BatchGroup: _TypeAlias = BatchGroup  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
-    """A rank has trained its part."""
+    """Statement of a rank that it has trained its part."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -845,7 +846,7 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Metrics of the step, equal on all ranks; the coordinator takes rank 0's."""
+        """Metrics of the step, equal on all ranks; the coordinator records rank 0's."""
 
     def __init__(
         self,

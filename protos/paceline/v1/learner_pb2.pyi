@@ -45,7 +45,7 @@ class LearnerServiceStatusResponse(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Run it trains; empty if none."""
+    """Run that it trains; empty if none."""
     world_size: _builtins.int
     """Number of ranks."""
     phase: _builtins.str
@@ -122,12 +122,12 @@ class ExportRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Folder under exports/ in the run's directory, 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or a digit; an export of
-    that name is replaced. Empty: step-N, by the version that is written.
+    """Folder under exports/ in the run's directory: 1 to 64 characters of A-Z a-z 0-9 . _ -, the first a letter or a
+    digit. An existing export of that name is replaced. Empty: step-N, where N is the step of the written version.
     """
     adapter_only: _builtins.bool
-    """The LoRA adapter alone, as peft reads it, in place of the model with the adapter merged. INVALID_ARGUMENT for a run
-    without one.
+    """True: write only the LoRA adapter, in peft's format, instead of the model with the adapter merged. INVALID_ARGUMENT
+    for a run without an adapter.
     """
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LearnerServiceStub:
-    """The learner, by its rank 0.
+    """The learner; rank 0 serves it.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class LearnerServiceStub:
 
 
 class LearnerServiceServicer:
-    """The learner, by its rank 0.
+    """The learner; rank 0 serves it.
     """
 
     def Status(self, request, context):
@@ -104,7 +104,7 @@ def add_LearnerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LearnerService:
-    """The learner, by its rank 0.
+    """The learner; rank 0 serves it.
     """
 
     @staticmethod

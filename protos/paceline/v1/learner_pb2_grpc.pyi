@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LearnerServiceStub:
-    """The learner, by its rank 0."""
+    """The learner; rank 0 serves it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,7 +42,7 @@ class LearnerServiceStub:
 
 @_typing.type_check_only
 class LearnerServiceAsyncStub(LearnerServiceStub):
-    """The learner, by its rank 0."""
+    """The learner; rank 0 serves it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_learner_pb2.LearnerServiceStatusRequest, _learner_pb2.LearnerServiceStatusResponse]  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class LearnerServiceAsyncStub(LearnerServiceStub):
     """Writes the current weights as a Hugging Face folder after the current step and waits for it."""
 
 class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The learner, by its rank 0."""
+    """The learner; rank 0 serves it."""
 
     @_abc_1.abstractmethod
     def Status(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """A reward worker, useful without a run: ask it for scores.
+    """A reward worker; it scores completions also without a run.
     """
 
     def __init__(self, channel):
@@ -48,18 +48,19 @@ class RewardServiceStub:
 
 
 class RewardServiceServicer:
-    """A reward worker, useful without a run: ask it for scores.
+    """A reward worker; it scores completions also without a run.
     """
 
     def Score(self, request, context):
-        """Scores completions. A function that fails makes the call fail, naming it; never a zero.
+        """Scores completions. If a function fails, the call fails with the function's name; a failure is never scored as
+        zero.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListFunctions(self, request, context):
-        """The functions that can be asked for.
+        """The functions that Score accepts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +88,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """A reward worker, useful without a run: ask it for scores.
+    """A reward worker; it scores completions also without a run.
     """
 
     @staticmethod

@@ -27,29 +27,33 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """A reward worker, useful without a run: ask it for scores."""
+    """A reward worker; it scores completions also without a run."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """Scores completions. A function that fails makes the call fail, naming it; never a zero."""
+    """Scores completions. If a function fails, the call fails with the function's name; a failure is never scored as
+    zero.
+    """
     ListFunctions: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListFunctionsRequest, _reward_pb2.ListFunctionsResponse]
-    """The functions that can be asked for."""
+    """The functions that Score accepts."""
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
-    """A reward worker, useful without a run: ask it for scores."""
+    """A reward worker; it scores completions also without a run."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Scores completions. A function that fails makes the call fail, naming it; never a zero."""
+    """Scores completions. If a function fails, the call fails with the function's name; a failure is never scored as
+    zero.
+    """
     ListFunctions: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListFunctionsRequest, _reward_pb2.ListFunctionsResponse]  # type: ignore[assignment]
-    """The functions that can be asked for."""
+    """The functions that Score accepts."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A reward worker, useful without a run: ask it for scores."""
+    """A reward worker; it scores completions also without a run."""
 
     @_abc_1.abstractmethod
     def Score(
@@ -57,7 +61,9 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ScoreResponse, _abc.Awaitable[_reward_pb2.ScoreResponse]]:
-        """Scores completions. A function that fails makes the call fail, naming it; never a zero."""
+        """Scores completions. If a function fails, the call fails with the function's name; a failure is never scored as
+        zero.
+        """
 
     @_abc_1.abstractmethod
     def ListFunctions(
@@ -65,6 +71,6 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ListFunctionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ListFunctionsResponse, _abc.Awaitable[_reward_pb2.ListFunctionsResponse]]:
-        """The functions that can be asked for."""
+        """The functions that Score accepts."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

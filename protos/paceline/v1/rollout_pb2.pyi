@@ -31,14 +31,14 @@ class GenerateRequest(_message.Message):
     PARAMS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
-    """Text; or give prompt_ids."""
+    """Text of the prompt; `prompt_ids` replaces it."""
     n: _builtins.int
     """Number of completions; 0 means 1."""
     seed: _builtins.int
-    """Makes the result repeatable under one version."""
+    """Seed of the sampling; under one version the same seed gives the same result."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids; win over `prompt`."""
+        """Token ids of the prompt; used instead of `prompt` if set."""
 
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams:
@@ -110,7 +110,7 @@ class GeneratedCompletion(_message.Message):
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
-        """Which version made which tokens."""
+        """Versions that the tokens were sampled from."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class RolloutServiceStatusResponse(_message.Message):
     member_id: _builtins.str
     """Its id."""
     run_id: _builtins.str
-    """Run it works on; empty if none."""
+    """Run that it works on; empty if none."""
     num_running: _builtins.int
     """Sequences being decoded."""
     num_waiting: _builtins.int
@@ -234,7 +234,7 @@ class DrainRequest(_message.Message):
 
     GRACE_S_FIELD_NUMBER: _builtins.int
     grace_s: _builtins.float
-    """Seconds for running sequences to finish before they are handed back unfinished."""
+    """Seconds for running sequences to finish before they are returned unfinished."""
     def __init__(
         self,
         *,
@@ -256,7 +256,7 @@ class DrainResponse(_message.Message):
 
     RETURNED_FIELD_NUMBER: _builtins.int
     returned: _builtins.int
-    """Leases handed back unfinished."""
+    """Leases returned unfinished."""
     def __init__(
         self,
         *,

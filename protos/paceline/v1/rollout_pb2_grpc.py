@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub:
-    """A rollout worker, useful without a run: ask it for completions.
+    """A rollout worker; it generates completions also without a run.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class RolloutServiceStub:
 
 
 class RolloutServiceServicer:
-    """A rollout worker, useful without a run: ask it for completions.
+    """A rollout worker; it generates completions also without a run.
     """
 
     def Generate(self, request, context):
@@ -71,7 +71,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Hands back leases, with what is finished, and leaves.
+        """Returns leases, with the samples so far, and leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
-    """A rollout worker, useful without a run: ask it for completions.
+    """A rollout worker; it generates completions also without a run.
     """
 
     @staticmethod

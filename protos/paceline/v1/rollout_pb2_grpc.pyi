@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """A rollout worker, useful without a run: ask it for completions."""
+    """A rollout worker; it generates completions also without a run."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,11 +38,11 @@ class RolloutServiceStub:
     Status: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RolloutServiceStatusRequest, _rollout_pb2.RolloutServiceStatusResponse]
     """State of the worker."""
     Drain: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
-    """Hands back leases, with what is finished, and leaves."""
+    """Returns leases, with the samples so far, and leaves."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """A rollout worker, useful without a run: ask it for completions."""
+    """A rollout worker; it generates completions also without a run."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -50,10 +50,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Status: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RolloutServiceStatusRequest, _rollout_pb2.RolloutServiceStatusResponse]  # type: ignore[assignment]
     """State of the worker."""
     Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]  # type: ignore[assignment]
-    """Hands back leases, with what is finished, and leaves."""
+    """Returns leases, with the samples so far, and leaves."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A rollout worker, useful without a run: ask it for completions."""
+    """A rollout worker; it generates completions also without a run."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -77,6 +77,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.DrainResponse, _abc.Awaitable[_rollout_pb2.DrainResponse]]:
-        """Hands back leases, with what is finished, and leaves."""
+        """Returns leases, with the samples so far, and leaves."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,11 +32,11 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_RUNNING: _RunState.ValueType  # 2
     """Trains."""
     RUN_STATE_PAUSED: _RunState.ValueType  # 3
-    """Held by Pause."""
+    """Paused by Pause or by a fault; `message` has the reason."""
     RUN_STATE_SUCCEEDED: _RunState.ValueType  # 4
     """Trained all its steps."""
     RUN_STATE_FAILED: _RunState.ValueType  # 5
-    """Ended by a fault; `message` says which."""
+    """Ended by a fault; `message` has the reason."""
     RUN_STATE_CANCELLED: _RunState.ValueType  # 6
     """Ended by Cancel."""
 
@@ -50,18 +50,18 @@ RUN_STATE_QUEUED: RunState.ValueType  # 1
 RUN_STATE_RUNNING: RunState.ValueType  # 2
 """Trains."""
 RUN_STATE_PAUSED: RunState.ValueType  # 3
-"""Held by Pause."""
+"""Paused by Pause or by a fault; `message` has the reason."""
 RUN_STATE_SUCCEEDED: RunState.ValueType  # 4
 """Trained all its steps."""
 RUN_STATE_FAILED: RunState.ValueType  # 5
-"""Ended by a fault; `message` says which."""
+"""Ended by a fault; `message` has the reason."""
 RUN_STATE_CANCELLED: RunState.ValueType  # 6
 """Ended by Cancel."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
 class Run(_message.Message):
-    """One training job."""
+    """One run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -121,7 +121,7 @@ class Run(_message.Message):
     state: Global___RunState.ValueType
     """State of the run."""
     message: _builtins.str
-    """Why it is in that state, where that is not obvious."""
+    """Reason for the state, where it is not obvious."""
     step: _builtins.int
     """Steps trained."""
     max_num_steps: _builtins.int
@@ -138,7 +138,7 @@ class Run(_message.Message):
 
     @_builtins.property
     def tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Token accounting: generated, trained, dropped, live; wasted apart."""
+        """Token accounting: generated, trained, dropped, live; and wasted, which is not part of the others."""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -169,7 +169,7 @@ Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
 class SubmitRequest(_message.Message):
-    """Asks for a run."""
+    """Requests a new run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -178,8 +178,8 @@ class SubmitRequest(_message.Message):
     spec_yaml: _builtins.str
     """The spec as YAML."""
     submission: _builtins.str
-    """A name that the client made up for this submission: asked again with the same one, after an answer that was lost, the
-    coordinator names the run that it queued the first time. Empty: every request queues a run.
+    """Name that the client chose for this submission. A client that lost the answer submits again with the same name, and
+    the coordinator returns the run that it queued the first time. Empty: every request queues a run.
     """
     def __init__(
         self,
@@ -274,7 +274,7 @@ class ListRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Runs in the answer at most; 0: as many as the coordinator gives at once (100)."""
+    """Most runs in the answer; 0: the coordinator's limit (100)."""
     page_token: _builtins.str
     """`next_page_token` of the answer before; empty for the first page."""
     def __init__(
@@ -300,7 +300,7 @@ class ListResponse(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Asks for the next page; empty when this is the last."""
+    """Page token of the next page; empty when this is the last."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
         """Oldest first, without `spec_yaml`, which Get has."""
@@ -355,7 +355,7 @@ class WatchResponse(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     JSON_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Grows by one with each event of the run; pass the last one seen to go on after a break."""
+    """Grows by one with each event of the run; a client passes the last one it received to go on after a break."""
     kind: _builtins.str
     """`state`, `step`, `evaluation`, `member`, `checkpoint` or `warning`."""
     json: _builtins.str
@@ -423,7 +423,7 @@ Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class PauseRequest(_message.Message):
-    """Asks to hold a run."""
+    """Asks to pause a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -515,7 +515,7 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class DropGroupsRequest(_message.Message):
-    """Asks to take groups out of the batch that is due."""
+    """Asks to drop groups from the batch that is due."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RunServiceStub:
-    """Training jobs: submit, look, steer.
+    """Runs: submit, read and control them.
     """
 
     def __init__(self, channel):
@@ -78,7 +78,7 @@ class RunServiceStub:
 
 
 class RunServiceServicer:
-    """Training jobs: submit, look, steer.
+    """Runs: submit, read and control them.
     """
 
     def Submit(self, request, context):
@@ -110,29 +110,29 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a run; what is open becomes dropped(run_ended).
+        """Ends a run; its open groups become dropped(run_ended).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Gives out no further lease and no further batch until Resume.
+        """Pauses a run: it gets no further lease and no further batch until Resume.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Takes back Pause; a failed run is taken up again where it stood.
+        """Continues a paused run, or a failed run from its last state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropGroups(self, request, context):
-        """Takes groups out of a batch that is fixed and not trained, as dropped(by_request); the batch is fixed anew. Only while
-        the run is paused.
+        """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
+        to be paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,7 +190,7 @@ def add_RunServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RunService:
-    """Training jobs: submit, look, steer.
+    """Runs: submit, read and control them.
     """
 
     @staticmethod

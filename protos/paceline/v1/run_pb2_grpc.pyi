@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RunServiceStub:
-    """Training jobs: submit, look, steer."""
+    """Runs: submit, read and control them."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,19 +42,19 @@ class RunServiceStub:
     Watch: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRequest, _run_pb2.WatchResponse]
     """The events of a run from a sequence number on, as they happen; ends with the run."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_run_pb2.CancelRequest, _run_pb2.CancelResponse]
-    """Ends a run; what is open becomes dropped(run_ended)."""
+    """Ends a run; its open groups become dropped(run_ended)."""
     Pause: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRequest, _run_pb2.PauseResponse]
-    """Gives out no further lease and no further batch until Resume."""
+    """Pauses a run: it gets no further lease and no further batch until Resume."""
     Resume: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRequest, _run_pb2.ResumeResponse]
-    """Takes back Pause; a failed run is taken up again where it stood."""
+    """Continues a paused run, or a failed run from its last state."""
     DropGroups: _grpc.UnaryUnaryMultiCallable[_run_pb2.DropGroupsRequest, _run_pb2.DropGroupsResponse]
-    """Takes groups out of a batch that is fixed and not trained, as dropped(by_request); the batch is fixed anew. Only while
-    the run is paused.
+    """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
+    to be paused.
     """
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
-    """Training jobs: submit, look, steer."""
+    """Runs: submit, read and control them."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Submit: _aio.UnaryUnaryMultiCallable[_run_pb2.SubmitRequest, _run_pb2.SubmitResponse]  # type: ignore[assignment]
@@ -66,18 +66,18 @@ class RunServiceAsyncStub(RunServiceStub):
     Watch: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRequest, _run_pb2.WatchResponse]  # type: ignore[assignment]
     """The events of a run from a sequence number on, as they happen; ends with the run."""
     Cancel: _aio.UnaryUnaryMultiCallable[_run_pb2.CancelRequest, _run_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a run; what is open becomes dropped(run_ended)."""
+    """Ends a run; its open groups become dropped(run_ended)."""
     Pause: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRequest, _run_pb2.PauseResponse]  # type: ignore[assignment]
-    """Gives out no further lease and no further batch until Resume."""
+    """Pauses a run: it gets no further lease and no further batch until Resume."""
     Resume: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRequest, _run_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Takes back Pause; a failed run is taken up again where it stood."""
+    """Continues a paused run, or a failed run from its last state."""
     DropGroups: _aio.UnaryUnaryMultiCallable[_run_pb2.DropGroupsRequest, _run_pb2.DropGroupsResponse]  # type: ignore[assignment]
-    """Takes groups out of a batch that is fixed and not trained, as dropped(by_request); the batch is fixed anew. Only while
-    the run is paused.
+    """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
+    to be paused.
     """
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Training jobs: submit, look, steer."""
+    """Runs: submit, read and control them."""
 
     @_abc_1.abstractmethod
     def Submit(
@@ -117,7 +117,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.CancelResponse, _abc.Awaitable[_run_pb2.CancelResponse]]:
-        """Ends a run; what is open becomes dropped(run_ended)."""
+        """Ends a run; its open groups become dropped(run_ended)."""
 
     @_abc_1.abstractmethod
     def Pause(
@@ -125,7 +125,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.PauseResponse, _abc.Awaitable[_run_pb2.PauseResponse]]:
-        """Gives out no further lease and no further batch until Resume."""
+        """Pauses a run: it gets no further lease and no further batch until Resume."""
 
     @_abc_1.abstractmethod
     def Resume(
@@ -133,7 +133,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ResumeResponse, _abc.Awaitable[_run_pb2.ResumeResponse]]:
-        """Takes back Pause; a failed run is taken up again where it stood."""
+        """Continues a paused run, or a failed run from its last state."""
 
     @_abc_1.abstractmethod
     def DropGroups(
@@ -141,8 +141,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.DropGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.DropGroupsResponse, _abc.Awaitable[_run_pb2.DropGroupsResponse]]:
-        """Takes groups out of a batch that is fixed and not trained, as dropped(by_request); the batch is fixed anew. Only while
-        the run is paused.
+        """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
+        to be paused.
         """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

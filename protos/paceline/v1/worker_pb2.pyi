@@ -31,9 +31,9 @@ class _WeightPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightPha
     WEIGHT_PHASE_RECEIVING: _WeightPhase.ValueType  # 1
     """Bytes arrive."""
     WEIGHT_PHASE_RECEIVED: _WeightPhase.ValueType  # 2
-    """All bytes are there and are checked."""
+    """All bytes have arrived and are being checked."""
     WEIGHT_PHASE_LOADING: _WeightPhase.ValueType  # 3
-    """The engine takes them."""
+    """The engine loads them."""
 
 class WeightPhase(_WeightPhase, metaclass=_WeightPhaseEnumTypeWrapper):
     """Phase of a member's work on an offer."""
@@ -43,9 +43,9 @@ WEIGHT_PHASE_UNSPECIFIED: WeightPhase.ValueType  # 0
 WEIGHT_PHASE_RECEIVING: WeightPhase.ValueType  # 1
 """Bytes arrive."""
 WEIGHT_PHASE_RECEIVED: WeightPhase.ValueType  # 2
-"""All bytes are there and are checked."""
+"""All bytes have arrived and are being checked."""
 WEIGHT_PHASE_LOADING: WeightPhase.ValueType  # 3
-"""The engine takes them."""
+"""The engine loads them."""
 Global___WeightPhase: _TypeAlias = WeightPhase  # noqa: Y015
 
 class _Fault:
@@ -57,9 +57,9 @@ class _FaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fault.ValueType
     FAULT_UNSPECIFIED: _Fault.ValueType  # 0
     """Not set: the coordinator uses `resumable`."""
     FAULT_SPEC: _Fault.ValueType  # 1
-    """The spec, its data or its code can never work as they are: found before the first step."""
+    """The spec, its data or its code cannot work without a change; found before the first step."""
     FAULT_PASSING: _Fault.ValueType  # 2
-    """Something could not be read or reached just now (a file, a hub, a mount); the worker tries again by itself."""
+    """Something could not be read or reached (a file, a hub, a mount); the worker tries again by itself."""
     FAULT_STEP: _Fault.ValueType  # 3
     """An exception while the step was trained; `error` has its type and text."""
     FAULT_MEMORY: _Fault.ValueType  # 4
@@ -68,14 +68,14 @@ class _FaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fault.ValueType
     """The checkpoint that the session was to begin from cannot be loaded."""
 
 class Fault(_Fault, metaclass=_FaultEnumTypeWrapper):
-    """Cause for which a run cannot go on, by its remedy."""
+    """Cause that stops a run; each value has a different remedy."""
 
 FAULT_UNSPECIFIED: Fault.ValueType  # 0
 """Not set: the coordinator uses `resumable`."""
 FAULT_SPEC: Fault.ValueType  # 1
-"""The spec, its data or its code can never work as they are: found before the first step."""
+"""The spec, its data or its code cannot work without a change; found before the first step."""
 FAULT_PASSING: Fault.ValueType  # 2
-"""Something could not be read or reached just now (a file, a hub, a mount); the worker tries again by itself."""
+"""Something could not be read or reached (a file, a hub, a mount); the worker tries again by itself."""
 FAULT_STEP: Fault.ValueType  # 3
 """An exception while the step was trained; `error` has its type and text."""
 FAULT_MEMORY: Fault.ValueType  # 4
@@ -95,11 +95,11 @@ class _PublishFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Publis
     PUBLISH_FAILURE_LINK: _PublishFailure.ValueType  # 1
     """The link was not formed or did not carry the bytes in time, or broke."""
     PUBLISH_FAILURE_SILENT: _PublishFailure.ValueType  # 2
-    """The bytes went out, no answer came in time."""
+    """The bytes were sent, but no answer came in time."""
     PUBLISH_FAILURE_REFUSED: _PublishFailure.ValueType  # 3
-    """The member answered that it does not take it."""
+    """The member refused the version in its answer."""
     PUBLISH_FAILURE_INTERRUPTED: _PublishFailure.ValueType  # 4
-    """Not the member's doing: the control plane was away."""
+    """The control plane was away; not a fault of the member."""
 
 class PublishFailure(_PublishFailure, metaclass=_PublishFailureEnumTypeWrapper):
     """Reason for which a version did not reach a member."""
@@ -109,11 +109,11 @@ PUBLISH_FAILURE_UNSPECIFIED: PublishFailure.ValueType  # 0
 PUBLISH_FAILURE_LINK: PublishFailure.ValueType  # 1
 """The link was not formed or did not carry the bytes in time, or broke."""
 PUBLISH_FAILURE_SILENT: PublishFailure.ValueType  # 2
-"""The bytes went out, no answer came in time."""
+"""The bytes were sent, but no answer came in time."""
 PUBLISH_FAILURE_REFUSED: PublishFailure.ValueType  # 3
-"""The member answered that it does not take it."""
+"""The member refused the version in its answer."""
 PUBLISH_FAILURE_INTERRUPTED: PublishFailure.ValueType  # 4
-"""Not the member's doing: the control plane was away."""
+"""The control plane was away; not a fault of the member."""
 Global___PublishFailure: _TypeAlias = PublishFailure  # noqa: Y015
 
 @_typing.final
@@ -146,7 +146,7 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def weight_ack(self) -> Global___WeightAck:
-        """From a rollout worker: this version is loaded, or why not."""
+        """From a rollout worker: this version is loaded, or the reason why it is not."""
 
     @_builtins.property
     def run_report(self) -> Global___RunReport:
@@ -170,7 +170,7 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def weight_progress(self) -> Global___WeightProgress:
-        """From a rollout worker: progress with an offer, which tells a slow swap from a silent one."""
+        """From a rollout worker: progress with an offer, by which the learner tells a slow member from a silent one."""
 
     def __init__(
         self,
@@ -220,11 +220,11 @@ class ConnectResponse(_message.Message):
 
     @_builtins.property
     def run(self) -> Global___RunAssignment:
-        """Work on this run from now on; replaces the one before."""
+        """Work on this run from now on; replaces the previous assignment."""
 
     @_builtins.property
     def idle(self) -> Global___Idle:
-        """No run to work on: drop what belongs to the last one."""
+        """No run to work on: drop everything that belongs to the last one."""
 
     @_builtins.property
     def epoch(self) -> Global___Epoch:
@@ -248,7 +248,7 @@ class ConnectResponse(_message.Message):
 
     @_builtins.property
     def expelled(self) -> Global___Expelled:
-        """To a rollout worker: it is out of its epoch."""
+        """To a rollout worker: it was expelled from the roster."""
 
     @_builtins.property
     def keep_checkpoints(self) -> Global___KeepCheckpoints:
@@ -309,25 +309,25 @@ class Hello(_message.Message):
     role: _common_pb2.Role.ValueType
     """Its role."""
     member_id: _builtins.str
-    """Chosen by the worker, unique for its life, kept over reconnects."""
+    """Id that the worker chose: unique, and the same after it reconnects."""
     address: _builtins.str
     """Address of its gRPC service, host:port; empty without one."""
     protocol: _builtins.int
-    """Version of this protocol that it speaks."""
+    """Version of this protocol that the worker speaks."""
     run_id: _builtins.str
     """Run that this version, or the session, belongs to."""
     session: _builtins.int
-    """Learner: session that it is working in; 0 for a new process."""
+    """Learner: its current session; 0 for a new process."""
     world_size: _builtins.int
     """Learner: number of ranks."""
     num_threads: _builtins.int
-    """Learner: compute threads of each rank; part of what makes a replay bit-identical."""
+    """Learner: compute threads of each rank. A replay is bit-identical only with the same number."""
     rank: _builtins.int
-    """Learner: the rank; only rank 0 is given runs, the others only ask for their parts of batches."""
+    """Learner: the rank. Only rank 0 is assigned runs; the others request their parts of batches."""
     http_address: _builtins.str
     """Address of its OpenAI-compatible HTTP endpoint, host:port; empty without one."""
     secret: _builtins.bytes
-    """Secret from the newest Welcome, empty before the first: who has it takes over the member's place on a new stream."""
+    """Secret from the newest Welcome, empty before the first. A stream with it replaces the member's earlier stream."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version whose weights it holds, if any."""
@@ -412,8 +412,8 @@ class Leave(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """What went wrong, for example "the vLLM engine died"; the groups that it held count as present at a crash. Empty: it
-    leaves in good order.
+    """Reason of a failure, for example "the vLLM engine died"; the groups that the worker held then count as present at a
+    crash. Empty: the worker leaves in good order.
     """
     def __init__(
         self,
@@ -548,7 +548,7 @@ Global___Idle: _TypeAlias = Idle  # noqa: Y015
 
 @_typing.final
 class Epoch(_message.Message):
-    """The roster: rollout workers that receive weights. A member that is not named gets none until a later epoch names it."""
+    """The roster: rollout workers that receive weights. A member that is not in it gets none until it is in a later one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -558,7 +558,7 @@ class Epoch(_message.Message):
     run_id: _builtins.str
     """Run that it belongs to."""
     number: _builtins.int
-    """Grows with every change of the members."""
+    """Number of the roster; every change of the members makes the next one."""
     @_builtins.property
     def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The rollout workers."""
@@ -580,9 +580,8 @@ Global___Epoch: _TypeAlias = Epoch  # noqa: Y015
 
 @_typing.final
 class Expelled(_message.Message):
-    """A rollout worker missed a deadline of its weight link and is no longer of the epoch. It goes on serving the version that
-    it holds while leases allow, drops its link, catches up if it has another way, and reports its run as ready to be
-    named in the next epoch.
+    """A rollout worker missed a deadline of its weight link and is no longer in the roster. It goes on with the version
+    that it holds while admission allows, drops its link, and reports its run as ready in order to be in the next roster.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -593,9 +592,9 @@ class Expelled(_message.Message):
     run_id: _builtins.str
     """Run that the epoch belongs to."""
     epoch: _builtins.int
-    """Epoch that it was expelled from."""
+    """Epoch (number of the roster) that it was expelled from."""
     reason: _builtins.str
-    """The deadline that was missed, as the learner saw it."""
+    """The missed deadline, as the learner reported it."""
     def __init__(
         self,
         *,
@@ -613,7 +612,9 @@ Global___Expelled: _TypeAlias = Expelled  # noqa: Y015
 
 @_typing.final
 class WeightOffer(_message.Message):
-    """One version for one member: form the link if there is none under this prefix, receive, verify, swap, acknowledge."""
+    """One version for one member. The member forms the link if there is none under this prefix, receives the weights,
+    verifies them, loads them into the engine and acknowledges.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -637,15 +638,15 @@ class WeightOffer(_message.Message):
     member_id: _builtins.str
     """The receiving member."""
     attempt: _builtins.int
-    """Attempt at a link with this member; every attempt has a prefix of its own."""
+    """Attempt at a link with this member; every attempt has a different prefix."""
     backend: _builtins.str
     """`gloo` or `shared`."""
     store_host: _builtins.str
-    """Host of the store by which the link is formed."""
+    """Host of the rendezvous, the TCP store where the link is formed."""
     store_port: _builtins.int
-    """Port of that store."""
+    """Port of the rendezvous."""
     prefix: _builtins.str
-    """Prefix in that store."""
+    """Prefix of this link's keys in the rendezvous."""
     manifest: _builtins.bytes
     """Names, dtypes, shapes, packing and checksums as JSON."""
     max_wait_s: _builtins.float
@@ -658,7 +659,7 @@ class WeightOffer(_message.Message):
 
     @_builtins.property
     def stored(self) -> Global___StoredWeights:
-        """Set when the version is read from a store: then there is no link, and fields 5 to 8 and 10 are empty."""
+        """Set when the version is read from an object store: then there is no link, and fields 5 to 8 and 10 are empty."""
 
     def __init__(
         self,
@@ -687,7 +688,7 @@ Global___WeightOffer: _TypeAlias = WeightOffer  # noqa: Y015
 
 @_typing.final
 class StoredWeights(_message.Message):
-    """Location of a version in the store of the delta channel, and the digests that verify it."""
+    """Location of a version in the object store of the delta channel, and the digests that verify it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -698,22 +699,22 @@ class StoredWeights(_message.Message):
     ANCHOR_FIELD_NUMBER: _builtins.int
     ANCHOR_BYTES_FIELD_NUMBER: _builtins.int
     url: _builtins.str
-    """Root of the store: a directory or any fsspec URL."""
+    """Root of the object store: a directory or any fsspec URL."""
     algorithm: _builtins.str
-    """`xxh3_64` or `sha256`: what every digest and checksum in the store is."""
+    """Algorithm of every digest and checksum in the object store: `xxh3_64` or `sha256`."""
     anchor_bytes: _builtins.int
-    """Size of that anchor's parts."""
+    """Size of that snapshot's parts, in bytes."""
     @_builtins.property
     def manifest(self) -> Global___StoredObject:
         """Manifest of the version."""
 
     @_builtins.property
     def anchor_version(self) -> _common_pb2.PolicyVersion:
-        """The newest anchor before or at the version."""
+        """Version of the newest snapshot (`anchor` in field names), at or before the offered version."""
 
     @_builtins.property
     def anchor(self) -> Global___StoredObject:
-        """Manifest of that anchor."""
+        """Manifest of that snapshot."""
 
     def __init__(
         self,
@@ -735,7 +736,7 @@ Global___StoredWeights: _TypeAlias = StoredWeights  # noqa: Y015
 
 @_typing.final
 class StoredObject(_message.Message):
-    """One object of a store."""
+    """One object of an object store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -786,11 +787,13 @@ class WeightAck(_message.Message):
     message: _builtins.str
     """Reason of the failure."""
     pause_s: _builtins.float
-    """Seconds for which the sampler stood still."""
+    """Seconds for which sampling was paused."""
     swap_s: _builtins.float
-    """Seconds from verified bytes to a sampler that uses them, the pause included."""
+    """Seconds from verified bytes until the engine samples with them, the pause included."""
     damaged: _builtins.bool
-    """The store can be read, but what is there is damaged or incomplete: the learner is to write an anchor."""
+    """True when the object store can be read, but the version in it is damaged or incomplete: the learner writes a
+    snapshot.
+    """
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
@@ -841,7 +844,7 @@ Global___WeightAcks: _TypeAlias = WeightAcks  # noqa: Y015
 
 @_typing.final
 class WeightProgress(_message.Message):
-    """A member's progress with an offer; repeated for as long as it works on it."""
+    """A member's progress with an offer, repeated until the offer is done."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -901,7 +904,7 @@ class RunReport(_message.Message):
     session: _builtins.int
     """Session that reports."""
     error: _builtins.str
-    """Empty when training can start or has ended well; else why the run cannot go on."""
+    """Reason why the run cannot go on; empty when training can start or has succeeded."""
     finished: _builtins.bool
     """True when the run's final export is written."""
     export_path: _builtins.str
@@ -909,7 +912,7 @@ class RunReport(_message.Message):
     warning: _builtins.str
     """A warning for people; the run goes on. All other fields of this report are ignored then."""
     resumable: _builtins.bool
-    """With `error`: nothing is lost or damaged, and the run may be trained on from its newest checkpoint. It is paused."""
+    """With `error`: nothing is lost or damaged. The run is paused and can go on from its newest checkpoint."""
     fault: Global___Fault.ValueType
     """With `error`: its kind."""
     step: _builtins.int
@@ -917,7 +920,7 @@ class RunReport(_message.Message):
     checkpoint_path: _builtins.str
     """With FAULT_CHECKPOINT: the path that was to be loaded."""
     vocab_size: _builtins.int
-    """Learner, when training can start: token ids are below this."""
+    """Learner, when training can start: size of the vocabulary. Token ids are below it."""
     def __init__(
         self,
         *,
@@ -1017,7 +1020,7 @@ Global___KeepCheckpoints: _TypeAlias = KeepCheckpoints  # noqa: Y015
 
 @_typing.final
 class StagedReport(_message.Message):
-    """A version is staged: training goes on, and every member of the epoch is brought to it."""
+    """A version is staged: training goes on while the version is sent to every member of the roster."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1028,9 +1031,9 @@ class StagedReport(_message.Message):
     run_id: _builtins.str
     """The run."""
     gather_s: _builtins.float
-    """Seconds in which all ranks gathered it."""
+    """Seconds that the gathering over all ranks took."""
     wait_s: _builtins.float
-    """Seconds for which the learner's next step waited because of it, gathering included."""
+    """Seconds for which the learner's next step waited for this version, gathering included."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
@@ -1080,13 +1083,13 @@ class PublishReport(_message.Message):
     error: _builtins.str
     """Reason of the failure."""
     size_bytes: _builtins.int
-    """Payload."""
+    """Size of the payload, in bytes."""
     publish_s: _builtins.float
     """Seconds from staging to acknowledgement."""
     transfer_s: _builtins.float
     """Seconds of the transfer alone."""
     form_s: _builtins.float
-    """Seconds of forming the link; 0 when it stood."""
+    """Seconds that forming the link took; 0 when it existed."""
     ack_s: _builtins.float
     """Seconds from the last byte to the member's answer."""
     failure: Global___PublishFailure.ValueType
@@ -1127,7 +1130,7 @@ class DrainDirective(_message.Message):
 
     GRACE_S_FIELD_NUMBER: _builtins.int
     grace_s: _builtins.float
-    """Seconds to do it in."""
+    """Seconds until the worker has to be gone."""
     def __init__(
         self,
         *,
@@ -1231,7 +1234,7 @@ class Member(_message.Message):
     """Address of its OpenAI-compatible HTTP endpoint; empty without one."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
-        """Version it acknowledged, if any."""
+        """Version that it acknowledged, if any."""
 
     def __init__(
         self,

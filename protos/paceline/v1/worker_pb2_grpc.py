@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub:
-    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights.
+    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights.
+    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it.
     """
 
     def Connect(self, request_iterator, context):
@@ -88,7 +88,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights.
+    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights."""
+    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,7 +42,7 @@ class WorkerServiceStub:
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights."""
+    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_worker_pb2.ConnectRequest, _worker_pb2.ConnectResponse]  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """All current members."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Membership of workers. Every worker dials out; nothing has to reach it but its peers for weights."""
+    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it."""
 
     @_abc_1.abstractmethod
     def Connect(
