@@ -24,7 +24,7 @@ def newest_summary(runs: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def faults(summary: dict[str, Any]) -> list[str]:
-    """What is wrong with a summary, in words."""
+    """Return the faults of a summary, a sentence each."""
     tokens = [f"{name}_tokens" for name in ("generated", "trained", "dropped", "live")]
     missing = [key for key in ("steps", "samples", "seconds", *tokens) if key not in summary]
     if missing:

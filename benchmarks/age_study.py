@@ -50,7 +50,7 @@ ARMS = {
     "age-4-uncorrected": Arm(4, (NO_WEIGHT,)),
     "age-8": Arm(8),
     "age-8-uncorrected": Arm(8, (NO_WEIGHT,)),
-    # What else could be the default: the same sampler, other corrections.
+    # Other candidates for the default: the same sampler, other corrections.
     "age-8-icepop": Arm(
         8,
         (

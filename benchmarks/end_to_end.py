@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _median_rate(side: dict[str, Any]) -> float:
-    """Tokens per second of the side's median step: what a disturbed step does not change."""
+    """Return tokens per second of the side's median step, which one disturbed step does not change."""
     return float(side["tokens"] / side["steps"] / side["median_step_s"])
 
 

@@ -2,12 +2,12 @@
 
     python benchmarks/exchange.py [--seconds 20] [--workers 200] [--json]
 
-Rollout workers lease and hand in groups of random tokens as fast as they are acknowledged, all over the real protocol
-(exchange_load.py). Loads one after the other, each on a coordinator of its own, arrays and texts together:
+Rollout workers lease and submit groups of random tokens as fast as they are acknowledged, all over the real protocol
+(benchmarks/exchange_load.py). Loads run one after the other, each on a separate coordinator, arrays and texts together:
 
   whole life  groups of 100 kB; two reward workers score them, a learner of one rank takes the batches, sends receipts
-  paced       the same, but 500 groups a second and no more: what a worker waits for a lease when the exchange is not
-              kept at its limit by workers that generate in no time
+  paced       the same, but 500 groups a second and no more: the wait for a lease when the exchange is not saturated by
+              workers that generate in no time
   whole life  groups of 400 kB
   commit      groups of 400 kB that are leased, generated and committed, and nothing else: the ledger against the disk
 

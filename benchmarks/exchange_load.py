@@ -170,7 +170,7 @@ def _random_completion(seed: int, tokens: int) -> Completion:
 
 
 class Load:
-    """What goes over the exchange: a lease, a group and the next lease for each rollout worker, as fast as they are answered
+    """The traffic over the exchange: a lease, a group and the next lease for each rollout worker, as fast as they are answered
     or so many groups a second; with `whole_life` also scores, batches and receipts.
     """
 
@@ -222,9 +222,9 @@ class Load:
         self._ask_batch(self._connect(LEARNER, self._on_learner))
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Answers what comes."""
+        """Answer replies until `done`."""
         while not done():
-            # Whatever has arrived is noted every few replies: what waits here is the load's, not the exchange's.
+            # Arrivals are noted every few replies, so that waiting in this process does not count as the exchange's.
             for socket, _ in self._poller.poll(0 if self._arrived else 2):
                 self._arrived.append((socket, socket.recv_multipart(copy=False), time.perf_counter()))
             for _ in range(min(len(self._arrived), REPLIES_AT_ONCE)):

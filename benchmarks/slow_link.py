@@ -1,11 +1,11 @@
-"""What a slow link between learner and rollout worker costs a run on the delta channel: throughput against loopback.
+"""The cost of a slow link between learner and rollout worker for a run on the delta channel: throughput against loopback.
 
     python benchmarks/slow_link.py [--round-trip-ms 20] [--mbit 200] [--steps 8] [--rounds 1] [--json] [section.key=value …]
 
 The workload is that of benchmarks/end_to_end.py with weights in bfloat16 for generation. Coordinator, learner, reward worker and an S3
 server (moto) are in one network namespace, the rollout worker in turns in the same one (loopback) and in another at the
 end of a link of that round trip and rate in each direction: leases, groups and weights all go over it. Everything else
-is the same, SHA-256 digests included. Needs root, `ip`, /dev/net/tun, s3fs and moto; says what is missing and ends with
+is the same, SHA-256 digests included. Needs root, `ip`, /dev/net/tun, s3fs and moto; names what is missing and ends with
 status 0 otherwise. Results: docs/performance.md.
 """
 

@@ -1,4 +1,4 @@
-"""How fast new weights reach rollout workers, against what the machine could do at best.
+"""The speed at which new weights reach rollout workers, against the best that the machine could do.
 
     python benchmarks/weights.py [--sizes 1M,10M,50M,100M] [--receivers 1,2] [--rounds 7] [--json]
 

@@ -271,7 +271,7 @@ class Client:
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> list[GeneratedCompletion]:
-        """`n` completions of a prompt under the newest weights; what is left out is as the worker's run has it.
+        """Return `n` completions of a prompt under the newest weights. Omitted parameters take the values of the worker's run.
 
         `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable
         when there is none, Conflict when it holds no weights yet, InvalidInput.

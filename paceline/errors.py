@@ -50,13 +50,13 @@ class Conflict(PacelineError):
 
 
 class CheckpointFault(PacelineError):
-    """The checkpoint that a session was to begin from is missing, damaged or cannot be read, or one is where the session's own
-    have to go; an older one, or another session, may do."""
+    """The checkpoint that a session was to begin from is missing, damaged or cannot be read, or a checkpoint of another
+    session is in its folder. An older checkpoint, or another session, may work."""
 
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
         self.path = path
-        """Of that checkpoint."""
+        """Path of that checkpoint."""
 
 
 class LedgerFault(PacelineError):

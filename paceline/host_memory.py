@@ -13,7 +13,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(cgroup: Path = CGROUP) -> int:
-    """Bytes that can be taken without anybody being killed for it; what the kernel would give back of its caches counts."""
+    """Return the bytes that can be allocated without a process being killed; caches that the kernel can free are included."""
     import psutil
 
     available = int(psutil.virtual_memory().available)

@@ -25,8 +25,8 @@ model meets about 20, whatever its depth."""
 
 
 def bound_caches() -> None:
-    """Bound the memory that products of ever new shapes take. To be called before the first one, as both read their
-    capacity then; what the environment says already stays."""
+    """Bound the memory that products of ever new shapes take. Call it before the first product, because both libraries read
+    their capacity then. Variables that are already set stay."""
     for name, shapes in CACHED_SHAPES.items():
         os.environ.setdefault(name, str(shapes))
 

@@ -1,7 +1,7 @@
-"""The token by which services and clients of one coordinator know each other: 32 random bytes in a file of mode 0600.
+"""The token by which services and clients of one coordinator authenticate each other: 32 random bytes in a file of mode 0600.
 
-Whoever can read the file may submit runs, and a run is code of the submitter's; nobody else may. The coordinator makes it in
-its directory, the others read it: from the file that `--token-file` or PACELINE_TOKEN_FILE names, else from `runs/token`. It
+Every user that can read the file may submit runs, and a run executes the submitter's code; nobody else may. The coordinator
+makes it in its directory, the others read it: from the file that `--token-file` or PACELINE_TOKEN_FILE names, else from `runs/token`. It
 travels as gRPC metadata (`authorization: Bearer …`), never on a command line.
 """
 
@@ -30,7 +30,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def token_path(default: str | os.PathLike[str] = DEFAULT_PATH) -> Path:
-    """Return the token's file: what the environment says, else `default`."""
+    """Return the path of the token's file: that of the environment, else `default`."""
     return Path(os.environ.get(VARIABLE) or default)
 
 

@@ -1,8 +1,8 @@
 """Messages of the exchange: a protobuf header frame, then payload frames: safetensors for arrays, protobuf for texts,
 nothing else.
 
-Tensors travel as safetensors, so no byte that a peer sends is ever executed. Whatever cannot be read becomes a
-WireError that says what was wrong with it; a service answers it and lives on.
+Tensors travel as safetensors, so no byte that a peer sends is ever executed. Bytes that cannot be read raise a
+WireError with the fault; a service answers it and goes on.
 """
 
 from __future__ import annotations

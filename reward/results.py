@@ -19,10 +19,10 @@ class RewardFailure:
     kind: FailureKind
     """`raised` an exception; `timeout`: passed its time limit; `died`: it ended its process; `invalid`: cannot take the
     data set's columns, or returned something else than a finite number or None for each completion. Two kinds are no fault
-    of the group: `unavailable`, what it calls could not be reached (ConnectionError, TimeoutError, an unknown host), its file
-    is away, or it got no processor; and `killed`, a signal from outside or a crash ended its process."""
+    of the group: `unavailable`, a service that it calls could not be reached (ConnectionError, TimeoutError, an unknown host), its
+    file is away, or it got no processor; and `killed`, a signal from outside or a crash ended its process."""
     message: str
-    """One line for people: what happened and where, the function's name included."""
+    """One line for people: event and location, with the function's name."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Paceline's side: the real services as processes of their own, a run submitted by the client, and where its time went.
+"""Paceline's side: the real services as separate processes, a run submitted by the client, and the time of its parts.
 
-What is measured: completion tokens of the steps after the warm-up, over the seconds between the commits of `trained` of
+It measures completion tokens of the steps after the warm-up, over the seconds between the commits of `trained` of
 the first and the last of them. The run is longer than that by the steps that may be generated ahead, so that the
 window ends while the sampler still works at its usual pace. `core_seconds_per_step` adds up to the cores of the machine:
 CPU seconds of each role's processes, of which `exchange` is the coordinator's plus what the learner spends between two

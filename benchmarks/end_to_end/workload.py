@@ -1,4 +1,4 @@
-"""What both sides are given: a random model that stops at a known rate, its tokenizer, and the prompts.
+"""The input of both sides: a random model that stops at a known rate, its tokenizer, and the prompts.
 
 Promise: both sides read the same files, so they sample from the same distribution of lengths. Nothing is masked or
 forced at generation: the end of sequence gets its probability from the weights themselves.

@@ -1,7 +1,7 @@
 """Supervised and preference objectives on the demo's task: pairs, labels and demonstrations made from its sums.
 
 `before` and `after` are, of policies, the probability of the right answer to a held-out problem, end of sequence included
-(`probability`: what sampling would get right on average, without the noise of sampling); of reward models the share of
+(`probability`: the expected accuracy of sampling, without its noise); of reward models the share of
 held-out pairs that they rank rightly (`ranking`). Trained are the demo's training problems alone.
 """
 

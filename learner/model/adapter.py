@@ -1,7 +1,7 @@
 """A LoRA adapter on the policy: added, switched off for the reference, removed for publishing and export.
 
-Promise: the base's weights never change and have no gradient; what is trained, checkpointed and published is A and
-B of each adapted layer, nothing else. The modules are peft's, injected in place, so the model stays a transformers
+Promise: the base's weights never change and have no gradient. Only A and B of each adapted layer are trained,
+checkpointed and published. The modules are peft's, injected in place, so the model stays a transformers
 model and is sharded like any other.
 """
 

@@ -1,8 +1,8 @@
 """Versions that wait to be stored, the same ones in the same order on all ranks.
 
 Promise: of the jobs that no rank has begun only the newest is kept, so a slow store is overtaken and memory stays bounded:
-the kept copy, the version being written, and one that waits. Whether a job was begun anywhere is decided by one small
-collective in `put`, during which it may not begin here.
+the kept copy, the version being written, and one that waits. One small collective in `put` decides
+whether any rank has begun a job; during it no job begins here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of supervised and preference data sets: what a row means, and what is wrong with one that means nothing.
+"""Rows of supervised and preference data sets: their meaning, and the error for a row that has none.
 
 Forms that are read, by algorithm:
 

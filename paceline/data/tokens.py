@@ -155,9 +155,9 @@ def encode_conversation(
     """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
 
     The assistant's tokens are those that the template marks (`{% generation %}`). In a template without marks they are
-    found by prefixes: what each assistant message adds to the conversation before it, opened for an answer, up to and
-    with the end of sequence. Raises InvalidInput for a template for which that is not exact, because it writes earlier
-    messages otherwise once later ones follow.
+    found by prefixes: the tokens that each assistant message adds to the conversation before it, opened for an answer,
+    up to and with the end of sequence. Raises InvalidInput for a template for which that is not exact, because it writes
+    earlier messages differently once later ones follow.
     """
     if not tokenizer.chat_template:
         raise InvalidInput(
@@ -216,7 +216,7 @@ def _ended(tokenizer: Any, ids: list[int]) -> IntArray:
 
 
 def padding_token_id(tokenizer: Any) -> int:
-    """Return the token that pads, else the end of sequence: what transformers' sequence classification looks for."""
+    """Return the padding token, else the end of sequence, as transformers' sequence classification does."""
     pad = tokenizer.pad_token_id
     return int(tokenizer.eos_token_id if pad is None else pad)
 

@@ -81,7 +81,7 @@ class LinkOffer:
 
 @dataclass(frozen=True)
 class StoreOffer:
-    """ "Version (session, step) is in the store": told to one member over the control plane, which vouches for it."""
+    """Offer of a version in the object store to one member. The control plane that carries it authenticates it."""
 
     run_id: str
     epoch: int
@@ -90,7 +90,7 @@ class StoreOffer:
     url: str
     algorithm: Algorithm
     manifest: StoredObject
-    """Of the version; its digest vouches for everything else."""
+    """Manifest of the version; its digest authenticates everything else."""
     snapshot_version: Version
     """The newest snapshot before or at the version."""
     snapshot: StoredObject

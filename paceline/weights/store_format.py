@@ -47,7 +47,7 @@ Kind = Literal["anchor", "delta"]
 
 
 class Slice(NamedTuple):
-    """Elements [start, start + length) of a tensor, flattened: what one rank has of it."""
+    """Elements [start, start + length) of a flattened tensor: one rank's shard."""
 
     name: str
     start: int
@@ -72,7 +72,7 @@ class PartHeader:
     run_id: str
     version: Version
     base: Version | None
-    """Of a delta: the version that it changes."""
+    """The version that a delta changes; None for a snapshot."""
     rank: int
     algorithm: Algorithm
     slices: tuple[Slice, ...]
@@ -92,13 +92,13 @@ class StoredVersion:
     contents: tuple[str, ...]
     """By rank: `content_hash` of all its slices in this version."""
     tensors: tuple[TensorPlan, ...] = ()
-    """Of a snapshot: names, dtypes, shapes and ties of the whole model."""
+    """Names, dtypes, shapes and ties of the whole model; empty for a delta."""
     base_version: Version | None = None
-    """Of a delta: the version before."""
+    """The version before; None for a snapshot."""
     base: StoredObject | None = None
-    """Of a delta: the manifest of the version before."""
+    """Manifest of the version before; None for a snapshot."""
     base_contents: tuple[str, ...] = ()
-    """Of a delta: `contents` of the version before."""
+    """`contents` of the version before; empty for a snapshot."""
 
     @property
     def size_bytes(self) -> int:

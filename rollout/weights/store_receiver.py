@@ -1,7 +1,7 @@
-"""Taking weights from the object store in the rollout process, while it samples with its current ones.
+"""Reader of weights from the object store in the rollout process, while it samples with its current weights.
 
-Promise: new weights reach the engine whole and verified, or not at all. Of the versions offered during a read only the
-newest is read afterwards.
+Promise: new weights reach the engine whole and verified, or not at all. If several versions are offered during a
+read, only the newest is read afterwards.
 
 One thread waits for offers, then for the store, then for `on_weights`. `offer` never waits. A thread that the store has
 blocked for `STUCK_S`, and for the time that the bytes may take, is abandoned when the next offer comes; its further

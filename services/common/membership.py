@@ -8,7 +8,7 @@ a reconnect, all unanswered requests are sent again under the new term.
 Heartbeats mean that both connections work. A worker that has lost the exchange cannot submit its groups, so it sends no
 heartbeats until the exchange is back, and the coordinator leases its work again as for any silent worker.
 
-Who waits for whom: requests wait for the reader task, which waits for the socket; nothing waits for a request.
+Order of waiting: requests wait for the reader task, which waits for the socket; nothing waits for a request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reports that wait to be sent to the coordinator: bounded, however long it is away.
 
-Of some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version. Such
+For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version. Such
 a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a run) wait in order and are never
 dropped; a session has a few of them.
 

@@ -1,1 +1,1 @@
-"""All services of one host: what `paceline up`, the demo and the end-to-end tests start."""
+"""All services of one host, for `paceline up`, the demo and the end-to-end tests."""

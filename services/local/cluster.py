@@ -1,15 +1,15 @@
-"""All services of one host as child processes: what `paceline up`, the demo and the end-to-end tests start.
+"""All services of one host as child processes, for `paceline up`, the demo and the end-to-end tests.
 
     with LocalCluster(Path("runs"), spec.cluster) as cluster:
         client = Client(cluster.address)
 
-The services and the clients of this process find the coordinator's token by the environment, which is set to its file.
+The services and the clients of this process find the coordinator's token by an environment variable with its path.
 
-Promises: every service has a log file of its own under `<directory>/logs/`; one that dies is started again and the
-death is said in one line; all of them end with the cluster. A service that keeps dying is tried again ever more slowly while
-the others go on; only a coordinator that cannot even start once ends the cluster. The coordinator keeps its port over its
-deaths, so nobody has to be told a new address. One cluster at a time works in a directory: its lock is taken before anything
-there is touched. Losing any service loses no sample: that is the services' own doing, not this module's.
+Promises: every service has a separate log file under `<directory>/logs/`. A service that dies is started again and its
+death is logged in one line; all services end with the cluster. A service that keeps dying is restarted at growing
+intervals while the others go on; only a coordinator that cannot start at all ends the cluster. The coordinator keeps its
+port when it is restarted, so its address stays the same. One cluster at a time works in a directory, because its lock is
+taken before anything there is touched. The services themselves ensure that losing one loses no sample.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checks of this machine: what it has, what is missing, and how to get it. Each finding is tested, not guessed; nothing
-is changed."""
+"""Checks of this machine: its hardware and software, and the remedy for what is missing. Each finding is tested, not
+guessed; nothing is changed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A rollout worker's work on one run: request leases as there is room, generate, submit the groups.
 
-Who waits for whom: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
+Order of waiting: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
 for the exchange's reply. A finished group is kept until the reply. New weights arrive independently
 (`services/rollout/weights.py`).
 """

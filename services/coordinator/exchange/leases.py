@@ -29,7 +29,7 @@ ADMITTED_AT_ONCE = 64
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
     """Answer requests for leases of different workers, each up to its room: evaluation first, then training, lowest
-    slot first. What the requests have in common is read once and written once.
+    slot first. Data that the requests share is read once and written once.
     """
     _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     leases = _NewLeases(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])

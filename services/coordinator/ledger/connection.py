@@ -1,7 +1,7 @@
 """The ledger's SQLite file: opening it, its transactions, and the cache of what they have read.
 
-Promises: what a transaction wrote is on the disk before it returns, so an acknowledgement sent after it survives a
-power cut; a second process that opens the same file is refused; every opening is a new term, and a process whose term
+Promises: a transaction's writes are on the disk before it returns, so an acknowledgement sent after it survives a power
+cut; a second process that opens the same file is refused; every opening is a new term, and a process whose term
 is over writes nothing more. Only the coordinator's one event loop writes, one transaction at a time. Where the loop
 would wait long for the disk, a thread waits while the loop goes on with the next transaction, and answers are sent
 after the thread's sync (`sync_off_loop`).

@@ -1,8 +1,8 @@
 """Directives that wait for one member to read them. The queue is bounded by their kinds, so that few slow members are
 cut off.
 
-Of directives that replace one another only the newest waits, and acknowledgements that wait leave together. Few others
-are left: a member that does not read even those is cut off and has to reconnect.
+A newer directive replaces a waiting one of the same kind, and waiting acknowledgements are sent together. Few others
+remain: a member that does not read even those is cut off and has to reconnect.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The HTTP endpoint: routes, errors in the API's shape, streams, and cancellation when a client disconnects.
 
-Who waits for whom: a request waits in the gate for a place, then for the engine. A client that disconnects cancels its
+Order of waiting: a request waits in the gate for room, then for the engine. A client that disconnects cancels its
 request, and with it the sequences in the engine. Nothing here reaches leases, token accounting or batches.
 """
 

@@ -4,7 +4,7 @@ Invariants. Nothing is sent without a request. Every answer leaves after the syn
 commit that refers to a group's bytes begins after their sync. Requests that have arrived by then share one transaction
 (group commit). A request that could be given nothing is parked until something changes or its wait time ends; a worker
 has at most one parked request of a kind (a rank: one), so the number of parked requests is bounded by the members.
-Whatever bytes arrive, they are answered or dropped, and the loops go on.
+Any bytes that arrive are answered or dropped, and the loops go on.
 
 A message passes these steps; all but those on the event loop are threads (`PipelineThread`), so that none waits for another's
 turn. The modules are in this folder and in `services/coordinator/exchange/uploads/`:
@@ -14,8 +14,7 @@ turn. The modules are in this folder and in `services/coordinator/exchange/uploa
             (uploads/prompt_check.py)
   store     writes and syncs them, several at once
   answer    event loop: one transaction after another, every other one for leases alone while there are any
-  sync      syncs what was committed meanwhile: the next transactions go on beside it, and what is synced is answered
-            between two of their requests
+  sync      syncs commits while the next transactions go on; synced requests are answered between two of theirs
   read      reads arrays of tasks and batches from the disk
   send      event loop
 """
@@ -50,7 +49,7 @@ MAX_TRANSACTION_S = 0.006
 """Seconds for which requests are taken into one transaction; later ones wait for its end."""
 
 LEASES_AT_ONCE = 16
-"""Requests for leases that are answered together: what they have in common is read and written once."""
+"""Requests for leases that are answered together; data that they share is read and written once."""
 
 OTHERS_AT_ONCE = 16
 """Other requests that share a savepoint: a savepoint for each would cost as much as a statement."""
@@ -199,7 +198,7 @@ class ExchangeServer:
         if waiting.kind == "lease":
             self._leases.append(waiting)
         elif waiting.kind in ("batch", "receipt"):
-            self._others.appendleft(waiting)  # what the learner waits for
+            self._others.appendleft(waiting)  # the learner waits for these
         else:
             self._others.append(waiting)
         self._bell.set()
@@ -331,7 +330,7 @@ class ExchangeServer:
                 await self._act(notices)
             except (LedgerFault, sqlite3.Error):
                 raise
-            except Exception as error:  # what is committed stays; the next notices are acted on
+            except Exception as error:  # commits stay; the next notices are acted on
                 unforeseen.note("what follows from a commit", error)
 
     def _answer_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:

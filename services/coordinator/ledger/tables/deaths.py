@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.coordinator.ledger.connection import LedgerFile
 
 KEY = "deaths"
-"""Of the counts that the ledger keeps in memory until one changes."""
+"""Key of the counts that the ledger keeps in memory until one changes."""
 
 
 class Deaths:
