@@ -48,7 +48,6 @@ def world(make_world: MakeWorld) -> World:
 @pytest_asyncio.fixture
 async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
     """A coordinator that listens; its loops run when asked."""
-    plane = Plane(tmp_path)
-    await plane.start()
+    plane = await Plane.started(tmp_path)
     yield plane
     await plane.stop()

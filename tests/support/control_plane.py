@@ -43,6 +43,15 @@ class Plane:
         )
         self._loops: list[asyncio.Task[None]] = []
 
+    @classmethod
+    async def started(
+        cls, directory: Path, timeout_s: float = 60.0, capacity: Capacity | None = None
+    ) -> Plane:
+        """Return a plane that listens."""
+        plane = cls(directory, timeout_s, capacity)
+        await plane.start()
+        return plane
+
     async def start(self) -> None:
         """Recover, then listen."""
         await self.coordinator.recover()
@@ -78,6 +87,13 @@ class Plane:
         spec = make_spec(self.directory, **{"logger": {"tensorboard": False}} | sections)
         response = await self.runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(spec)))
         return response.run
+
+    async def run_one(self, **sections: Any) -> run_pb2.Run:
+        """Submit a run, run the loops, and return the run when it trains."""
+        run = await self.submit(**sections)
+        self.run_loops()
+        await self.watch_until(run.run_id, "state", state="running")
+        return run
 
     async def watch_until(self, run_id: str, kind: str, **content: Any) -> list[tuple[int, str]]:
         """Return the events up to the first of that kind and content."""

@@ -148,9 +148,7 @@ async def test_pause_resume_and_what_the_state_forbids(plane: Plane) -> None:
 
 
 async def test_a_run_that_ends_while_somebody_holds_it_stays_ended(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     async with plane.coordinator.lock:
         cancel = asyncio.create_task(plane.coordinator.commands.cancel(run.run_id))
         await asyncio.sleep(0)  # it queues for the lock before the pause does
@@ -204,8 +202,7 @@ async def test_a_list_parses_no_yaml_and_survives_a_bad_row(plane: Plane) -> Non
 
 
 async def test_runs_of_an_earlier_version_are_filled_in_when_it_can_parse_them(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
+    plane = await Plane.started(tmp_path)
     try:
         await plane.submit()
         await plane.submit()
@@ -213,8 +210,7 @@ async def test_runs_of_an_earlier_version_are_filled_in_when_it_can_parse_them(t
         plane.ledger.db.execute("UPDATE runs SET spec_yaml = 'other: version' WHERE run_id = 'test-2'")
     finally:
         await plane.stop()
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     try:
         listed = (await again.runs.List(run_pb2.ListRequest())).runs
         assert [(run.run_id, run.max_num_steps) for run in listed] == [("test-1", 4), ("test-2", 0)]
@@ -250,9 +246,7 @@ async def test_a_long_error_fits_into_its_trailer(plane: Plane) -> None:
 async def test_the_seconds_of_a_run_never_go_back_with_the_wall_clock(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     monkeypatch.setattr("time.time", lambda: 0.0)  # decades ago
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))
     summary = json.loads((Path(run.directory) / "summary.json").read_text())
@@ -260,17 +254,13 @@ async def test_the_seconds_of_a_run_never_go_back_with_the_wall_clock(
 
 
 async def test_the_seconds_of_a_run_add_up_over_lives(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     plane.coordinator.run_log._counted_s -= 1000.0
     with plane.ledger.transaction():
         plane.coordinator.run_log._count_time()
     await plane.stop()
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     try:
         assert 1000.0 <= again.coordinator.run_log.summary(run.run_id)["seconds"] < 4000.0
     finally:

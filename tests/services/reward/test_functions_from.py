@@ -28,8 +28,7 @@ def function_elsewhere(tmp_path: Path, **spec: Any) -> str:
 
 
 async def test_submit_refuses_a_function_from_elsewhere(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
+    plane = await Plane.started(tmp_path)
     request = run_pb2.SubmitRequest(spec_yaml=function_elsewhere(tmp_path))
     code, said = await refusal(plane.runs.Submit(request))
     assert code == grpc.StatusCode.INVALID_ARGUMENT

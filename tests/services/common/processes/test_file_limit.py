@@ -62,8 +62,7 @@ def test_members_are_bounded_below_the_limit_and_it_is_said_before(caplog: pytes
 
 
 async def test_a_worker_too_many_is_refused_with_the_remedy_and_the_others_stay(tmp_path: Path) -> None:
-    plane = Plane(tmp_path, capacity=Capacity(164))  # room for two
-    await plane.start()
+    plane = await Plane.started(tmp_path, capacity=Capacity(164))  # room for two
     first, second = rollout(plane, "rollout-1"), rollout(plane, "rollout-2")
     await first.hear("welcome")
     await second.hear("welcome")
@@ -84,8 +83,7 @@ async def test_a_worker_too_many_is_refused_with_the_remedy_and_the_others_stay(
 async def test_housekeeping_without_a_free_file_is_a_warning_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
+    plane = await Plane.started(tmp_path)
     looked, calls = asyncio.Event(), 0
 
     def check(now_s: float) -> list[str]:

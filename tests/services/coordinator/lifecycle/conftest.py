@@ -15,8 +15,6 @@ async def running(tmp_path: Path) -> AsyncIterator[tuple[Plane, str]]:
     """A coordinator that tries again at once, with a run that has started."""
     plane = impatient(Plane(tmp_path))
     await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     yield plane, run.run_id
     await plane.stop()

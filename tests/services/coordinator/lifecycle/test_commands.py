@@ -12,8 +12,7 @@ from protos.paceline.v1 import run_pb2
 
 
 async def test_to_resume_one_run_forgets_no_pause_of_another(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
+    plane = await Plane.started(tmp_path)
     try:
         first, second = (await plane.submit()).run_id, (await plane.submit()).run_id
         await plane.coordinator.states.fail(first, "no function 'f'")

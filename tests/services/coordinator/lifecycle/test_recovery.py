@@ -18,8 +18,7 @@ from services.coordinator.reporting import run_log
 async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
+    plane = await Plane.started(tmp_path)
     first, second = await plane.submit(), await plane.submit(name="other")
     await plane.coordinator.starter.start_next()
     worker = reward(plane)
@@ -39,8 +38,7 @@ async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(
         await again.start()  # it tries to write what is missing
         assert (await state_of(again, second.run_id))[0] == "running"
         await again.stop()
-    third = Plane(tmp_path)
-    await third.start()
+    third = await Plane.started(tmp_path)
     assert json.loads((Path(first.directory) / "summary.json").read_text())["state"] == "cancelled"
     await third.stop()
 
@@ -49,8 +47,7 @@ async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(
 async def test_the_damaged_result_of_an_evaluation_keeps_no_coordinator_from_starting(
     tmp_path: Path, ended: bool
 ) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
+    plane = await Plane.started(tmp_path)
     run = await plane.submit()
     if ended:
         await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))

@@ -45,19 +45,14 @@ async def test_a_run_whose_data_set_is_away_waits_for_it(tmp_path: Path) -> None
 
 
 async def test_a_data_set_that_is_away_when_the_coordinator_comes_back_ends_nothing(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     await plane.stop()
     (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     await again.stop()
     (tmp_path / "moved.jsonl").rename(tmp_path / "train.jsonl")
-    third = Plane(tmp_path)
-    await third.start()
+    third = await Plane.started(tmp_path)
     try:
         assert third.coordinator.exchange.active is not None
         assert (await state_of(third, run.run_id)) == ("running", "")
@@ -69,16 +64,12 @@ async def test_a_data_set_that_is_away_when_the_coordinator_comes_back_ends_noth
 async def test_a_data_set_that_was_changed_between_two_lives_is_warned_of(
     tmp_path: Path, changed: bool
 ) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    await plane.run_one()
     await plane.stop()
     train = tmp_path / "train.jsonl"
     train.write_text(train.read_text() + ('{"prompt": "another", "answer": 7}\n' if changed else ""))
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     rows = again.ledger.db.execute("SELECT json FROM events WHERE kind = 'warning'").fetchall()
     await again.stop()
     messages = [json.loads(row["json"])["message"] for row in rows]
@@ -90,11 +81,8 @@ async def test_a_data_set_that_was_changed_between_two_lives_is_warned_of(
 async def test_a_run_whose_folder_cannot_be_written_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     await plane.stop()
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -116,11 +104,8 @@ async def test_a_run_whose_folder_cannot_be_written_waits_for_it(
 
 
 async def test_workers_keep_what_they_hold_until_the_run_can_be_taken_up(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     session = (await put_on(learner(plane))).session
     await plane.stop()
     (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
@@ -141,11 +126,8 @@ async def test_workers_keep_what_they_hold_until_the_run_can_be_taken_up(tmp_pat
 
 
 async def test_a_person_s_pause_outlives_a_data_set_that_was_away(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     await plane.runs.Pause(run_pb2.PauseRequest(run_id=run.run_id))
     await plane.stop()
     (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
@@ -285,11 +267,8 @@ async def test_keys_that_only_another_version_knows_are_kept_and_warned_of(plane
 async def test_a_spec_that_cannot_be_understood_pauses_its_run_and_the_coordinator_starts(
     tmp_path: Path,
 ) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     good = plane.ledger.run(run.run_id)["spec_yaml"]
     change_spec(plane, run.run_id, grpo={"num_prompts_per_step": "many"})
     await plane.stop()

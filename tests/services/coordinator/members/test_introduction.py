@@ -57,15 +57,11 @@ async def test_a_welcome_that_was_lost_costs_no_place(plane: Plane) -> None:
 
 
 async def test_after_a_restart_an_expected_holder_comes_back_with_any_secret(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     await learner(plane).hear("run")
     await plane.stop()
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     try:
         back = learner(again, session=1, run_id=run.run_id, secret=b"of the life before")
         await back.hear("epoch")

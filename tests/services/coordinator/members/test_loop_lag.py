@@ -39,12 +39,9 @@ def test_lag_is_how_late_beats_are_and_counts_once() -> None:
 
 
 async def test_a_coordinator_that_stood_still_takes_nobody_for_gone(tmp_path: Path) -> None:
-    plane = Plane(tmp_path, timeout_s=1.0)
-    await plane.start()
+    plane = await Plane.started(tmp_path, timeout_s=1.0)
     try:
-        run = await plane.submit()
-        plane.run_loops()
-        await plane.watch_until(run.run_id, "state", state="running")
+        await plane.run_one()
         trainer, worker = learner(plane), rollout(plane)
         await trainer.hear("run")
         await worker.hear("run")
@@ -96,12 +93,9 @@ async def test_who_came_while_the_port_opened_is_not_expected_any_more(plane: Pl
 
 
 async def test_a_second_learner_waits_out_the_firsts_silence(tmp_path: Path) -> None:
-    plane = Plane(tmp_path, timeout_s=60.0)
-    await plane.start()
+    plane = await Plane.started(tmp_path, timeout_s=60.0)
     try:
-        run = await plane.submit()
-        plane.run_loops()
-        await plane.watch_until(run.run_id, "state", state="running")
+        run = await plane.run_one()
         first = learner(plane)
         assert (await first.hear("run")).session == 1
         spare = learner(plane, "learner-2")
@@ -128,16 +122,12 @@ async def test_a_second_learner_waits_out_the_firsts_silence(tmp_path: Path) -> 
 
 
 async def test_after_a_restart_the_learner_that_had_the_session_keeps_it(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     first = learner(plane)
     await first.hear("run")
     await plane.stop()
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     try:
         spare = learner(again, "learner-2")  # it comes back first
         await spare.hear("welcome")
@@ -154,15 +144,11 @@ async def test_after_a_restart_the_learner_that_had_the_session_keeps_it(tmp_pat
 
 
 async def test_a_learner_that_never_comes_back_after_a_restart_is_replaced(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    await plane.run_one()
     await learner(plane).hear("run")
     await plane.stop()
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     try:
         spare = learner(again, "learner-2")
         await spare.hear("welcome")
@@ -176,9 +162,7 @@ async def test_a_learner_that_never_comes_back_after_a_restart_is_replaced(tmp_p
 
 
 async def test_member_events_wait_for_no_disk(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     with monkeypatch.context() as patch:
 
         def refuse() -> None:

@@ -13,9 +13,7 @@ from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
 
 
 async def started(plane: Plane) -> run_pb2.Run:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     return run
 
 

@@ -72,9 +72,7 @@ async def test_a_worker_that_does_not_fit_is_told_why(
 
 
 async def test_a_worker_is_welcomed_and_put_on_the_run(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     worker = rollout(plane)
     welcome = await worker.hear("welcome")
     assert (welcome.term, welcome.exchange_endpoint) == (1, "tcp://127.0.0.1:1")
@@ -107,9 +105,7 @@ async def test_a_broken_stream_is_no_death_and_a_new_one_replaces_it(plane: Plan
 
 
 async def test_the_learner_gets_a_session_and_the_next_one_another(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    await plane.run_one()
     first = learner(plane)
     assert (await first.hear("run")).session == 1
     spare = learner(plane, "learner-2")
@@ -120,9 +116,7 @@ async def test_the_learner_gets_a_session_and_the_next_one_another(plane: Plane)
 
 
 async def test_a_learner_that_comes_back_keeps_its_session(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     first = learner(plane)
     await first.hear("run")
     first.hang_up()
@@ -133,9 +127,7 @@ async def test_a_learner_that_comes_back_keeps_its_session(plane: Plane) -> None
 
 
 async def test_a_members_progress_reaches_rank_0_under_the_members_own_name(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     rank_0 = learner(plane)
     await rank_0.hear("run")
     member = rollout(plane)
@@ -156,9 +148,7 @@ async def test_a_members_progress_reaches_rank_0_under_the_members_own_name(plan
 
 
 async def test_a_checkpoint_that_is_reported_again_is_no_news(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     worker = learner(plane)
     await worker.hear("run")
     for step in (1, 1, 2):
@@ -173,9 +163,7 @@ async def test_a_checkpoint_that_is_reported_again_is_no_news(plane: Plane) -> N
 
 
 async def test_a_session_of_another_run_is_none_of_this(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    await plane.run_one()
     first = learner(plane)
     await first.hear("run")
     first.say(leave=worker_pb2.Leave())
@@ -185,9 +173,7 @@ async def test_a_session_of_another_run_is_none_of_this(plane: Plane) -> None:
 
 
 async def test_an_epoch_names_who_is_ready(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     trainer, worker = learner(plane), rollout(plane)
     await trainer.hear_epoch()
     await worker.hear("run")
@@ -204,9 +190,7 @@ async def test_an_epoch_names_who_is_ready(plane: Plane) -> None:
 
 
 async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_again(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     trainer, worker, other = learner(plane), rollout(plane), rollout(plane, "rollout-2")
     for one, names in ((worker, ["rollout-1"]), (other, ["rollout-1", "rollout-2"])):
         await one.hear("run")
@@ -240,9 +224,7 @@ async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_aga
 
 
 async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     trainer, worker = learner(plane), rollout(plane)
     await worker.hear("run")
     worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
@@ -259,8 +241,7 @@ async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(p
 
 
 async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) -> None:
-    plane = Plane(tmp_path, timeout_s=8.0)
-    await plane.start()
+    plane = await Plane.started(tmp_path, timeout_s=8.0)
     run = await plane.submit()
     plane.run_loops()
     try:
@@ -290,8 +271,7 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     def hello() -> worker_pb2.Hello:
         return worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
 
-    plane = Plane(tmp_path, timeout_s=4.0)  # an exchange without a listener
-    await plane.start()
+    plane = await Plane.started(tmp_path, timeout_s=4.0)  # an exchange without a listener
     run = await plane.submit()
     plane.run_loops()
     coordinator = plane.coordinator
@@ -307,9 +287,7 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
 
 
 async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(plane: Plane) -> None:
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    run = await plane.run_one()
     worker = rollout(plane)
     await worker.hear("run")
     coordinator, ledger = plane.coordinator, plane.ledger
@@ -344,8 +322,7 @@ async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(pl
 
 
 async def test_a_silent_member_is_gone(tmp_path: Path) -> None:
-    plane = Plane(tmp_path, timeout_s=0.2)
-    await plane.start()
+    plane = await Plane.started(tmp_path, timeout_s=0.2)
     plane.run_loops()
     try:
         worker = rollout(plane)
@@ -357,14 +334,10 @@ async def test_a_silent_member_is_gone(tmp_path: Path) -> None:
 
 
 async def test_a_restart_takes_the_run_up_before_anyone_connects(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit()
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
     await plane.stop()
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     try:
         assert again.coordinator.exchange.active is not None
         worker = rollout(again)
@@ -393,8 +366,7 @@ async def test_holders_have_the_whole_timeout_to_come_back_after_a_restart(tmp_p
         " VALUES ('a-1', 0, 'train', 'leased', 0, 'rollout-1')"
     )
     ledger.close()
-    plane = Plane(tmp_path, timeout_s=60.0)
-    await plane.start()
+    plane = await Plane.started(tmp_path, timeout_s=60.0)
     try:
         members = plane.coordinator.members
         now_s = time.monotonic()

@@ -50,17 +50,13 @@ def test_a_file_without_anything_known_is_set_aside_whole(tmp_path: Path) -> Non
 
 
 async def test_a_coordinator_writes_on_where_its_ledger_is(tmp_path: Path) -> None:
-    plane = Plane(tmp_path)
-    await plane.start()
-    run = await plane.submit(logger={"tensorboard": True})
-    plane.run_loops()
-    await plane.watch_until(run.run_id, "state", state="running")
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one(logger={"tensorboard": True})
     await learner(plane).hear("run")
     await plane.stop()
     path = Path(run.directory) / "metrics.jsonl"
     path.write_text(line("weights", 0) + line("train", 0) + line("train", 1))
-    again = Plane(tmp_path)
-    await again.start()
+    again = await Plane.started(tmp_path)
     try:
         assert path.read_text() == line("weights", 0)
         assert path.with_name("metrics.jsonl.set-aside").read_text() == line("train", 0) + line("train", 1)

@@ -181,8 +181,9 @@ async def test_watchers_hear_of_a_stall(plane: Plane) -> None:
 
 async def test_only_a_broken_stream_is_a_crash(tmp_path: Path) -> None:
     """Silence on an open connection is a stopped worker; a broken connection that stays broken is a dead worker."""
-    plane = Plane(tmp_path, timeout_s=2.0)  # enough for both to have come before one of them is silent
-    await plane.start()
+    plane = await Plane.started(
+        tmp_path, timeout_s=2.0
+    )  # enough for both to have come before one of them is silent
     run = await plane.submit()
     plane.run_loops()
     try:

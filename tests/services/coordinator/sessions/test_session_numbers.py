@@ -100,8 +100,7 @@ async def test_checkpoints_elsewhere_are_set_aside_by_a_ledger_that_was_restored
     if was_restored:
         back_up(ledger, tmp_path / "ledger.sqlite")
     ledger.close()
-    plane = Plane(tmp_path)
-    await plane.start()
+    plane = await Plane.started(tmp_path)
     try:
         elsewhere = tmp_path / "elsewhere"
         run_id = (await plane.submit(checkpointing={"checkpoint_dir": str(elsewhere)})).run_id

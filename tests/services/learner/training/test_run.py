@@ -7,31 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from exchange_drivers import make_spec
+from lone_rank import LoneRank
 from tiny_models import SIZES, tiny_qwen3
 
 from paceline.errors import Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
-from services.learner.orders import Orders
 from services.learner.training.batches import RankBatch
 from services.learner.training.run import LearnerRun
-
-
-class Rank:
-    """A rank without a coordinator."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
-        self.orders = Orders()
-        self.said: list[Any] = []
-
-    def report(self, report: worker_pb2.ConnectRequest) -> None:
-        self.said.append(report.run_report)
-
-    def leave(self, reason: str) -> None:
-        raise AssertionError(f"the session ended: {reason}")
 
 
 class Session(LearnerRun):
@@ -46,7 +30,7 @@ class Session(LearnerRun):
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
-    rank = Rank()
+    rank = LoneRank()
     assignment = worker_pb2.RunAssignment(
         run_id="test-1", session=3, directory=str(tmp_path), spec_yaml=spec_to_yaml(make_spec(tmp_path))
     )
@@ -56,8 +40,9 @@ def session(tmp_path: Path) -> Session:
 
 
 def test_a_session_says_first_how_many_tokens_its_model_knows(session: Session) -> None:
+    rank: Any = session._rank
     session.train()
-    said = session._rank.said  # type: ignore[attr-defined]
-    assert said[0] == worker_pb2.RunReport(run_id="test-1", session=3, vocab_size=SIZES["vocab_size"])
+    assert rank.leave_reasons == []
+    assert rank.reports[0] == worker_pb2.RunReport(run_id="test-1", session=3, vocab_size=SIZES["vocab_size"])
     session.report_again()
-    assert said[-1] == said[0], "a coordinator that came back hears it too"
+    assert rank.reports[-1] == rank.reports[0], "a coordinator that came back gets it too"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from exchange_drivers import make_spec
+from lone_rank import LoneRank
 
 from paceline.errors import DataError, NonFiniteLoss, PacelineError, Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
-from services.learner.orders import Orders
 from services.learner.training.batches import RankBatch
 from services.learner.training.run import LearnerRun
 from services.learner.training.step_failure import describe
@@ -51,21 +50,6 @@ def test_other_errors_keep_their_type_and_a_bounded_text(tmp_path: Path) -> None
     assert len(fault.message) < 2100
 
 
-class Rank:
-    """A rank without a coordinator."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
-        self.orders = Orders()
-        self.said: list[Any] = []
-
-    def report(self, report: worker_pb2.ConnectRequest) -> None:
-        self.said.append(report.run_report)
-
-    def leave(self, reason: str) -> None:
-        self.said.append(reason)
-
-
 class Session(LearnerRun):
     """A session whose steps end with an exception."""
 
@@ -82,44 +66,48 @@ class Session(LearnerRun):
         raise self.error
 
 
-def run(tmp_path: Path, error: Exception) -> tuple[Session, list[Any]]:
-    rank = Rank()
+def run(tmp_path: Path, error: Exception) -> tuple[Session, worker_pb2.RunReport, list[str]]:
+    """Return the session, its report of the error, and the reasons with which it left."""
+    rank = LoneRank()
     assignment = worker_pb2.RunAssignment(
         run_id="test-1", session=3, start_step=2, spec_yaml=spec_to_yaml(make_spec(tmp_path))
     )
     session = Session(assignment, rank)  # type: ignore[arg-type]
     session.error = error
     session.train()
-    assert rank.said.pop(0) == worker_pb2.RunReport(run_id="test-1", session=3)  # it was set up
-    return session, rank.said
+    assert rank.reports[0] == worker_pb2.RunReport(run_id="test-1", session=3)  # it was set up
+    (report,) = rank.reports[1:]
+    return session, report, rank.leave_reasons
 
 
 @pytest.mark.parametrize(
     "error", [IndexError("index 9 is out of range"), OverflowError("big"), DataError("bad"), KeyError("k")]
 )
 def test_whatever_ends_a_step_is_reported_and_ends_the_process(tmp_path: Path, error: Exception) -> None:
-    session, (report, reason) = run(tmp_path, error)
+    session, report, reasons = run(tmp_path, error)
     assert (report.fault, report.step, report.session) == (worker_pb2.FAULT_STEP, 2, 3)
     assert report.error == f"{type(error).__name__}: {error} (rank 0)"
-    assert reason == f"{type(error).__name__}: {error}"
+    assert reasons == [f"{type(error).__name__}: {error}"]
     assert session.out_of_step
 
 
 def test_a_refused_receipt_ends_the_session(tmp_path: Path) -> None:
-    session, (report, _) = run(tmp_path, PacelineError("the receipt of step 2 was refused: it differs"))
+    session, report, _ = run(tmp_path, PacelineError("the receipt of step 2 was refused: it differs"))
     assert report.fault == worker_pb2.FAULT_STEP
     assert "the receipt of step 2 was refused" in report.error
     assert session.out_of_step
 
 
 def test_a_coordinator_that_is_away_is_no_fault_of_the_step(tmp_path: Path) -> None:
-    session, (report,) = run(tmp_path, Unavailable("the coordinator did not answer"))
+    session, report, reasons = run(tmp_path, Unavailable("the coordinator did not answer"))
     assert report.fault == worker_pb2.FAULT_PASSING
+    assert reasons == []
     assert not session.out_of_step
 
 
 def test_a_loss_that_is_not_finite_pauses_as_before(tmp_path: Path) -> None:
-    session, (report,) = run(tmp_path, NonFiniteLoss("loss nan in group 3", (3,)))
+    session, report, reasons = run(tmp_path, NonFiniteLoss("loss nan in group 3", (3,)))
     assert report.resumable
+    assert reasons == []
     assert report.fault == worker_pb2.FAULT_UNSPECIFIED
     assert not session.out_of_step

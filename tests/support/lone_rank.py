@@ -1,0 +1,24 @@
+"""A learner's rank without a coordinator, which records its reports."""
+
+from __future__ import annotations
+
+import torch
+
+from protos.paceline.v1 import worker_pb2
+from services.learner.orders import Orders
+
+
+class LoneRank:
+    """The only rank of a learner, on the CPU."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
+        self.orders = Orders()
+        self.reports: list[worker_pb2.RunReport] = []
+        self.leave_reasons: list[str] = []
+
+    def report(self, report: worker_pb2.ConnectRequest) -> None:
+        self.reports.append(report.run_report)
+
+    def leave(self, reason: str) -> None:
+        self.leave_reasons.append(reason)
