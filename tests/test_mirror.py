@@ -31,7 +31,7 @@ COVERED_BY = {
     "learner/step/plan.py": "test_trainer.py",
     "learner/step/stopwatch.py": "test_trainer.py",
     "learner/step/update.py": "test_trainer.py",
-    "learner/weights/channel.py": "tests/services/learner/training/test_weights.py",
+    "learner/weights/channel.py": "tests/services/learner/training/test_weight_channel.py",
     "learner/weights/member_link.py": "test_publisher.py",
     "learner/weights/publish_result.py": "test_store_offers.py",
     "learner/weights/shards.py": "test_store_members.py",

@@ -14,7 +14,7 @@ from paceline.groups import Version
 from paceline.spec import RunSpec
 from protos.paceline.v1 import worker_pb2
 from services.learner.context import RankContext
-from services.learner.training.weights import make_channel
+from services.learner.training.weight_channel import make_channel
 
 
 class Publishing:

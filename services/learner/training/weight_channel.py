@@ -1,4 +1,4 @@
-"""The weight channel of a run, connected to the control plane: its offers and results become reports."""
+"""Construction of a run's weight channel, as the spec names it. Its offers and results go to `WeightReports`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,10 @@ from paceline.spec import RunSpec
 from paceline.weights.link import is_loopback
 from paceline.weights.manifest import Algorithm
 from paceline.weights.object_store import WeightStore
-from paceline.weights.offers import LinkOffer, StoreOffer
 from paceline.weights.store_format import run_store
 from protos.paceline.v1 import worker_pb2
 from services.learner.context import RankContext
-
-FAILURES = {
-    "": worker_pb2.PUBLISH_FAILURE_UNSPECIFIED,
-    "link": worker_pb2.PUBLISH_FAILURE_LINK,
-    "silent": worker_pb2.PUBLISH_FAILURE_SILENT,
-    "refused": worker_pb2.PUBLISH_FAILURE_REFUSED,
-    "interrupted": worker_pb2.PUBLISH_FAILURE_INTERRUPTED,
-}
+from services.learner.training.weight_reports import WeightReports
 
 
 def make_channel(
@@ -53,6 +45,8 @@ def make_channel(
 
 
 class _WeightChannelFactory:
+    """The parts that all channels of a run have in common."""
+
     def __init__(
         self,
         assignment: worker_pb2.RunAssignment,
@@ -65,6 +59,7 @@ class _WeightChannelFactory:
         self._cluster = spec.cluster
         self._rank = rank
         self._warn = warn
+        self._reports = WeightReports(assignment.run_id, spec.weights.max_wait_s, rank.report, warn)
         precision = spec.policy.generation_precision
         if spec.policy.lora_cfg.enabled:
             precision = "float32"  # an adapter is small, and only its merge should round
@@ -79,10 +74,15 @@ class _WeightChannelFactory:
         if self._rank.rank != 0:
             return CollectiveChannel(self._dtype)
         backend = self._backend()
+
+        def on_link_result(result: PublishResult) -> None:
+            catch_up.link_ended(result)
+            self._reports.result(result)
+
         publisher = Publisher(
             run_id=self._run_id,
-            send_offer=self._send_offer,
-            on_result=lambda result: self._on_link_result(result, catch_up),
+            send_offer=self._reports.offer,
+            on_result=on_link_result,
             bucket_bytes=self._weights.bucket_mb << 20,
             max_wait_s=self._weights.max_wait_s,
             bind_host=self._rank.host,
@@ -96,11 +96,11 @@ class _WeightChannelFactory:
             algorithm=self._algorithm,
             anchor_interval=self._weights.anchor_interval,
             max_wait_s=self._weights.max_wait_s,
-            send=self._send_offer,
-            on_result=self._report_result,
+            send=self._reports.offer,
+            on_result=self._reports.result,
             warn=self._warn,
         )
-        return Rank0CollectiveChannel(publisher, catch_up, self._dtype, self._announce)
+        return Rank0CollectiveChannel(publisher, catch_up, self._dtype, self._reports.staged)
 
     def delta(self) -> DeltaChannel:
         """Return the delta channel: every rank writes, rank 0 makes the offers."""
@@ -113,11 +113,11 @@ class _WeightChannelFactory:
             url=self._store.url,
             algorithm=self._algorithm,
             max_wait_s=self._weights.max_wait_s,
-            send=self._send_offer,
-            on_result=self._report_result,
+            send=self._reports.offer,
+            on_result=self._reports.result,
         )
         writer = self._writer(on_stored=offers.announce, oldest_held=offers.oldest_held)
-        return Rank0DeltaChannel(writer, offers, self._dtype, self._announce)
+        return Rank0DeltaChannel(writer, offers, self._dtype, self._reports.staged)
 
     def _writer(
         self, *, on_stored: Callable[[Stored], None], oldest_held: Callable[[], Version | None]
@@ -148,40 +148,3 @@ class _WeightChannelFactory:
         # Only workers of this host reach a learner on loopback, and `cluster` describes the processes of one host.
         one_host = is_loopback(self._rank.reachable) or bool(self._cluster.rollout_gpus)
         return "shared" if one_host and self._rank.device.type == "cuda" else "gloo"
-
-    # To the control plane
-
-    def _announce(self, version: Version, gather_s: float) -> None:
-        staged = worker_pb2.StagedReport(run_id=self._run_id, gather_s=gather_s)
-        staged.version.session, staged.version.step = version
-        self._rank.report(worker_pb2.ConnectRequest(staged=staged))
-
-    def _send_offer(self, offer: LinkOffer | StoreOffer) -> None:
-        message = offer.to_proto(self._weights.max_wait_s)
-        self._rank.report(worker_pb2.ConnectRequest(weight_offer=message))
-
-    def _on_link_result(self, result: PublishResult, catch_up: CatchUp) -> None:
-        if result.fallback:
-            self._warn(
-                f"weights did not reach {result.member_id} through the host's memory: {result.error}. They go to it by TCP "
-                f"({result.fallback}) from now on"
-            )
-        catch_up.link_ended(result)
-        self._report_result(result)
-
-    def _report_result(self, result: PublishResult) -> None:
-        report = worker_pb2.PublishReport(
-            run_id=self._run_id,
-            member_id=result.member_id,
-            epoch=result.epoch,
-            ok=result.ok,
-            error=result.error,
-            size_bytes=result.size_bytes,
-            publish_s=result.form_s + result.transfer_s + result.ack_s,
-            transfer_s=result.transfer_s,
-            form_s=result.form_s,
-            ack_s=result.ack_s,
-            failure=FAILURES[result.failure],
-        )
-        report.version.session, report.version.step = result.version
-        self._rank.report(worker_pb2.ConnectRequest(publish=report))

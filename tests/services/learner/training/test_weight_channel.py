@@ -15,7 +15,7 @@ from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
 from protos.paceline.v1 import worker_pb2
-from services.learner.training.weights import make_channel
+from services.learner.training.weight_channel import make_channel
 
 DEADLINE_S = 20.0
 SPEC = """
