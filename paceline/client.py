@@ -121,9 +121,9 @@ class Client:
     ) -> Run:
         """Queue a run from a spec or a YAML file with "section.key=value" overrides.
 
-        A coordinator that is away is looked for `wait_s` seconds (default: the client's); however often it is asked, it
-        queues one run. Raises InvalidInput (SpecError for what can be told here): a misspelt or contradictory spec, bad
-        data.
+        If the coordinator is away, the client tries again for `wait_s` seconds (default: the client's); repeated requests
+        queue one run. Raises InvalidInput (SpecError for faults that the client itself finds) for a misspelt or
+        contradictory spec, or bad data.
         """
         from paceline.spec.reading import load_spec, spec_to_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
@@ -321,8 +321,8 @@ class Client:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             reply = self._call(lambda: stub.Score(request, timeout=timeout_s), f"reward worker at {address}")
         return {
-            said.function: [score.value if score.HasField("value") else None for score in said.scores]
-            for said in reply.scores
+            scored.function: [score.value if score.HasField("value") else None for score in scored.scores]
+            for scored in reply.scores
         }
 
     def _address_of(self, role: str) -> str:

@@ -81,4 +81,4 @@ class NonFiniteLoss(PacelineError):
 
 
 class EngineDied(Unavailable):
-    """The rollout engine stopped on an error of its own; its worker has to start a new one."""
+    """The rollout engine stopped with an internal error; its worker has to start a new one."""

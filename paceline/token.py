@@ -67,9 +67,9 @@ def metadata(token: str) -> Metadata:
     return ((KEY, f"Bearer {token}"),) if token else ()
 
 
-def is_said(said: str, token: str) -> bool:
+def is_authorized(authorization: str, token: str) -> bool:
     """Return whether a call with this `authorization` has the token. Takes the same time for every wrong token."""
-    return bool(token) and hmac.compare_digest(said.encode(), f"Bearer {token}".encode())
+    return bool(token) and hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
 
 
 def open_channel(address: str, path: Path | None = None, options: Any = ()) -> grpc.Channel:

@@ -65,8 +65,8 @@ def encode_result(prompt_ids: IntArray, completions: Sequence[Completion]) -> li
 
 def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Completion, ...]]:
     """Prompt tokens and completions of a generated group. Raises WireError when anything does not fit together."""
-    said = parse_message(pb.Texts, texts)
-    return decode_completions(arrays, said.finish_reasons, said.texts)
+    message = parse_message(pb.Texts, texts)
+    return decode_completions(arrays, message.finish_reasons, message.texts)
 
 
 def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:

@@ -61,8 +61,8 @@ def _from_file(path: Path, name: str) -> RewardFunction:
         functions = [
             key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
         ]
-        known = ", ".join(functions) or "none"
-        raise InvalidInput(f"{path} has no function {name!r}{_nearest(name, functions)}; it has {known}")
+        existing = ", ".join(functions) or "none"
+        raise InvalidInput(f"{path} has no function {name!r}{_nearest(name, functions)}; it has {existing}")
     if not callable(found):
         raise InvalidInput(
             f"{name!r} in {path} is {type(found).__name__}, a reward function has to be callable"
@@ -152,6 +152,6 @@ def _check_kwargs(
                 )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -74,7 +74,7 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         batch, measured = self.objective.set_aside(batch)
         updates = plan_updates(batch, step, self.spec, self.objective, self.device)
-        with watch.measure("frozen_s"):  # frozen policies, advantages and what follows from both
+        with watch.measure("frozen_s"):  # log-probabilities of frozen policies, advantages, limit and KL
             updates = with_frozen_logprobs(updates, self._ask_frozen_policies)
             updates = with_advantages(batch, updates, self.spec, self.device, self.critic)
             updates = with_m2_limit(updates, self.spec, self.device)

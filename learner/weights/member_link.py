@@ -207,7 +207,7 @@ class MemberLink:
         return self._newest is not None and (self.held is None or self._newest.version > self.held)
 
     def _back_off(self) -> None:
-        """Wait after failures in a row for 0.2 s, 0.4 s, … max_wait_s, or until the link is told to leave."""
+        """Wait after failures in a row for 0.2 s, 0.4 s, … max_wait_s, or until the member has left."""
         if not self._failures:
             return
         seconds = pause_after(self._failures, FIRST_BACKOFF_S, self._settings.max_wait_s)

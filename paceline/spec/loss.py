@@ -12,7 +12,7 @@ from paceline.spec.presets import PRESETS, Preset, PresetName
 
 def preset_of(loss_fn: Any) -> Preset | None:
     name = loss_fn.get("preset") if isinstance(loss_fn, dict) else None
-    return next((preset for known, preset in PRESETS.items() if known == name), None)
+    return next((preset for key, preset in PRESETS.items() if key == name), None)
 
 
 class LossSection(Section):

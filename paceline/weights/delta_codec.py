@@ -1,7 +1,7 @@
 """The elements of a flat tensor whose bits changed, as few bytes, and back.
 
 The rate at which a weight's bits change depends on its magnitude: a step of an optimizer is about as large for all of them, a unit in
-the last place is not. So the elements of 16 bits are told apart by the exponent that they have in the base, which both sides
+the last place is not. So the elements of 16 bits are grouped by their exponent in the base, which both sides
 know, and the positions within each of these classes are coded by themselves (`paceline/weights/rice_code.py`). That comes within some
 percent of the information that is there.
 
@@ -200,12 +200,12 @@ def _positions(classes: _Classes, ranks: list[Positions]) -> Positions:
     for begin, order_B, counts_C in classes.blocks():
         starts_C = np.cumsum(counts_C) - counts_C
         seen_C += counts_C
-        for one in np.flatnonzero(counts_C):
-            until = int(np.searchsorted(ranks[one], seen_C[one]))
-            if until > taken_C[one]:
-                mine = ranks[one][taken_C[one] : until] - (seen_C[one] - counts_C[one])
-                found[one].append(order_B[starts_C[one] + mine] + begin)
-                taken_C[one] = until
+        for index in np.flatnonzero(counts_C):
+            until = int(np.searchsorted(ranks[index], seen_C[index]))
+            if until > taken_C[index]:
+                mine = ranks[index][taken_C[index] : until] - (seen_C[index] - counts_C[index])
+                found[index].append(order_B[starts_C[index] + mine] + begin)
+                taken_C[index] = until
     return np.concatenate([positions for of_class in found for positions in of_class])
 
 

@@ -44,7 +44,7 @@ class WeightLink:
         manifest: WeightManifest,
         on_bucket: Callable[[int], None] | None = None,
     ) -> None:
-        """Send `flat` ([total_bytes] uint8 in host memory) bucket by bucket; `on_bucket` gets the bytes handed over.
+        """Send `flat` ([total_bytes] uint8 in host memory) bucket by bucket; `on_bucket` gets the number of bytes sent.
 
         Returning proves nothing about the other side. Raises Unavailable when a bucket took longer than max_wait_s.
         """

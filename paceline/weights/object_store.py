@@ -1,6 +1,6 @@
 """A folder of objects at any fsspec URL: where the delta channel keeps weights.
 
-Nothing here lists or renames to find out what is complete: whoever reads was told an object's name and digest over the
+Nothing here lists or renames to find out what is complete: a reader received an object's name and digest over the
 control plane, so a half-written object is never taken for a whole one, and an object store will do.
 """
 

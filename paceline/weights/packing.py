@@ -1,7 +1,7 @@
 """A version's tensors as one flat run of bytes, and back, with the checksums that decide whether it may be used.
 
 The learner plans, packs and sums; the rollout worker allocates, compares and looks at the same bytes as tensors. The
-promise: `Check` hands out tensors only when every one of them has the sender's checksum, and no byte is copied to
+promise: `Check` returns tensors only when every one of them has the sender's checksum, and no byte is copied to
 make a tensor out of what arrived.
 """
 

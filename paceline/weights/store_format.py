@@ -216,7 +216,7 @@ def read_part(data: Buffer) -> tuple[PartHeader, dict[str, memoryview]]:
             base=None if raw["base"] is None else Version(*raw["base"]),
             rank=raw["rank"],
             algorithm=raw["algorithm"],
-            slices=tuple(_slice(one) for one in raw["slices"]),
+            slices=tuple(_slice(item) for item in raw["slices"]),
         )
         body = view[8 + length :]
         tensors = {}

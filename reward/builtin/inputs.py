@@ -28,9 +28,9 @@ def completion_text(completion: Any) -> str:
 def column_values(columns: Mapping[str, Any], name: str) -> list[Any]:
     """Return column `name`, one value per completion. Raises LookupError with the names of the existing columns."""
     if name not in columns:
-        known = ", ".join(sorted(columns)) or "none"
+        existing = ", ".join(sorted(columns)) or "none"
         raise LookupError(
-            f"the data set has no column {name!r} (its columns: {known}); set answer_column in kwargs"
+            f"the data set has no column {name!r} (its columns: {existing}); set answer_column in kwargs"
         )
     return list(columns[name])
 

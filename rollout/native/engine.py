@@ -160,10 +160,10 @@ class NativeEngine:
         sequence = RunningSequence(
             request, stop_ids, limit, list(request.prefix.spans) if request.prefix else []
         )
-        known = sequence.known_ids()
-        if known.min() < 0 or known.max() >= self._model.vocab_size:
+        token_ids = sequence.known_ids()
+        if token_ids.min() < 0 or token_ids.max() >= self._model.vocab_size:
             raise InvalidInput(
-                f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
+                f"prompt and prefix have token ids from {token_ids.min()} to {token_ids.max()}, the model knows 0 to "
                 f"{self._model.vocab_size - 1}; is it the model's own tokenizer?"
             )
         return sequence

@@ -306,9 +306,9 @@ class VllmEngine:
         latest = [report.latest for report in self._reports]
         self._concurrency.step(
             StepReport(
-                sum(one.running for one in latest),
-                sum(one.waiting for one in latest),
-                max(one.kv_use for one in latest),
+                sum(stats.running for stats in latest),
+                sum(stats.waiting for stats in latest),
+                max(stats.kv_use for stats in latest),
                 preempted,
             )
         )

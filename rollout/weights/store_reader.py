@@ -151,17 +151,17 @@ class StoreReader:
                 overwrites = []
                 for rank, stored in enumerate(manifest.parts):
                     header, payloads = self._part(manifest, rank, stored)
-                    for one in header.slices:
-                        bits = held.slice_bits(rank, one)
-                        payload = payloads.get(one.name)
+                    for piece in header.slices:
+                        bits = held.slice_bits(rank, piece)
+                        payload = payloads.get(piece.name)
                         if payload is None:
-                            raise WireError(f"{stored.name} has no tensor {one.name!r}")
+                            raise WireError(f"{stored.name} has no tensor {piece.name!r}")
                         overwrites.append((bits, *decode(bytes(payload), bits)))
-                        touched[rank, one.name] = one
+                        touched[rank, piece.name] = piece
                 for bits, positions_K, values_K in overwrites:
                     bits[positions_K] = values_K
-                for (rank, name), one in touched.items():
-                    held.tables[rank][name] = one
+                for (rank, name), piece in touched.items():
+                    held.tables[rank][name] = piece
                 held.version = manifest.version
             held.check(deltas[-1], touched.items())
         except BaseException:
@@ -231,54 +231,58 @@ class _Held:
         """Return the hash over all slices of each rank."""
         return tuple(content_hash(table.values()) for table in self.tables)
 
-    def slice_bits(self, rank: int, one: Slice) -> npt.NDArray[Any]:
+    def slice_bits(self, rank: int, piece: Slice) -> npt.NDArray[Any]:
         """Return [N] the bits of a slice, to read and write. Raises WireError for one that the snapshot does not have."""
-        known = self.tables[rank].get(one.name) if rank < len(self.tables) else None
-        if known is None or (known.start, known.length) != (one.start, one.length):
+        expected = self.tables[rank].get(piece.name) if rank < len(self.tables) else None
+        if expected is None or (expected.start, expected.length) != (piece.start, piece.length):
             raise WireError(
-                f"slice {one.name!r} [{one.start}, +{one.length}) of rank {rank} is not in the snapshot"
+                f"slice {piece.name!r} [{piece.start}, +{piece.length}) of rank {rank} is not in the snapshot"
             )
-        return self._bits[one.name][one.start : one.start + one.length]
+        return self._bits[piece.name][piece.start : piece.start + piece.length]
 
     def fill(self, rank: int, slices: Iterable[Slice], data: Mapping[str, memoryview]) -> None:
         """Copy one rank's part of a snapshot. Raises WireError."""
-        for one in slices:
-            bits = self._bits.get(one.name)
-            if bits is None or one.name not in data or one.start + one.length > len(bits):
+        for piece in slices:
+            bits = self._bits.get(piece.name)
+            if bits is None or piece.name not in data or piece.start + piece.length > len(bits):
                 raise WireError(
-                    f"the snapshot's slice {one.name!r} [{one.start}, +{one.length}) has no place"
+                    f"the snapshot's slice {piece.name!r} [{piece.start}, +{piece.length}) has no place"
                 )
-            place = bits[one.start : one.start + one.length].view(np.uint8)
-            if len(data[one.name]) != len(place):
+            place = bits[piece.start : piece.start + piece.length].view(np.uint8)
+            if len(data[piece.name]) != len(place):
                 raise WireError(
-                    f"the snapshot's slice {one.name!r} has {len(data[one.name])} bytes, not {len(place)}"
+                    f"the snapshot's slice {piece.name!r} has {len(data[piece.name])} bytes, not {len(place)}"
                 )
-            place[:] = np.frombuffer(data[one.name], np.uint8)
-            self.tables[rank][one.name] = one
+            place[:] = np.frombuffer(data[piece.name], np.uint8)
+            self.tables[rank][piece.name] = piece
 
     def check_complete(self) -> None:
         """Raise WireError unless the slices of all ranks are every element of every tensor, once."""
         for name, bits in self._bits.items():
             end = 0
-            for one in sorted((table[name] for table in self.tables if name in table), key=lambda s: s.start):
-                if one.start != end:
+            for piece in sorted(
+                (table[name] for table in self.tables if name in table), key=lambda s: s.start
+            ):
+                if piece.start != end:
                     break
-                end += one.length
+                end += piece.length
             if end != len(bits) or end != num_elements(self._plans[name]):
                 raise WireError(f"the snapshot's parts have {end} of {len(bits)} elements of {name!r}")
 
     def all_slices(self) -> list[tuple[tuple[int, str], Slice]]:
         """Return every slice by rank and name."""
-        return [((rank, name), one) for rank, table in enumerate(self.tables) for name, one in table.items()]
+        return [
+            ((rank, name), piece) for rank, table in enumerate(self.tables) for name, piece in table.items()
+        ]
 
     def check(self, manifest: StoredVersion, slices: Iterable[tuple[tuple[int, str], Slice]]) -> None:
         """Raise WireError unless these slices have their checksums, and all slices the manifest's contents."""
-        for (rank, name), one in slices:
-            digest = checksum(self.slice_bits(rank, one).view(np.uint8), self._algorithm)
-            if digest != one.checksum:
+        for (rank, name), piece in slices:
+            digest = checksum(self.slice_bits(rank, piece).view(np.uint8), self._algorithm)
+            if digest != piece.checksum:
                 raise WireError(
                     f"version {tuple(manifest.version)}: slice {name!r} of rank {rank} comes to {self._algorithm} "
-                    f"{digest}, the learner has {one.checksum}"
+                    f"{digest}, the learner has {piece.checksum}"
                 )
         if self.contents() != manifest.contents:
             raise WireError(f"version {tuple(manifest.version)} has other contents than its manifest")

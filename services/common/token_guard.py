@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from paceline.token import KEY, VARIABLE, is_said, read_token, token_path
+from paceline.token import KEY, VARIABLE, is_authorized, read_token, token_path
 
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 
@@ -33,7 +33,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             return handler
         sent = dict(details.invocation_metadata or ()).get(KEY, "")
         token = self._read()
-        if is_said(str(sent), token):
+        if is_authorized(str(sent), token):
             return handler
         if not token:
             why = f"this service has no token: its file {self._file} is not there, so it refuses every call"

@@ -11,7 +11,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> None:
     """Keep freed memory in this process for later use, up to 256 MB at the end of the heap.
 
-    Otherwise glibc gives back every large block at once, and the next message of some hundred kilobytes is written into
+    Otherwise glibc returns every large block at once, and the next message of some hundred kilobytes is written into
     pages that the kernel has to find and clear first (docs/performance.md, "The exchange").
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

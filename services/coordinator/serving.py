@@ -1,4 +1,4 @@
-"""The coordinator as a service: open the ledger, wire the servers, serve until told to stop, end in order.
+"""The coordinator as a service: open the ledger, wire the servers, serve until it is stopped, end in order.
 
 At the stop the coordinator first waits for workers that stop too, then ends all calls, then its loops; the ledger is closed last.
 """

@@ -35,19 +35,19 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
         if row["removed"] or row["damaged"]:
             continue
         with report.reading(subject):
-            known = record.ledger.checkpoints.from_row(row)
-            on_disk += compare_checkpoint(report, subject, known, record.deep or row is usable[-1])
+            checkpoint = record.ledger.checkpoints.from_row(row)
+            on_disk += compare_checkpoint(report, subject, checkpoint, record.deep or row is usable[-1])
     report.facts |= {"checkpoints": len(rows), "manifests_on_disk": on_disk}
     damaged = {str(row["path"]): str(row["damaged"]) for row in rows if row["damaged"] and not row["removed"]}
     if damaged:
         report.facts["checkpoints_marked_damaged"] = damaged
 
 
-def compare_checkpoint(report: VerifyReport, subject: str, known: Checkpoint, contents: bool) -> bool:
+def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
     """Compare a checkpoint's folder with the manifest that was registered, and with the manifest's files; return
     whether a manifest is there.
     """
-    folder = Folder(known.path)
+    folder = Folder(checkpoint.path)
     if not folder.exists():
         report.problem(
             subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it"
@@ -57,8 +57,8 @@ def compare_checkpoint(report: VerifyReport, subject: str, known: Checkpoint, co
         report.problem(subject, f"it has no {CHECKPOINT_MANIFEST}")
         return False
     digest = folder.sha256(CHECKPOINT_MANIFEST)
-    report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, known.sha256)
-    if digest == known.sha256:
+    report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, checkpoint.sha256)
+    if digest == checkpoint.sha256:
         compare_files(
             report, subject, folder, json.loads(folder.read(CHECKPOINT_MANIFEST))["files"], contents
         )

@@ -64,13 +64,13 @@ def receipts(record: Record, report: VerifyReport) -> None:
 def payloads(record: Record, report: VerifyReport) -> None:
     """Compare the arrays that are still stored with digest, tokens, age and the rewards' shape on record."""
     groups = {g["group_id"]: g for g in record.groups}
-    known = {
+    group_ids = {
         row[0] for row in record.db.execute("SELECT group_id FROM groups WHERE run_id = ?", (record.run_id,))
     }
     found: set[int] = set()
     for stored in record.db.execute("SELECT * FROM payloads WHERE run_id = ?", (record.run_id,)):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
-        if stored["kind"] not in KINDS or stored["group_id"] not in known:
+        if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(
                 subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown"
             )

@@ -291,11 +291,11 @@ def _count_again(ledger: Ledger, run_id: str, say: Say) -> None:
 
 
 def _mark_checkpoints(ledger: Ledger, run_id: str, say: Say) -> None:
-    for known in ledger.checkpoints.kept(run_id):
+    for checkpoint in ledger.checkpoints.kept(run_id):
         report = VerifyReport()
-        if not known.damaged:
-            artifacts.compare_checkpoint(report, "it", known, contents=True)
+        if not checkpoint.damaged:
+            artifacts.compare_checkpoint(report, "it", checkpoint, contents=True)
         if report.found:
             reason = report.found[0].text
-            mark_damaged(ledger, run_id, known.path, reason)
-            say(f"checkpoint {known.path}: no session begins from it any more: {reason}")
+            mark_damaged(ledger, run_id, checkpoint.path, reason)
+            say(f"checkpoint {checkpoint.path}: no session begins from it any more: {reason}")

@@ -142,8 +142,8 @@ def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> 
         columns = [column[1] for column in old.execute(f"PRAGMA table_info({name})").fetchall()]
     except sqlite3.Error:
         return 0, True
-    known = [column[1] for column in new.execute(f"PRAGMA table_info({name})").fetchall()]
-    columns = [column for column in columns if column in known]
+    new_columns = [column[1] for column in new.execute(f"PRAGMA table_info({name})").fetchall()]
+    columns = [column for column in columns if column in new_columns]
     if not columns:
         return 0, True
     insert = f"INSERT OR IGNORE INTO {name} ({', '.join(columns)}) VALUES ({', '.join('?' for _ in columns)})"

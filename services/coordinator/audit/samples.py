@@ -39,8 +39,8 @@ def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, An
             raise NotFound(
                 f"run {run_id} has no samples: with algorithm {algorithm} it trains on its data set's rows"
             )
-        known = "it has none yet" if last is None else f"its batches are of steps 0 to {last}"
-        raise NotFound(f"step {step} of run {run_id} has no batch; {known}")
+        batches = "it has none yet" if last is None else f"its batches are of steps 0 to {last}"
+        raise NotFound(f"step {step} of run {run_id} has no batch; {batches}")
     groups = []
     for row in rows:
         payload = ledger.payload(run_id, row["group_id"])
@@ -144,7 +144,7 @@ def _completion_rows(group: dict[str, Any], weights: list[float]) -> list[dict[s
     for index, completion in enumerate(group["completions"]):
         lengths = [end - start for start, end, _, _ in completion["spans"]]
         values = completion["rewards"].values()
-        known = [w * value for w, value in zip(weights, values, strict=True) if value is not None]
+        weighted = [w * value for w, value in zip(weights, values, strict=True) if value is not None]
         rows.append(
             {
                 "group_id": group["group_id"],
@@ -163,7 +163,7 @@ def _completion_rows(group: dict[str, Any], weights: list[float]) -> list[dict[s
                 "sessions": np.repeat([s for _, _, s, _ in completion["spans"]], lengths).tolist(),
                 "versions": np.repeat([v for _, _, _, v in completion["spans"]], lengths).tolist(),
                 "rewards": list(completion["rewards"].items()),
-                "final_reward": sum(known) if known else None,
+                "final_reward": sum(weighted) if weighted else None,
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""Evaluation: validation prompts, leased in a class of their own, pinned to one version, outside batches and books.
+"""Evaluation: validation prompts in a separate class, pinned to one version, outside of batches and token accounting.
 
 One worker that holds the version (or a newer one) is pinned: it takes no further weights until the evaluation is
 done, while the others go on. Tokens of another version than the pinned one are refused and generated again.

@@ -20,5 +20,5 @@ def totals(rewards_CF: FloatArray, weights_F: FloatArray) -> FloatArray:
 
 def has_variance(totals_C: FloatArray) -> bool:
     """Return whether two completions have different rewards, so that the group has an advantage to train on."""
-    known = totals_C[~np.isnan(totals_C)]
-    return len(known) > 1 and bool(known.max() - known.min() > 1e-8)
+    finite = totals_C[~np.isnan(totals_C)]
+    return len(finite) > 1 and bool(finite.max() - finite.min() > 1e-8)

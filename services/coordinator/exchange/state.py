@@ -201,8 +201,8 @@ class Exchange:
 
     def newest_version(self) -> Version:
         """Return the newest session and the newest step among the workers' versions."""
-        known = [*self.versions.values(), *self.offered.values()]
-        sessions, steps = [version.session for version in known], [version.step for version in known]
+        versions = [*self.versions.values(), *self.offered.values()]
+        sessions, steps = [version.session for version in versions], [version.step for version in versions]
         return Version(max(sessions, default=0), max(steps, default=-1))
 
     # Shared by the handlers

@@ -36,7 +36,7 @@ RECENT_RESULTS = 64
 
 
 class Ledger(LedgerFile):
-    """All tables: those of runs, events, counters and payloads here, the others in modules of their own."""
+    """All tables: those of runs, events, counters and payloads here, the others are in the folder `tables`."""
 
     def __init__(self, path: Path, *, read_only: bool = False):
         super().__init__(path, read_only=read_only)
@@ -63,10 +63,10 @@ class Ledger(LedgerFile):
     def _run(self, run_id: str) -> sqlite3.Row:
         row: sqlite3.Row | None = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
         if row is None:
-            known = [
+            newest = [
                 r["run_id"] for r in self.db.execute("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
             ]
-            raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(known) or 'none'}")
+            raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(newest) or 'none'}")
         return row
 
     def runs(self) -> list[sqlite3.Row]:

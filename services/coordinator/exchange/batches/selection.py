@@ -116,10 +116,10 @@ def _metrics(run: ActiveRun, groups: list[sqlite3.Row], step: int, wait_s: float
     """Return the metrics of a batch: rewards, lengths, ages, and the seconds for which the learner waited."""
     completions = run.spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
-    known = [g["reward"] for g in groups if g["reward"] is not None]
+    rewards = [g["reward"] for g in groups if g["reward"] is not None]
     ages = Counter(step - g["oldest_step"] for g in groups)
     metrics = {
-        "reward": float(np.mean(known)) if known else float("nan"),
+        "reward": float(np.mean(rewards)) if rewards else float("nan"),
         "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
         "trained_tokens": float(sum(g["tokens"] for g in groups)),
         "learner_wait_s": wait_s,

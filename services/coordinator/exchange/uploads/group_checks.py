@@ -158,10 +158,10 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
     row = exchange.ledger.run(run.run_id)
     # Each worker's version is compared only where these are not enough.
     if session > row["session"] or step > row["published_step"]:
-        known = exchange.newest_version()
-        if session > (bound := max(row["session"], known.session)):
+        newest = exchange.newest_version()
+        if session > (bound := max(row["session"], newest.session)):
             return f"session {session} in spans is beyond the newest, {bound}"
-        if step > (bound := max(row["published_step"], known.step)):
+        if step > (bound := max(row["published_step"], newest.step)):
             return f"step {step} in spans is beyond the newest version's, {bound}"
     return ""
 

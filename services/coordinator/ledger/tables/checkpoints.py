@@ -32,12 +32,12 @@ class Checkpoints:
         self._db, self._folder = db, folder
 
     def add(self, report: CheckpointReport) -> bool:
-        """Register a complete checkpoint; return False for one that was known."""
-        known = self._db.execute(
+        """Register a complete checkpoint; return False for one that was registered before."""
+        registered = self._db.execute(
             "SELECT 1 FROM checkpoints WHERE run_id = ? AND session = ? AND step = ? AND sha256 = ?",
             (report.run_id, report.session, report.step, report.sha256),
         ).fetchone()
-        if known:
+        if registered:
             return False
         path = stored(self._folder, report.path)
         self._db.execute(
