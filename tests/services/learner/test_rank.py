@@ -1,10 +1,12 @@
-"""A learner rank's health after the set-up of its last run."""
+"""A learner rank: its health after the set-up of its last run, and directives about weights."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock, call
 
 import grpc
 import pytest
@@ -83,3 +85,27 @@ def test_health_says_whether_the_learner_could_set_up_its_last_run(
         rank._assignments.put(worker_pb2.RunAssignment(run_id="run-2", session=session).SerializeToString())
         rank.serve_forever()
         served.wait_for(status)
+
+
+def test_messages_about_weights_go_to_the_publishing_of_the_run(served: Served) -> None:
+    rank, publishing = served.rank, MagicMock()
+    ack = worker_pb2.WeightAck(run_id="run-1", member_id="m", ok=True)
+    roster = worker_pb2.Epoch(run_id="run-1", number=2, member_ids=["m"])
+    progress = worker_pb2.WeightProgress(run_id="run-1", member_id="m")
+    directives = [
+        worker_pb2.ConnectResponse(epoch=roster),
+        worker_pb2.ConnectResponse(weight_ack=ack),
+        worker_pb2.ConnectResponse(weight_acks=worker_pb2.WeightAcks(acks=[ack, ack])),
+        worker_pb2.ConnectResponse(weight_progress=progress),
+    ]
+    for run in (None, SimpleNamespace(publishing=publishing)):  # without a run nothing fails
+        rank._run = cast(Any, run)
+        for directive in directives:
+            rank.background.wait(rank._on_directive(directive), DEADLINE_S)
+    rank._run = None
+    assert publishing.mock_calls == [
+        call.set_members(roster),
+        *[call.acknowledge(ack)] * 3,
+        call.progress(progress),
+    ]
+    assert rank.early_roster == roster
