@@ -1,4 +1,4 @@
-"""Read a `RunSpec` from YAML and dotted overrides, and explain errors with the nearest known key.
+"""Read a `RunSpec` from YAML and dotted overrides; faults are explained by `paceline.spec.explaining`.
 
 `load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is the work of `paceline submit`. Relative paths in a file
 are relative to that file; the resolved spec holds absolute ones, so that every service reads the same.
@@ -7,21 +7,20 @@ are relative to that file; the resolved spec holds absolute ones, so that every 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
-import reprlib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from paceline.errors import SpecError
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.base import STORED
+from paceline.spec.explaining.faults import explain, unknown_key
+from paceline.spec.foreign.names import look_up
 
 MAX_PATH = 1024
-FAULTS_SHOWN = 20
 PATH_FIELDS = (
     ("policy", "model_name"),
     ("policy", "tokenizer_name"),
@@ -188,50 +187,21 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
                 node[key] = {}
             node = node[key]
         else:
-            raise SpecError(f"override {override!r}: {key!r} is below a plain value")
+            raise _below_value(override, key)
     if isinstance(node, list):
         node[_index(node, keys[-1], override)] = value
     elif isinstance(node, dict):
         node[keys[-1]] = value
     else:
-        raise SpecError(f"override {override!r}: {keys[-1]!r} is below a plain value")
+        raise _below_value(override, keys[-1])
 
 
-def explain(error: ValidationError) -> str:
-    """Return one line per fault: the dotted field, the value, the error, and the nearest known key."""
-    items = error.errors()
-    lines = [_explain_one(item) for item in items[:FAULTS_SHOWN]]
-    if len(items) > FAULTS_SHOWN:
-        lines.append(f"and {len(items) - FAULTS_SHOWN} more faults")
-    return "\n".join(lines)
-
-
-def _explain_one(item: Any) -> str:
-    location = ".".join(str(part) for part in item["loc"])
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(item["loc"][:-1])
-        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-        return f"{location}: unknown key; {hint}"
-    if item["type"] == "missing":
-        return f"{location}: missing; every spec has to set it"
-    if item["type"] == "value_error":
-        return f"{location}: {message}" if location else message
-    return f"{location}: {message} (got {reprlib.repr(item['input'])})"
-
-
-def _known_keys(location: tuple[Any, ...]) -> list[str]:
-    model: Any = RunSpec
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if model is None:
-            return []
-    return list(model.model_fields)
+def _below_value(override: str, key: str) -> SpecError:
+    """Return the error for an override below a plain value, which is a section in another library."""
+    dotted = override.partition("=")[0]
+    if look_up(dotted):
+        return SpecError("\n".join(unknown_key(tuple(dotted.split(".")), None)))
+    return SpecError(f"override {override!r}: {key!r} is below a plain value")
 
 
 def _item(node: list[Any], key: str, override: str) -> Any:

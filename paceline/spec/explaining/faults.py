@@ -1,0 +1,140 @@
+"""What is wrong with a spec, in one line for each fault: the dotted key as it was typed, the value, and the remedy.
+
+For an unknown key the dictionary of other libraries' names answers first, then spelling, then a key of that name elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.spec.explaining.nearest import MAX_GUESSES, nearest
+from paceline.spec.explaining.values import value_fault
+from paceline.spec.foreign.names import ForeignName, look_up
+from paceline.spec.keys import ITEM, dotted, keys, keys_of
+
+FAULTS_SHOWN = 20
+MAX_LEVELS = 8
+"""Levels of an unknown section that are looked into."""
+
+
+def explain(error: ValidationError) -> str:
+    """Return one line per fault of a spec, at most FAULTS_SHOWN."""
+    items = error.errors()
+    lines: list[str] = []
+    for item in items[:FAULTS_SHOWN]:
+        lines += _explain_one(item)
+    left = len(items) - FAULTS_SHOWN + max(0, len(lines) - FAULTS_SHOWN)
+    more = [f"and {left} more faults"] if left > 0 else []
+    return "\n".join([*lines[:FAULTS_SHOWN], *more])
+
+
+def unknown_key(location: tuple[Any, ...], value: Any) -> list[str]:
+    """Return the lines for a key that no section has; `value` is what stands there."""
+    head = _typed(location)
+    typed = _leaves(head, value)
+    found = {path: look_up(_without_indices(path)) for path in typed}
+    if any(found.values()):
+        answers = {
+            path: _foreign(path, entry) if entry else _own(location, path) for path, entry in found.items()
+        }
+        return [f"{path}: unknown key; {answer}" for path, answer in _once(answers).items()]
+    path = typed[0] if len(typed) == 1 else head
+    return [f"{path}: unknown key; {_own(location, path)}"]
+
+
+def _explain_one(item: Any) -> list[str]:
+    location, value = item["loc"], item["input"]
+    typed, message = _typed(location), str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        return unknown_key(location, value)
+    if item["type"] == "missing":
+        whole = dotted(location) in keys()
+        return [f"{typed}: missing; {'every spec has to set it' if whole else 'the list is too short'}"]
+    if item["type"] == "value_error":
+        return [f"{typed}: {message}" if typed else message]
+    if isinstance(value, dict) and (foreign := _foreign_below(typed, value)):
+        return foreign
+    return [f"{typed}: {value_fault(dotted(location), item)} (got {reprlib.repr(value)})"]
+
+
+def _foreign_below(typed: str, value: dict[Any, Any]) -> list[str]:
+    """Return the lines for keys of other libraries below one of our plain values (`algorithm.adv_estimator`)."""
+    entries = {path: look_up(path) for path in _leaves(typed, value)}
+    return [f"{path}: unknown key; {_foreign(path, entry)}" for path, entry in entries.items() if entry]
+
+
+def _foreign(path: str, entry: ForeignName) -> str:
+    """Return the clause for a name of another library."""
+    if not entry.key:
+        return f"there is none, because {entry.none}"
+    if entry.place:
+        rest = path.removeprefix(entry.name.removesuffix(".*")).lstrip(".")
+        return f"{entry.place}; write {entry.key}.{rest}" if rest else entry.place
+    name = path if entry.name.endswith(".*") else entry.name
+    clause = f"{entry.library}'s {name!r} is {entry.key} here"
+    return f"{clause}; {entry.note}" if entry.note else clause
+
+
+def _own(location: tuple[Any, ...], path: str) -> str:
+    """Return the clause that names our nearest key."""
+    section = dotted(location[:-1])
+    known = keys_of(f"{section}.{ITEM}" if f"{section}.{ITEM}" in keys() else section)
+    guesses = nearest(str(location[-1]), known) or _elsewhere(_without_indices(path))
+    if guesses:
+        return f"did you mean {_listed([repr(guess) for guess in guesses])}?"
+    return f"known keys: {', '.join(known)}"
+
+
+def _elsewhere(path: str) -> list[str]:
+    """Return the keys elsewhere in the spec that end as `path` does, in as many parts as possible."""
+    parts = path.split(".")
+    for first in range(len(parts)):
+        ending = ".".join(parts[first:])
+        found = [known for known in keys() if known == ending or known.endswith(f".{ending}")]
+        if found:
+            return found if len(found) <= MAX_GUESSES else []
+    return []
+
+
+def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
+    """Return the dotted names below an unknown key, at most FAULTS_SHOWN + 1."""
+    if not isinstance(value, dict) or not value or levels == 0:
+        return [path]
+    found: list[str] = []
+    for name, below in value.items():
+        if len(found) > FAULTS_SHOWN:
+            break
+        found += _leaves(f"{path}.{_part(name)}", below, levels - 1)
+    return found[: FAULTS_SHOWN + 1]
+
+
+def _once(answers: dict[str, str]) -> dict[str, str]:
+    """Return the answers with each text once, for the first path that has it and the number of others."""
+    paths: dict[str, list[str]] = {}
+    for path, answer in answers.items():
+        paths.setdefault(answer, []).append(path)
+    return {
+        first if not others else f"{first} and {len(others)} more": answer
+        for answer, (first, *others) in paths.items()
+    }
+
+
+def _typed(location: tuple[Any, ...]) -> str:
+    return ".".join(_part(part) for part in location)
+
+
+def _part(part: Any) -> str:
+    text = str(part)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _without_indices(path: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", "", path)
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,132 @@
+"""All keys of a spec with their descriptions, types and defaults, read from the section classes."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from paceline.spec.run import RunSpec
+
+ITEM = "N"
+"""Part of a dotted key that stands for the index of a list item: `rewards.N.weight`."""
+
+_PLAIN = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+    Any: "any value",
+}
+_BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the spec."""
+
+    path: str
+    """Dotted name from the top."""
+    field: FieldInfo
+    section: type[BaseModel] | None
+    """Class of the section that the key opens; None for a value."""
+
+    @property
+    def description(self) -> str:
+        """The sentence under the field; of a section without one, its class's."""
+        text = self.field.description or (self.section.__doc__ if self.section else None) or ""
+        return " ".join(text.split())
+
+    @property
+    def type_text(self) -> str:
+        """The type in words, with bounds: `integer > 0`."""
+        if self.section is not None:
+            return "list of sections" if get_origin(self.field.annotation) is tuple else "section"
+        return _words(self.field.annotation, self.field.metadata)
+
+    @property
+    def default_text(self) -> str:
+        """The default as YAML; "required" where there is none, empty for a section."""
+        if self.field.is_required():
+            return "required"
+        if self.section is not None:
+            return ""
+        value = self.field.get_default(call_default_factory=True)
+        return _yaml(list(value) if isinstance(value, tuple) else value)
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Return every key by its dotted name, sections before their keys."""
+    return {key.path: key for key in _below(RunSpec, "")}
+
+
+def keys_of(section: str) -> list[str]:
+    """Return the last parts of the keys directly below `section` (dotted; "" is the top)."""
+    prefix = f"{section}." if section else ""
+    rests = (path.removeprefix(prefix) for path in keys() if path.startswith(prefix))
+    return [rest for rest in rests if "." not in rest and rest != ITEM]
+
+
+def dotted(location: tuple[Any, ...]) -> str:
+    """Return the dotted name of a position, with ITEM in place of indices."""
+    return ".".join(ITEM if isinstance(part, int) else str(part) for part in location)
+
+
+def _below(model: type[BaseModel], prefix: str) -> list[Key]:
+    found = []
+    for name, field in model.model_fields.items():
+        section = _section_of(field.annotation)
+        key = Key(f"{prefix}{name}", field, section)
+        found.append(key)
+        if section is not None:
+            item = f".{ITEM}" if get_origin(field.annotation) is tuple else ""
+            found += _below(section, f"{key.path}{item}.")
+    return found
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _words(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "__metadata__"):
+        return _words(arguments[0], list(annotation.__metadata__))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(each, metadata) for each in arguments)
+    if origin is Literal:
+        return ", ".join(f"`{each}`" for each in arguments)
+    if origin is tuple:
+        inner = _words(arguments[0], [])
+        return f"list ({inner})" if arguments[-1] is ... else f"{len(arguments)} values ({inner})"
+    if origin is dict:
+        return "mapping"
+    bounds = _bounds(metadata) if annotation in (int, float) else ""
+    return " ".join(filter(None, (_PLAIN.get(annotation, str(annotation)), bounds)))
+
+
+def _bounds(metadata: list[Any]) -> str:
+    """Return the bounds of a number: "> 0, ≤ 1". pydantic keeps them as objects, or together in one FieldInfo."""
+    items = [part for each in metadata for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
+    found = [
+        f"{sign} {getattr(item, name):g}"
+        for item in items
+        for name, sign in _BOUNDS.items()
+        if getattr(item, name, None) is not None
+    ]
+    return ", ".join(found)
+
+
+def _yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=1000)
+    return text.removesuffix("\n").removesuffix("\n...")

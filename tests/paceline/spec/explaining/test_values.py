@@ -1,0 +1,86 @@
+"""Wrong values in words: what the key takes, and the value to write."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import SpecError
+from paceline.spec.reading import apply_override, parse_spec
+
+
+def refusal(override: str) -> str:
+    tree = {"policy": {"model_name": "m"}, "data": {"train": "d"}, "rewards": [{"function": "length"}]}
+    apply_override(tree, override)
+    with pytest.raises(SpecError) as caught:
+        parse_spec(tree)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.seed=many", "grpo.seed: has to be an integer (got 'many')"),
+        ("grpo.seed=1.5", "grpo.seed: has to be an integer (got 1.5)"),
+        ("grpo.seed=-1", "grpo.seed: has to be greater than or equal to 0 (got -1)"),
+        ("grpo.val_at_end=maybe", "grpo.val_at_end: has to be true or false (got 'maybe')"),
+        ("policy.optimizer.lr=high", "policy.optimizer.lr: has to be a number (got 'high')"),
+        ("policy.optimizer.betas=0.9", "policy.optimizer.betas: has to be a list (got 0.9)"),
+        ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas.1: missing; the list is too short"),
+        ("loss_fn.veto=[1,2,3]", "loss_fn.veto: has to have 2 values (got [1, 2, 3])"),
+        (
+            "policy.scheduler=cosine",
+            "policy.scheduler: is a section: keys with values, such as name: … (got 'cosine')",
+        ),
+        ("policy.generation.vllm_kwargs=3", "policy.generation.vllm_kwargs: has to be a mapping (got 3)"),
+        ("data.train=3", "data.train: has to be a text (got 3)"),
+        (
+            "policy.precision=bf16",
+            "policy.precision: has to be one of 'auto', 'float32', 'bfloat16'; write bfloat16 (got 'bf16')",
+        ),
+        (
+            "policy.precision=bfloat-16",
+            "policy.precision: has to be one of 'auto', 'float32', 'bfloat16'; did you mean 'bfloat16'? (got 'bfloat-16')",
+        ),
+        ("policy.generation.top_k=null", "policy.generation.top_k: has to be an integer; write 0 (got None)"),
+        (
+            "rewards=length",
+            "rewards: is a list of {function: …}; write rewards=[{function: length}] (got 'length')",
+        ),
+        (
+            "rewards=[length]",
+            "rewards.0: is a section {function: …}; write {function: length} (got 'length')",
+        ),
+        (
+            "checkpointing.metric_name=best",
+            "checkpointing.metric_name: has to be val: or train: and a metric, such as val:reward or train:loss "
+            "(got 'best')",
+        ),
+    ],
+)
+def test_a_fault_is_in_our_words(override: str, message: str) -> None:
+    assert refusal(override) == message
+
+
+def test_a_forbidden_name_is_explained_without_a_regular_expression() -> None:
+    assert refusal("name=my run/1") == (
+        "name: may have letters, digits, dots, dashes and underscores, ' ' '/' not, and 63 of them at most; "
+        "write name=my-run-1 (got 'my run/1')"
+    )
+    assert "the first one a letter or a digit" in refusal("name=-x")
+    assert "[A-Za-z" not in refusal("name=-x")
+
+
+def test_no_fault_of_a_plain_key_is_in_the_words_of_pydantic() -> None:
+    for value in ("{a: 1}", "[1]", "text", "1.5", "null", "true"):
+        for key in (
+            "grpo.seed",
+            "name",
+            "policy.optimizer.lr",
+            "algorithm",
+            "cluster.learner_gpus",
+            "loss_fn.veto",
+        ):
+            try:
+                assert "Input should" not in refusal(f"{key}={value}")
+            except pytest.fail.Exception:  # the key takes that value
+                continue
