@@ -37,7 +37,7 @@ def unknown_key(location: tuple[Any, ...], value: Any) -> list[str]:
     head = _typed(location)
     typed = _leaves(head, value)
     found = {path: look_up(_without_indices(path)) for path in typed}
-    if any(found.values()):
+    if any(found.values()) and not _misspelt_section(location, value):
         answers = {
             path: _foreign(path, entry) if entry else _own(location, path) for path, entry in found.items()
         }
@@ -87,6 +87,14 @@ def _own(location: tuple[Any, ...], path: str) -> str:
     if guesses:
         return f"did you mean {_listed([repr(guess) for guess in guesses])}?"
     return f"known keys: {', '.join(known)}"
+
+
+def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
+    """Return whether the key is near a section of ours that has all keys of `value`."""
+    above = dotted(location[:-1])
+    sections = [f"{above}.{near}" if above else near for near in nearest(str(location[-1]), keys_of(above))]
+    below = [str(name) for name in value] if isinstance(value, dict) else []
+    return bool(below) and any(set(below) <= set(keys_of(section)) for section in sections)
 
 
 def _elsewhere(path: str) -> list[str]:
