@@ -1,12 +1,14 @@
 """Read a `RunSpec` from YAML and dotted overrides; faults are explained by `paceline.spec.explaining`.
 
 `load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is the work of `paceline submit`. Relative paths in a file
-are relative to that file; the resolved spec holds absolute ones, so that every service reads the same.
+are relative to that file, and folders that the run makes to the working directory; the resolved spec holds absolute
+ones, so that every service reads the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ PATH_FIELDS = (
     ("data", "validation"),
     ("checkpointing", "checkpoint_dir"),
 )
+OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
+"""Folders that a run makes; relative ones are relative to the directory in which the spec is loaded."""
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
@@ -216,10 +220,11 @@ def _index(node: list[Any], key: str, override: str) -> int:
 
 def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
     tree = {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items()}
-    for section, key in PATH_FIELDS:
+    for section, key in dict.fromkeys((*PATH_FIELDS, *OUTPUT_FIELDS)):
         value = tree.get(section, {}).get(key) if isinstance(tree.get(section), dict) else None
         if isinstance(value, str):
-            tree[section][key] = _absolute(value, base)
+            is_output = (section, key) in OUTPUT_FIELDS
+            tree[section][key] = _absolute_output(value) if is_output else _absolute(value, base)
     tree.setdefault("folder", str(base.resolve()))
     rewards = tree.get("rewards")
     if isinstance(rewards, list | tuple):
@@ -232,6 +237,11 @@ def _absolute(value: str, base: Path) -> str:
     if value.startswith(("./", "../", "~")) or (base / value).exists():
         return str((base / Path(value).expanduser()).resolve())
     return value
+
+
+def _absolute_output(value: str) -> str:
+    """Return a folder relative to the working directory as an absolute path, and a URL unchanged."""
+    return value if not value or "://" in value else os.path.abspath(Path(value).expanduser())
 
 
 def _with_absolute_function(item: Any, base: Path) -> Any:

@@ -9,13 +9,23 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from paceline.spec.base import STORED, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
+def _checked_folder(name: str, folder: str | None, info: ValidationInfo) -> str | None:
+    """Return a folder that all services find. A stored spec, of an earlier version, may have another."""
+    if not folder or info.context == STORED or "://" in folder or folder.startswith("/"):
+        return folder
+    raise ValueError(
+        f"{name} {folder!r} is relative, and the services may run in different directories; give an absolute path or a URL"
+    )
+
+
 class WeightsSection(Section):
     """Transport of new weights to the rollout workers."""
 
     channel: Literal["collective", "delta"] = "collective"
     """`collective`: the whole model over a link to each worker. `delta`: changed elements through a store."""
     store: str | None = None
-    """Folder of stored weights: an absolute path or any fsspec URL; default `weights/` in the run's directory."""
+    """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
+    a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
     """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
     backend: Literal["auto", "gloo", "nccl", "shared"] = "auto"
@@ -45,12 +55,12 @@ class WeightsSection(Section):
             raise ValueError(
                 f"backend {self.backend!r} with channel 'delta': only the collective channel has a backend; remove it"
             )
-        if self.store is not None and not ("://" in self.store or self.store.startswith("/")):
-            raise ValueError(
-                f"store {self.store!r} is relative, and learner and workers may run in different directories; give an "
-                "absolute path or a URL"
-            )
         return self
+
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, store: str | None, info: ValidationInfo) -> str | None:
+        return _checked_folder("store", store, info)
 
 
 class CheckpointingSection(Section):
@@ -69,7 +79,13 @@ class CheckpointingSection(Section):
     """True if the highest value of the metric is the best."""
     checkpoint_dir: str | None = None
     """Parent folder of the runs' checkpoint folders: a path that all ranks see, or an fsspec URL
-    (`s3://bucket/folder`). Default `checkpoints/` in the run's directory."""
+    (`s3://bucket/folder`). Default `checkpoints/` in the run's directory. A relative path in a spec's file is relative
+    to the directory in which the command runs."""
+
+    @field_validator("checkpoint_dir")
+    @classmethod
+    def _check_folder(cls, checkpoint_dir: str | None, info: ValidationInfo) -> str | None:
+        return _checked_folder("checkpoint_dir", checkpoint_dir, info)
 
 
 class LoggerSection(Section):

@@ -42,6 +42,7 @@ COMMANDS = {
         "services.cli.records:samples",
         "Show the groups of a trained step: completions, rewards, versions.",
     ),
+    "metrics": ("services.cli.metrics:metrics", "Show or export the metrics of a run."),
     "ledger": ("services.cli.records:ledger", "Verify or back up the record of every group."),
     "export": (
         "services.cli.records:export",

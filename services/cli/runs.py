@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from paceline.client import Client
 from services.cli import render
+from services.cli.offline import DEFAULT_DIRECTORY, runs_of
 from services.cli.watching import follow
-from services.common.options import coordinator_option, json_option, print_json
+from services.common.options import coordinator_option, find_run, json_option, print_json, recorded_option
 
 
 @click.command()
@@ -33,11 +36,12 @@ def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: 
 
 @click.command()
 @coordinator_option
+@recorded_option
 @json_option
-def runs(coordinator: str, as_json: bool) -> None:
-    """List the runs of the coordinator, oldest first; as JSON lines with --json."""
-    with Client(coordinator) as client:
-        facts = [render.run_facts(run) for run in client.runs()]
+def runs(coordinator: str, directory: Path | None, as_json: bool) -> None:
+    """List the runs of the coordinator, or of a directory, oldest first; as JSON lines with --json."""
+    with runs_of(coordinator, directory) as source:
+        facts = [render.run_facts(run) for run in source.runs()]
     if as_json:
         for run_facts in facts:
             print_json(run_facts)
@@ -51,11 +55,18 @@ def runs(coordinator: str, as_json: bool) -> None:
 @click.argument("run")
 @click.option("--after", default=0, help="Show only events after this sequence number.")
 @coordinator_option
+@recorded_option
 @json_option
-def watch(run: str, after: int, coordinator: str, as_json: bool) -> None:
-    """Follow a run until it ends; exit status 1 if it does not succeed. JSON lines with --json."""
-    with Client(coordinator) as client:
-        follow(client, run, after=after, as_json=as_json)
+def watch(run: str, after: int, coordinator: str, directory: Path | None, as_json: bool) -> None:
+    """Follow a run until it ends; exit status 1 if it does not succeed. JSON lines with --json.
+
+    RUN is its id or its folder. Of a directory, or a folder, it shows what is on record.
+    """
+    if Path(run).is_dir() and directory is None:
+        path, run = find_run(run, DEFAULT_DIRECTORY)
+        directory = path.parent
+    with runs_of(coordinator, directory) as source:
+        follow(source, run, after=after, as_json=as_json)
 
 
 @click.command()

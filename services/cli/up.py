@@ -7,18 +7,18 @@ import functools
 import math
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 
 from paceline.client import Client
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
 from paceline.spec import ClusterSection, RunSpec
 from services.cli.left_runs import left_runs
 from services.cli.watching import follow
-from services.common.gpus import divide, visible_gpus
+from services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
 from services.common.options import (
     directory_option,
     functions_from_option,
@@ -29,6 +29,8 @@ from services.local.cluster import GRACE_S, LocalCluster
 
 USUAL_PORT = 7070
 MIN_FREE_MB = 512
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in shells."""
 
 
 @click.command()
@@ -142,6 +144,11 @@ def run_here(
     sizes, division = divide(sizes, len(gpus), rollout=sizes.rollout_workers > 0)
     if division:
         say(division)
+    if named_in(sizes) and torch_is_for_cpus():
+        raise SpecError(
+            f"this host shows GPUs ({len(gpus)}), and the installed torch is a build for CPUs; install a CUDA build (see "
+            "`paceline doctor`), or set cluster.device=cpu and empty cluster.*_gpus"
+        )
     if spec is not None and sizes is not named:
         spec = _with_division(spec, sizes)
     allowed = _function_folders(functions_from, specs)
@@ -157,7 +164,7 @@ def run_here(
         gpus=gpus,
     )
     with _ends_with_signals(), contextlib.ExitStack() as stack:
-        stack.callback(cluster.stop)
+        stack.callback(_stop, cluster, say)
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
         client = stack.enter_context(Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf))
         cluster.on_failure = client.close
@@ -169,19 +176,38 @@ def run_here(
         cluster.start_workers()
         try:
             succeeded = [_follow(client, run_id, as_json) for run_id in run_ids]
-            if keep:
-                say("the services go on until Ctrl-C")
-                while not cluster.wait(3600.0):
-                    pass
         except KeyboardInterrupt:
             say(f"stopping; `paceline up --directory {directory}` goes on with the open runs")
-            raise click.exceptions.Exit(130) from None
+            raise click.exceptions.Exit(INTERRUPTED) from None
         except PacelineError:
             cluster.check()  # a service that was given up is the cause of any error here
             raise
+        if keep:
+            _wait_until_interrupted(cluster, say)
         cluster.check()
         if not all(succeeded):
             raise click.exceptions.Exit(1)
+
+
+def _wait_until_interrupted(cluster: LocalCluster, say: Callable[[str], None]) -> None:
+    """Keep the services, all runs of which have ended, until Ctrl-C, SIGTERM, or a service is given up."""
+    say("the services go on until Ctrl-C")
+    try:
+        while not cluster.wait(3600.0):
+            pass
+    except KeyboardInterrupt:
+        say("stopping")
+
+
+def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
+    """Stop the services in good order; at a second Ctrl-C leave at once, and they end with this process."""
+    try:
+        cluster.stop()
+    except KeyboardInterrupt:
+        say(
+            "ended without waiting for the services; the next `paceline up` makes again what they had not submitted"
+        )
+        raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 def _follow(client: Client, run_id: str, as_json: bool) -> bool:
@@ -230,6 +256,8 @@ def _ends_with_signals() -> Iterator[None]:
         signal.signal(number, signal.default_int_handler)
     try:
         yield
+    except KeyboardInterrupt:  # else click would print "Aborted!"
+        raise click.exceptions.Exit(INTERRUPTED) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,9 +15,15 @@ from paceline.client import Client, Event
 from services.cli import render
 from services.common.options import print_json
 
+if TYPE_CHECKING:
+    from services.cli.offline import RecordedRuns
 
-def follow(client: Client, run_id: str, *, after: int = 0, as_json: bool = False) -> None:
-    """Print a run's events until it has ended. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable."""
+
+def follow(client: Client | RecordedRuns, run_id: str, *, after: int = 0, as_json: bool = False) -> None:
+    """Print a run's events until it has ended. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable.
+
+    Of a directory's records it prints what is there, also of a run that has not ended.
+    """
     total_steps = client.get(run_id).max_num_steps
     evaluations: list[dict[str, Any]] = []
     with _screen(run_id, total_steps, as_json) as show:

@@ -9,6 +9,7 @@ A GPU has the number that CUDA has for it in this process: its index in CUDA_VIS
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -16,8 +17,11 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from paceline.errors import SpecError
+from paceline.errors import SpecError, Unavailable
 from paceline.spec import ClusterSection
+
+ROLES = ("learner", "rollout", "reward")
+"""Roles that `cluster` has a key of GPUs for."""
 
 LISTING_S = 20.0
 """Seconds for `nvidia-smi -L`, which may have to wake the driver."""
@@ -59,6 +63,24 @@ def visible_gpus(
     return tuple(visible)
 
 
+def torch_is_for_cpus() -> bool:
+    """Return whether the installed torch is a build without CUDA and ROCm. It reads one file and does not import torch."""
+    found = importlib.util.find_spec("torch")
+    for folder in (found and found.submodule_search_locations) or ():
+        try:
+            text = (Path(folder) / "version.py").read_text()
+        except OSError:
+            continue
+        built_for = re.findall(r"^(?:cuda|hip)\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
+        return bool(built_for) and all(value.strip() == "None" for value in built_for)
+    return False
+
+
+def usable_gpus() -> tuple[str, ...]:
+    """Return the GPUs of `visible_gpus` that torch can use; none with a build of torch for CPUs."""
+    return () if torch_is_for_cpus() else visible_gpus()
+
+
 def named_in(cluster: ClusterSection) -> tuple[int, ...]:
     """Return all GPUs that a spec names."""
     return (*cluster.rollout_gpus, *cluster.learner_gpus, *cluster.reward_gpus)
@@ -77,17 +99,42 @@ def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tup
         unused = f"cluster.device is cpu: {_count(number)} of this host not used" if number else ""
         return cluster, unused
     if named_in(cluster):
-        missing = [gpu for gpu in named_in(cluster) if gpu >= number]
-        if missing:
-            raise SpecError(
-                f"cluster.*_gpus name GPU {missing[0]}, and this host shows {_count(number)}, counted from 0; look at "
-                "CUDA_VISIBLE_DEVICES, name others, or empty the keys ('cluster.learner_gpus=[]') for CPUs"
-            )
+        if missing := missing_gpus(cluster, number):
+            raise SpecError(missing)
         return cluster, _left_on_cpus(cluster, number, rollout)
     if not number:
         return cluster, ""
     divided = _divided(cluster, number, rollout)
     return divided, _sentence(divided, number, rollout)
+
+
+def missing_gpus(cluster: ClusterSection, number: int) -> str:
+    """Return which named GPU a host that shows `number` GPUs does not have, with the remedy; empty when it has all."""
+    for role in ROLES:
+        for gpu in _gpus_of(cluster, role):
+            if gpu >= number:
+                return (
+                    f"the spec asks for GPU {gpu} (cluster.{role}_gpus), and this host shows {_count(number)}, counted from "
+                    f"0; see `paceline doctor` and CUDA_VISIBLE_DEVICES, name others, or set cluster.{role}_gpus=[] for CPUs"
+                )
+    return ""
+
+
+def refuse_cpu(cluster: ClusterSection, role: str, sees: str = "torch sees none here") -> None:
+    """Refuse to compute a run on CPUs where its spec names GPUs for the role.
+
+    `sees` says what this process found. Raises Unavailable, because another process of the role may have the GPUs.
+    """
+    if gpus := _gpus_of(cluster, role):
+        raise Unavailable(
+            f"the run asks for {_numbers(gpus)} (cluster.{role}_gpus), and {sees}; see `paceline doctor`, or set "
+            f"cluster.{role}_gpus=[] for CPUs"
+        )
+
+
+def _gpus_of(cluster: ClusterSection, role: str) -> tuple[int, ...]:
+    gpus: tuple[int, ...] = getattr(cluster, f"{role}_gpus")
+    return gpus
 
 
 def _left_on_cpus(cluster: ClusterSection, number: int, rollout: bool) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -144,12 +146,12 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         self.host = host
+        if port and _is_taken(host, port):  # before gRPC tries, because it writes a line to stderr itself
+            raise _taken(host, port)
         try:
             self.port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError:
-            raise Conflict(
-                f"cannot listen on {host}:{port}; is another process there? Choose another port"
-            ) from None
+            raise _taken(host, port) from None
 
     def add(self, servicer: Any, register: Callable[[Any, grpc.aio.Server], None], name: str) -> None:
         """Add a service by its generated registration function and its full name."""
@@ -179,6 +181,25 @@ class GrpcServer:
         """Set the health to NOT_SERVING; calls under way have `grace_s` seconds to end."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+
+
+def _taken(host: str, port: int) -> Conflict:
+    return Conflict(f"cannot listen on {host}:{port}; is another process there? Choose another port")
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Return whether another process listens on the port; False where only the attempt can tell."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return False
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:

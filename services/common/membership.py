@@ -31,7 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.address import checked_address
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import Conflict, WireError
-from paceline.rate_limited_log import unforeseen
+from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -57,6 +57,9 @@ holds, so whatever an earlier reply granted has been revoked."""
 MAX_BULK = 4
 """Requests with payloads that wait for their replies at a time; others wait to be sent. The coordinator has to keep all
 received payloads, also while its disk is full."""
+
+TROUBLE_LOG_S = 60.0
+"""Shortest time between two lines about a coordinator that is away or refuses this worker."""
 
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
@@ -102,6 +105,7 @@ class Membership:
         self._gauges = gauges
         self._on_refused = on_refused
         self._is_refused = False
+        self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unwritten: worker_pb2.ConnectRequest | None = None
         """Report taken from the queue and not written yet: the stream may break before."""
@@ -152,9 +156,16 @@ class Membership:
     def _note(self, error: grpc.aio.AioRpcError) -> None:
         """Log a stream that could not be opened, or broke; it is tried again."""
         if error.code() not in REFUSED:
-            log.warning("no coordinator at %s: %s", self._coordinator, error.details())
+            self._trouble.warning(
+                "away",
+                "no coordinator answers at %s: %s. This worker keeps its results and tries again every few seconds; start "
+                "the coordinator with `paceline serve coordinator`, or name another with --coordinator",
+                self._coordinator,
+                error.details(),
+            )
             return
-        log.error(
+        self._trouble.warning(
+            "refused",
             "the coordinator at %s refuses this worker, which keeps its results and tries again: %s",
             self._coordinator,
             error.details(),
@@ -263,6 +274,7 @@ class Membership:
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         """Connect the exchange (again); unanswered requests are sent again under the new term."""
         self.term, self._secret, self._is_refused = welcome.term, welcome.secret, False
+        self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self._close_socket()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)

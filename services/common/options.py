@@ -95,6 +95,11 @@ directory_option = click.option(
     show_default=True,
     help="Folder of the coordinator's ledger and runs.",
 )
+recorded_option = click.option(
+    "--directory",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Read the records of this folder instead of asking a coordinator; default runs, when none answers.",
+)
 
 
 def print_json(value: Any) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import click
 
+from paceline.errors import PacelineError
 from paceline.files.names import LEDGER_NAME
 from paceline.tracing import set_up_metrics, set_up_tracing
+from services.common.directory import make_directory
 from services.common.grpc_server import run_service
 from services.common.options import functions_from_option, token_file_option
 from services.common.processes.file_limit import Capacity, raise_file_limit
@@ -78,7 +80,10 @@ def main(
     set_up_tracing("coordinator")
     set_up_metrics("coordinator")
     directory = directory.resolve()
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        make_directory(directory)
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
     service = CoordinatorService(
         directory=directory,
         host=host,

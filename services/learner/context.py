@@ -19,6 +19,7 @@ class RankContext(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    cpu_chosen: bool
     host: str
     reachable: str
     grace_s: float

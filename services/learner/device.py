@@ -29,9 +29,15 @@ def set_up_device(device: str, host: str) -> torch.device:
         raise Unavailable(
             f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
         )
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda and rank >= (number := torch.cuda.device_count()):
+        raise Unavailable(
+            f"rank {rank} of the learner needs a GPU for itself, and torch sees {number} here, counted from 0; see "
+            "`paceline doctor`, or start fewer ranks (cluster.learner_ranks)"
+        )
     if device == "auto" and not cuda and (idle := unused_gpus("learner")):
         log.warning("%s", idle)
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(rank)
     form_rank_group(host, cuda=cuda)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -15,6 +15,7 @@ import click
 
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.parent_death import die_with_starter
+from services.common.processes.quiet_torch import QUIET_TORCH
 from services.learner.launcher import end_as, run_ranks
 
 
@@ -40,6 +41,7 @@ def main(
     ready_file: Path | None,
 ) -> None:
     """The learner: trains on batches and publishes weights."""
+    os.environ.setdefault(*QUIET_TORCH)
     options = [
         *("--coordinator", coordinator, "--host", host, "--port", str(port), "--name", name),
         *("--device", device, "--grace", str(grace_s), "--advertise-host", advertise_host),

@@ -64,6 +64,8 @@ class LearnerRank:
         self.host = host
         self.reachable = reachable
         """Address of this machine for others; `host` is the address that it listens on."""
+        self.cpu_chosen = False
+        """True when the service was started with --device cpu."""
         self.grace_s = grace_s
         """Seconds from SIGTERM in which the coordinator may still answer."""
         self._stop_s = 0.0
@@ -264,6 +266,7 @@ def main(
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
     rank = LearnerRank(coordinator, name, used, host, reachable, grace_s)
+    rank.cpu_chosen = device == "cpu"
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:

@@ -45,6 +45,13 @@ GRACE_S = 25.0
 KILL_AFTER_S = 15.0
 """Seconds after a service's grace until it is killed: for leaving and unloading, which are not part of the grace."""
 
+EXPLAIN_AFTER_S = 3.0
+"""Seconds of waiting for services that end, after which a line names them."""
+
+LEARNER_ENDS = (
+    ": the learner ends its step and writes a checkpoint, and one that is cut off is not used: training goes on from the one "
+    "before"
+)
 ROLES = ("rollout", "reward", "learner", "coordinator")
 NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
@@ -209,10 +216,25 @@ class LocalCluster:
             services = [service for role in roles for service in self._services[role]]
             for service in services:
                 service.terminate()
-            deadline_s = time.monotonic() + self._grace_s + KILL_AFTER_S
-            for service in services:
-                service.wait_ended(max(0.1, deadline_s - time.monotonic()))
+            self._wait_ended(services)
         self._lock.release()
+
+    def _wait_ended(self, services: Sequence[Service]) -> None:
+        """Wait for services that were told to end; name those that take long, and kill them when their time is over."""
+        started_s = time.monotonic()
+        allowed_s = self._grace_s + KILL_AFTER_S
+        while (waited_s := time.monotonic() - started_s) < EXPLAIN_AFTER_S:
+            if not any(service.ends for service in services):
+                break
+            time.sleep(min(0.02, max(0.0, EXPLAIN_AFTER_S - waited_s)))
+        if slow := [service.name for service in services if service.ends]:
+            learner = any(name.startswith("learner") for name in slow)
+            self._say(
+                f"waiting for {', '.join(slow)}, {allowed_s:.0f} s at most (--grace {self._grace_s:.0f} and {KILL_AFTER_S:.0f} "
+                f"to leave){LEARNER_ENDS if learner else ''}; Ctrl-C ends at once"
+            )
+        for service in services:
+            service.wait_ended(max(0.1, allowed_s - (time.monotonic() - started_s)))
 
     def _add(self, role: str, command: list[str], max_deaths: int | None) -> Service:
         services = self._services[role]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.errors import Conflict
+from services.common.directory import make_directory
 
 
 class FolderLock:
@@ -24,7 +25,7 @@ class FolderLock:
 
     def take(self) -> None:
         """Take the lock at once, and make the folder if need be. Raises Conflict when another process holds it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self._path.parent)
         file = self._path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

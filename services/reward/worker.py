@@ -29,6 +29,7 @@ from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.common.assigned_run import AssignedRun
+from services.common.gpus import refuse_cpu, usable_gpus
 from services.common.membership import Membership
 from services.common.run_setup import spec_of
 
@@ -86,6 +87,8 @@ class RewardWorker:
                 try:
                     spec = spec_of(assignment)
                     self._check_function_files(spec)
+                    if spec.cluster.reward_gpus and not usable_gpus():
+                        refuse_cpu(spec.cluster, "reward", "this host shows none that torch can use")
                     runner = await opened.enter_async_context(RewardRunner(spec.rewards, self._num_processes))
                     reference = await opened.enter_async_context(ReferenceScorer(spec))
                 except Exception as error:  # anything that cannot be loaded now may be there later

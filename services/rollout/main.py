@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 from functools import partial
 from pathlib import Path
 
 import click
 
+from paceline.errors import Unavailable
 from paceline.onednn import bound_caches
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from protos.paceline.v1 import rollout_pb2_grpc
@@ -19,6 +21,7 @@ from services.common.grpc_server import GrpcServer, run_service
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
+from services.common.processes.quiet_torch import QUIET_TORCH
 from services.common.processes.ready_file import announce
 from services.common.token_guard import worker_guard
 from services.rollout.worker import RolloutWorker
@@ -46,6 +49,7 @@ def main(
 ) -> None:
     """A rollout worker: generates completions for the coordinator's run."""
     die_with_starter()
+    os.environ.setdefault(*QUIET_TORCH)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("rollout")
     raise_file_limit()
@@ -55,6 +59,7 @@ def main(
         reachable = advertised_host(host, advertise_host, coordinator)
         member_id = f"{name}-{uuid.uuid4().hex[:8]}"
         worker = RolloutWorker(coordinator, member_id, _device(device), grace_s, reachable)
+        worker.cpu_chosen = device == "cpu"
         server = GrpcServer(host, port, worker_guard())
         server.add(
             worker, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
@@ -88,10 +93,14 @@ def main(
 def _device(device: str) -> str:
     import torch
 
+    if torch.cuda.is_available() and device == "auto":
+        return "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unavailable(
+            f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
+        )
     if device != "auto":
         return device
-    if torch.cuda.is_available():
-        return "cuda"
     if idle := unused_gpus("rollout worker"):
         log.warning("%s", idle)
     return "cpu"

@@ -22,6 +22,7 @@ from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 from rollout.engine import MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
 from services.common.assigned_run import AssignedRun
+from services.common.gpus import refuse_cpu
 from services.common.grpc_server import with_status
 from services.common.membership import Membership
 from services.common.run_setup import spec_of
@@ -59,6 +60,8 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self.drained = asyncio.Event()
         self._host = host
         self._device = device
+        self.cpu_chosen = False
+        """True when the service was started with --device cpu."""
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
@@ -116,8 +119,11 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self._set_up_pause.reset()
         while True:
             try:
+                spec = spec_of(assignment)
+                if self._device == "cpu" and not self.cpu_chosen:
+                    refuse_cpu(spec.cluster, "rollout")
                 run = await RolloutRun.start(
-                    spec_of(assignment), assignment, self.member_id, self.membership, self._device, self._host
+                    spec, assignment, self.member_id, self.membership, self._device, self._host
                 )
             except EngineDied:
                 raise

@@ -90,6 +90,11 @@ class Service:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._process.pid, signal.SIGTERM)
 
+    @property
+    def ends(self) -> bool:
+        """Return whether the child was told to end and has not ended yet."""
+        return self._stopping.is_set() and self._keeper.is_alive()
+
     def wait_ended(self, grace_s: float) -> None:
         """Wait for the child to end after `terminate`, and kill its group after `grace_s` seconds."""
         self._keeper.join(grace_s)

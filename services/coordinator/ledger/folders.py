@@ -1,13 +1,19 @@
 """Paths of a run's folders. The ledger keeps them relative to its own folder, so that the whole folder can be moved.
 
-Paths outside of the ledger's folder, and all URLs, are kept as they are. Older ledgers have absolute paths: where such
-a path does not exist, its end, from the run's own folder on, is searched below the ledger's folder.
+Paths outside of the ledger's folder, and all URLs, are kept as they are. Older ledgers have absolute paths also of what
+is in a run's folder: their end, from that folder on, is taken below the ledger's folder. A copy therefore never reads the
+original's files.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from paceline.files.names import EXPORT, EXPORTS
+
+RUN_FOLDERS = ("checkpoints", EXPORT, EXPORTS)
+"""Folders that are made in a run's own folder."""
 
 
 def stored(base: Path, path: str) -> str:
@@ -25,10 +31,12 @@ def resolved(base: Path, path: str, run_id: str) -> str:
     if not os.path.isabs(path):
         return str(base / path)
     parts = Path(path).parts
-    if not os.path.exists(path) and run_id in parts:
+    if run_id in parts:
         last = len(parts) - 1 - parts[::-1].index(run_id)
-        moved = base.joinpath(*parts[last:])
-        if moved.exists():
+        inside = parts[last:]
+        moved = base.joinpath(*inside)
+        is_of_run = len(inside) > 1 and inside[1] in RUN_FOLDERS and (base / run_id).is_dir()
+        if moved.exists() or is_of_run:
             return str(moved)
     return path
 

@@ -25,7 +25,8 @@ class Commands:
         """End a run, also one that has failed and may be resumed. Raises NotFound; Conflict when it has ended."""
         row = self._ledger.run(run_id)
         if row["state"] not in ("queued", "failed", *ACTIVE_STATES):
-            raise Conflict(f"run {run_id} has {row['state']} already")
+            verb = "was" if row["state"] == "cancelled" else "has"
+            raise Conflict(f"run {run_id} {verb} {row['state']} already")
         await self._states.end(run_id, "cancelled", "cancelled by request")
 
     async def pause(self, run_id: str) -> None:

@@ -35,6 +35,9 @@ LOGGED_PAUSE_S = 1.0
 OVERDUE_CHECK_S = 5.0
 """Seconds between two checks of the ages of leases."""
 
+IN_GOOD_ORDER = "in good order"
+"""Reason of a member that leaves without one of its faults."""
+
 log = logging.getLogger(__name__)
 
 
@@ -179,7 +182,8 @@ class Pool:
                     evaluation.unpin_member(self._exchange, run, member.member_id)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
-        log.warning(
+        log.log(
+            logging.INFO if reason == IN_GOOD_ORDER else logging.WARNING,
             "%s %s left (%s); %d leases revoked",
             member.role_name,
             member.member_id,
@@ -217,7 +221,7 @@ class Pool:
             reason = cut(request.leave.reason)
             if member.session and not reason:
                 await self._note_left(member.session)
-            await self.leave(member, reason or "in good order", crashed=bool(reason))
+            await self.leave(member, reason or IN_GOOD_ORDER, crashed=bool(reason))
         else:
             await self._reports.take(member, request)
 

@@ -26,6 +26,7 @@ from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailabl
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from protos.paceline.v1 import worker_pb2
+from services.common.gpus import refuse_cpu
 from services.common.run_setup import failed_set_up, spec_of
 from services.learner.context import RankContext
 from services.learner.training.agreement import StepAgreement
@@ -169,6 +170,8 @@ class LearnerRun:
     def _read(self) -> None:
         """Read everything that the spec names, without a collective."""
         spec = self._spec
+        if self._rank.device.type == "cpu" and not self._rank.cpu_chosen:
+            refuse_cpu(spec.cluster, "learner")
         self._exports.remove_left_overs()
         torch.manual_seed(spec.seed)
         self._trainer = Trainer(spec, self._rank.device)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import stat
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import paceline
 
-from paceline.errors import SpecError
+from paceline.errors import SpecError, Unavailable
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
 from services.cli.up import _with_division
-from services.common.gpus import divide, for_cuda, installed_gpus, share_gpus, unused_gpus, visible_gpus
+from services.common.gpus import (
+    divide,
+    for_cuda,
+    installed_gpus,
+    refuse_cpu,
+    share_gpus,
+    torch_is_for_cpus,
+    unused_gpus,
+    usable_gpus,
+    visible_gpus,
+)
 from services.local.cluster import LocalCluster
 
 
@@ -121,8 +132,17 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
             "cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs one; lower it",
         ),
         (2, {"learner_ranks": 2}, "each rank needs one and the rollout workers another; lower it"),
-        (0, {"rollout_gpus": (0,)}, r"name GPU 0, and this host shows 0 GPUs"),
-        (4, {"rollout_gpus": (4,)}, r"name GPU 4, and this host shows 4 GPUs, counted from 0"),
+        (0, {"rollout_gpus": (0,)}, r"GPU 0 \(cluster.rollout_gpus\), and this host shows 0 GPUs"),
+        (
+            4,
+            {"rollout_gpus": (4,)},
+            r"GPU 4 \(cluster.rollout_gpus\), and this host shows 4 GPUs, counted from 0",
+        ),
+        (
+            1,
+            {"reward_gpus": (0, 2)},
+            r"GPU 2 \(cluster.reward_gpus\), and this host shows 1 GPU, .*reward_gpus=\[\]",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_keys(
@@ -130,6 +150,38 @@ def test_what_cannot_be_divided_is_refused_with_the_keys(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         divide(ClusterSection(**cluster), number)
+
+
+def test_a_role_does_not_compute_on_cpus_where_the_spec_names_gpus() -> None:
+    cluster = ClusterSection(learner_gpus=(0, 1), learner_ranks=2)
+    refuse_cpu(cluster, "rollout")
+    with pytest.raises(Unavailable) as refused:
+        refuse_cpu(cluster, "learner")
+    assert str(refused.value) == (
+        "the run asks for GPU 0 to 1 (cluster.learner_gpus), and torch sees none here; see `paceline doctor`, or set "
+        "cluster.learner_gpus=[] for CPUs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_for_cpus"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True),
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", False),
+        ("cuda = None\nhip = '6.2'\n", False),
+        ("__version__ = '3.0'\n", False),
+    ],
+)
+def test_a_torch_for_cpus_is_told_without_its_import(
+    version: str, is_for_cpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(version)
+    spec = ModuleSpec("torch", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert torch_is_for_cpus() == is_for_cpus
+    monkeypatch.setattr("services.common.gpus.visible_gpus", lambda: ("0",))
+    assert usable_gpus() == (() if is_for_cpus else ("0",))
 
 
 def test_the_run_keeps_its_division() -> None:

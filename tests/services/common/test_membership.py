@@ -12,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from paceline.errors import Conflict
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -408,3 +409,47 @@ async def test_a_worker_of_another_protocol_saves_what_it_has_and_waits(
             coordinator.close()
     assert saved == ["checkpoint"], "once for all the time that it is refused"
     assert "update the coordinator" in caplog.text
+
+
+async def test_a_coordinator_that_is_away_is_one_line_with_the_remedy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = 0
+    tried = asyncio.Event()
+
+    async def away(self: Membership) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 4:
+            tried.set()
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "connection refused"
+        )
+
+    monkeypatch.setattr(Membership, "_stream", away)
+    monkeypatch.setattr(member, "FIRST_BACKOFF_S", 0.001)
+
+    async def ignore(directive: worker_pb2.ConnectResponse) -> None:
+        raise AssertionError("no directive comes")
+
+    membership = Membership("127.0.0.1:1", worker_pb2.Hello, ignore)
+    belonging = asyncio.create_task(membership.run())
+    async with asyncio.timeout(DEADLINE_S):
+        await tried.wait()
+    belonging.cancel()
+    await asyncio.wait((belonging,))
+    lines = [record.getMessage() for record in caplog.records if "127.0.0.1:1" in record.getMessage()]
+    assert lines == [
+        "no coordinator answers at 127.0.0.1:1: connection refused. This worker keeps its results and tries again every "
+        "few seconds; start the coordinator with `paceline serve coordinator`, or name another with --coordinator"
+    ]
+
+
+async def test_a_port_in_use_is_refused_without_a_line_of_grpc(capfd: pytest.CaptureFixture[str]) -> None:
+    server = GrpcServer("127.0.0.1", 0)
+    async with server:
+        with pytest.raises(
+            Conflict, match=f"^cannot listen on 127.0.0.1:{server.port}; is another process there"
+        ):
+            GrpcServer("127.0.0.1", server.port)
+    assert capfd.readouterr().err == ""

@@ -339,3 +339,25 @@ def test_a_worker_dies_with_a_killed_supervisor_whatever_its_grace(tmp_path: Pat
         supervisor.kill()
     for pid in pids:
         until(lambda pid=pid: gone(pid))  # type: ignore[misc]
+
+
+def test_a_service_that_takes_long_to_end_is_named_with_the_time_it_has(
+    start: Callable[..., Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    service = start(
+        f"import pathlib, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(0)))\n"
+        f"pathlib.Path({str(mark)!r}).touch(); signal.pause()"
+    )
+    until(mark.exists)
+    said: list[str] = []
+    monkeypatch.setattr("services.local.cluster.EXPLAIN_AFTER_S", 0.1)
+    cluster = LocalCluster(tmp_path / "runs", ClusterSection(), say=said.append, grace_s=7, gpus=())
+    service.name = "learner-0"
+    cluster._services["learner"].append(service)
+    cluster.stop()
+    assert said == [
+        "waiting for learner-0, 22 s at most (--grace 7 and 15 to leave): the learner ends its step and writes a checkpoint, "
+        "and one that is cut off is not used: training goes on from the one before; Ctrl-C ends at once"
+    ]
+    assert not service.ends

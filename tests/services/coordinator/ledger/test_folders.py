@@ -33,10 +33,20 @@ def test_an_old_absolute_path_is_found_below_the_new_place(tmp_path: Path) -> No
     old = str(tmp_path / "old" / "a-1" / "checkpoints" / "1-4")
     assert resolved(tmp_path / "new", old, "a-1") == str(tmp_path / "new" / "a-1" / "checkpoints" / "1-4")
     gone = str(tmp_path / "old" / "a-1" / "checkpoints" / "1-8")
-    assert resolved(tmp_path / "new", gone, "a-1") == gone
-    Path(old).mkdir(parents=True)
-    assert resolved(tmp_path / "new", old, "a-1") == old
+    assert resolved(tmp_path / "new", gone, "a-1") == str(tmp_path / "new" / "a-1" / "checkpoints" / "1-8")
     assert resolved(tmp_path / "new", "", "a-1") == ""
+
+
+def test_a_copy_never_uses_the_originals_files(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    for name in ("checkpoints/1-4", "checkpoints/1-8", "export"):
+        (original / "a-1" / name).mkdir(parents=True)
+    (copy / "a-1" / "checkpoints" / "1-4").mkdir(parents=True)
+    for name in ("checkpoints/1-4", "checkpoints/1-8", "export"):
+        assert resolved(copy, str(original / "a-1" / name), "a-1") == str(copy / "a-1" / name)
+    assert resolved(copy, str(original / "a-1"), "a-1") == str(copy / "a-1")
+    elsewhere = str(tmp_path / "store" / "a-1" / "1-4")  # a checkpoint_dir, which all copies share
+    assert resolved(copy, elsewhere, "a-1") == elsewhere
 
 
 def test_a_ledger_whose_folder_was_moved_knows_where_its_runs_are(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""`paceline metrics`: a table of last values, CSV and JSON from a run's record."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from command_line import paceline
+
+from paceline.client import Event
+from services.cli.metrics import metric_rows
+from services.coordinator.ledger.ledger import Ledger
+
+STEPS = (
+    {"step": 0, "reward": 0.25, "loss": 0.5, "age/0": 2, "note": "text"},
+    {"step": 1, "reward": 0.75, "loss": None},
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with ledger.transaction():
+        ledger.add_run("sums-1", "{}", str(tmp_path / "sums-1"), 2)
+        for content in STEPS:
+            ledger.add_event("sums-1", "step", dict(content))
+        ledger.add_event("sums-1", "evaluation", {"step": 2, "reward": 0.875})
+    ledger.close()
+    (tmp_path / "sums-1").mkdir()
+    return tmp_path
+
+
+def test_rows_have_the_numbers_of_the_wanted_kind_and_names() -> None:
+    events = [Event(number, "step", dict(content)) for number, content in enumerate(STEPS)]
+    assert metric_rows(events, "step") == [
+        {"step": 0, "reward": 0.25, "loss": 0.5, "age/0": 2},
+        {"step": 1, "reward": 0.75, "loss": None},
+    ]
+    assert metric_rows(events, "step", ["age/*"]) == [{"step": 0, "age/0": 2}, {"step": 1}]
+    assert metric_rows(events, "evaluation") == []
+
+
+def test_the_table_has_last_and_range(directory: Path) -> None:
+    result = paceline("metrics", "sums-1", "--directory", directory)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["loss", "0.5", "0.5", "0.5", "1"] in lines
+    assert ["reward", "0.75", "0.25", "0.75", "2"] in lines
+    assert paceline("metrics", directory / "sums-1", "--kind", "evaluation").stdout.count("0.875") == 3
+
+
+def test_csv_and_json_have_every_step(directory: Path) -> None:
+    text = paceline("metrics", "sums-1", "--csv", "--directory", directory).stdout
+    rows = list(csv.DictReader(text.splitlines()))
+    assert [row["reward"] for row in rows] == ["0.25", "0.75"]
+    assert rows[1]["loss"] == ""
+    lines = paceline("metrics", "sums-1", "--json", "--name", "reward", "--directory", directory).stdout
+    assert [json.loads(line) for line in lines.splitlines()] == [
+        {"step": 0, "reward": 0.25},
+        {"step": 1, "reward": 0.75},
+    ]
+
+
+def test_a_run_that_is_not_there_is_named(directory: Path) -> None:
+    result = paceline("metrics", "sums-7", "--directory", directory)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: no run 'sums-7'")

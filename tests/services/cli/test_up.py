@@ -1,0 +1,124 @@
+"""`paceline up` without its services: what it refuses, how it ends, and its exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from command_line import paceline
+
+from paceline.client import Client
+from services.local.cluster import LocalCluster
+
+SPEC = "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}"
+
+
+@pytest.fixture
+def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Return a function that runs `paceline up` over a cluster that starts nothing, whose methods it may replace."""
+
+    class Idle(LocalCluster):
+        """Cluster without services."""
+
+        def start_coordinator(self) -> str:
+            self.address = "127.0.0.1:1"
+            return self.address
+
+        def start_workers(self) -> None:
+            pass
+
+        def stop(self) -> None:
+            pass
+
+    def submit(self: Client, spec: Any, *_: Any, **__: Any) -> Any:
+        return type("Run", (), {"run_id": "default-1"})
+
+    monkeypatch.setattr("services.cli.up.LocalCluster", Idle)
+    monkeypatch.setattr(Client, "submit", submit)
+    monkeypatch.setattr("services.cli.up._follow", lambda *_: True)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+
+    def run(*arguments: str, **methods: Any) -> Result:
+        for name, method in methods.items():
+            monkeypatch.setattr(Idle, name, method)
+        return paceline("up", tmp_path / "spec.yaml", "--directory", tmp_path / "runs", *arguments)
+
+    return run
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_a_signal_after_success_with_keep_is_no_failure(up: Callable[..., Result]) -> None:
+    result = up("--keep", wait=interrupted)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[-2:] == ["the services go on until Ctrl-C", "stopping"]
+    assert "goes on with" not in result.stderr
+
+
+def test_a_signal_during_a_run_names_the_way_to_go_on(
+    up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.up._follow", interrupted)
+    result = up()
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1].startswith("stopping; `paceline up --directory")
+
+
+def test_a_second_signal_ends_without_a_word_of_click(
+    up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.up._follow", interrupted)
+    result = up(stop=interrupted)
+    assert result.exit_code == 130
+    assert "Aborted!" not in result.output
+    assert result.stderr.splitlines()[-1].startswith("ended without waiting for the services")
+
+
+def test_a_signal_before_anything_runs_ends_without_a_word_of_click(up: Callable[..., Result]) -> None:
+    result = up(start_coordinator=interrupted)
+    assert result.exit_code == 130
+    assert "Aborted!" not in result.output
+
+
+@pytest.mark.parametrize("role", ["learner", "rollout", "reward"])
+def test_a_gpu_that_is_not_there_is_refused(
+    role: str, up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.up.visible_gpus", lambda: ())
+    result = up(f"cluster.{role}_gpus=[0]", "cluster.rollout_workers=1")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: the spec asks for GPU 0 (cluster.{role}_gpus), and this host shows 0 GPUs, counted from 0; see "
+        f"`paceline doctor` and CUDA_VISIBLE_DEVICES, name others, or set cluster.{role}_gpus=[] for CPUs\n"
+    )
+
+
+def test_a_torch_for_cpus_on_a_host_with_gpus_is_refused(
+    up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.up.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("services.cli.up.torch_is_for_cpus", lambda: True)
+    result = up()
+    assert result.exit_code == 1
+    assert "Error: this host shows GPUs (1), and the installed torch is a build for CPUs" in result.stderr
+    assert up("cluster.device=cpu").exit_code == 0
+
+
+@pytest.mark.parametrize("place", ["file", "below"])
+def test_a_directory_that_cannot_be_made_is_one_sentence(place: str, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    file = tmp_path / "file"
+    file.touch()
+    directory = file if place == "file" else file / "runs"
+    result = paceline("up", tmp_path / "spec.yaml", "--directory", directory, "--port", "0")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: --directory {directory} cannot be made: ")
+    assert result.stderr.count("\n") == 1
+    result = paceline("serve", "coordinator", "--directory", str(directory), "--port", "0")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: --directory {directory} cannot be made: ")
