@@ -13,6 +13,7 @@ class LoneRank:
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
+        self.cpu_chosen = True
         self.orders = Orders()
         self.reports: list[worker_pb2.RunReport] = []
         self.leave_reasons: list[str] = []

@@ -195,6 +195,26 @@ def test_paths_start_at_the_file_and_hub_names_stay(tmp_path: Path) -> None:
     assert [r.label for r in spec.rewards] == ["brevity", "length"]
 
 
+def test_folders_that_a_run_makes_start_at_the_working_directory(
+    spec_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    spec = load_spec(spec_path, ["checkpointing.checkpoint_dir=results/x", "weights.store=./w"])
+    assert spec.checkpointing.checkpoint_dir == str(here / "results" / "x")
+    assert spec.weights.store == str(here / "w")
+    spec = load_spec(spec_path, ["checkpointing.checkpoint_dir=s3://b/c", "weights.store=/w"])
+    assert (spec.checkpointing.checkpoint_dir, spec.weights.store) == ("s3://b/c", "/w")
+    for section, key in (("checkpointing", "checkpoint_dir"), ("weights", "store")):
+        tree = TREE | {section: {key: "results/x"}}
+        with pytest.raises(
+            SpecError, match=f"{key} 'results/x' is relative, and the services may run in different"
+        ):
+            parse_spec(tree)
+        assert getattr(getattr(parse_spec(tree, stored=True), section), key) == "results/x"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("- a\n- b", "holds list, a spec is a mapping"), ("a: [1", "is not valid YAML"), ("", "holds NoneType")],

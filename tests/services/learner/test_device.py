@@ -20,3 +20,13 @@ def test_a_gpu_that_cannot_be_used_is_said_and_none_that_idles_is_passed_over(
     assert not caplog.records, "that was asked for"
     assert set_up_device("auto", "127.0.0.1").type == "cpu"
     assert "this learner computes on CPUs although the host shows 2 GPUs" in caplog.text
+
+
+def test_a_rank_beyond_the_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(
+        Unavailable, match="rank 2 of the learner needs a GPU for itself, and torch sees 2 here"
+    ):
+        set_up_device("cuda", "127.0.0.1")

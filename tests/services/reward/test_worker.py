@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from exchange_drivers import make_spec
 
 from paceline.backoff import ExponentialBackoff
@@ -125,3 +126,25 @@ async def test_a_task_whose_process_is_killed_goes_back_as_a_crash(tmp_path: Pat
         await working
     assert (first.handed_back, first.crashed, list(first.rewards)) == (True, True, [])
     assert "died with signal SIGKILL" in first.error
+
+
+async def test_a_worker_without_gpus_refuses_a_run_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.reward.worker.usable_gpus", lambda: ())
+    spec = make_spec(tmp_path, cluster={"reward_gpus": [0]})
+    worker = RewardWorker("127.0.0.1:1", "reward-0", 1)
+    reports: list[worker_pb2.ConnectRequest] = []
+
+    async def report(request: worker_pb2.ConnectRequest) -> None:
+        reports.append(request)
+        worker.stop()
+
+    monkeypatch.setattr(worker.membership, "report", report)
+    worker.assigned.assign(worker_pb2.RunAssignment(run_id="test-1", spec_yaml=spec_to_yaml(spec)))
+    async with asyncio.timeout(20.0):
+        await worker.work()
+    worker.membership._context.term()
+    said = reports[0].run_report
+    assert said.fault == worker_pb2.FAULT_PASSING
+    assert "asks for GPU 0 (cluster.reward_gpus), and this host shows none that torch can use" in said.error

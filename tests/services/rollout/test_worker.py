@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import pytest
+from exchange_drivers import make_spec
+
+from paceline.backoff import ExponentialBackoff
+from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
+from services.rollout.run import RolloutRun
 from services.rollout.worker import RolloutWorker
 
 PATIENCE_S = 10.0
@@ -41,3 +48,40 @@ async def test_a_worker_ends_while_it_still_closes_a_run_that_is_over():
     assert ended, "the worker waits for a next run although it was told to end"
     assert working.cancelled()
     assert closed.is_set()
+
+
+async def test_a_worker_on_cpus_refuses_a_run_that_names_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(tmp_path, cluster={"rollout_gpus": [0, 1]})
+    assignment = worker_pb2.RunAssignment(run_id="test-1", spec_yaml=spec_to_yaml(spec))
+    reports: list[worker_pb2.ConnectRequest] = []
+    refused, started = asyncio.Event(), asyncio.Event()
+
+    async def report(request: worker_pb2.ConnectRequest) -> None:
+        reports.append(request)
+        refused.set()
+
+    async def start(*_: object) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(RolloutRun, "start", start)
+    worker = RolloutWorker(
+        "127.0.0.1:1", "rollout-0", "cpu", 1.0, "127.0.0.1", ExponentialBackoff(0.01, 0.01)
+    )
+    monkeypatch.setattr(worker.membership, "report", report)
+    setting_up = asyncio.create_task(worker._set_up(assignment))
+    async with asyncio.timeout(20.0):
+        await refused.wait()
+        assert not started.is_set()
+        worker.cpu_chosen = True
+        await started.wait()
+    setting_up.cancel()
+    await asyncio.wait((setting_up,))
+    worker.membership._context.term()
+    assert reports[0].run_report.fault == worker_pb2.FAULT_PASSING
+    assert (
+        "the run asks for GPU 0 to 1 (cluster.rollout_gpus), and torch sees none"
+        in reports[0].run_report.error
+    )

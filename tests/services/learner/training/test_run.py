@@ -11,7 +11,7 @@ from exchange_drivers import make_spec
 from lone_rank import LoneRank
 from tiny_models import SIZES, tiny_qwen3
 
-from paceline.errors import Unavailable
+from paceline.errors import InvalidInput, Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
 from services.learner.training.batches import RankBatch
@@ -46,3 +46,20 @@ def test_a_session_says_first_how_many_tokens_its_model_knows(session: Session) 
     assert rank.reports[0] == worker_pb2.RunReport(run_id="test-1", session=3, vocab_size=SIZES["vocab_size"])
     session.report_again()
     assert rank.reports[-1] == rank.reports[0], "a coordinator that came back gets it too"
+
+
+def test_a_learner_on_cpus_refuses_a_run_that_names_gpus(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, cluster={"learner_gpus": [0]})
+    assignment = worker_pb2.RunAssignment(
+        run_id="test-1", session=3, directory=str(tmp_path), spec_yaml=spec_to_yaml(spec)
+    )
+    rank = LoneRank()
+    rank.cpu_chosen = False
+    run = LearnerRun(assignment, rank)  # type: ignore[arg-type]
+    with pytest.raises(
+        Unavailable, match=r"asks for GPU 0 \(cluster.learner_gpus\), and torch sees none here"
+    ):
+        run._read()
+    rank.cpu_chosen = True
+    with pytest.raises(InvalidInput, match="model_name"):  # it goes on to the model, which is not there
+        run._read()
