@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from reward.loading import RewardFunction
+from reward.trainer_view import TrainerView
 
+TRAINER_ARGUMENTS = frozenset(TrainerView().arguments())
 FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -24,13 +26,15 @@ def call_function(
     group: Mapping[str, Any],
     kwargs: Mapping[str, Any],
     run: Callable[[Awaitable[Any]], Any],
+    view: TrainerView | None = None,
 ) -> list[float | None]:
     """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
 
     All arguments are passed by name; a function without `**` gets only those that it names; `kwargs` win over columns of the
-    same name. `run` waits for the result of an async function. Raises InvalidRewards, and what the function raises.
+    same name, and columns over the arguments of `view`. `run` waits for the result of an async function. Raises InvalidRewards, and what the function raises.
     """
     arguments = {
+        **(view or TrainerView()).arguments(),
         **group["columns"],
         "prompts": group["prompts"],
         "completions": group["completions"],
@@ -94,11 +98,32 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
     if missing:
         raise InvalidRewards(
             f"needs {', '.join(missing)}, which is neither a column of the data set nor in its kwargs "
-            f"(given: {', '.join(arguments)})"
+            f"(given: {', '.join(name for name in arguments if name not in TRAINER_ARGUMENTS)})"
         )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
+        if not getattr(function, "__module__", "").startswith("reward.builtin"):
+            return arguments
+        # A built-in takes all of `**` for columns.
+        return {name: value for name, value in arguments.items() if name not in TRAINER_ARGUMENTS}
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def form_hint(error: BaseException, completions: list[Any]) -> str:
+    """Return a sentence for a function that takes the completions for the other form, texts or messages; empty for any
+    other error."""
+    text = str(error)
+    if not isinstance(error, TypeError | AttributeError):
+        return ""
+    if isinstance(completions[0], str):
+        if "string indices must be integers" in text or "'str' object has no attribute 'get'" in text:
+            return (
+                "; completions are texts since the prompts are: a function that does completion[0]['content'] wants chat "
+                "prompts"
+            )
+        return ""
+    if "got 'list'" in text or "'list' object has no attribute" in text or "not 'list'" in text:
+        return "; completions are lists of messages since the prompts are chats: the text of one is completion[0]['content']"
+    return ""
 
 
 def _short(value: Any) -> str:

@@ -3,10 +3,10 @@
 JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any.
 
 runner → process    {"load": [{function, kwargs, memory_bytes}]}   once, first
-                    {"group": {prompts, completions, completion_ids, columns}}   no reply
+                    {"group": {prompts, completions, completion_ids, columns, trainer_state}}   no reply
                     {"call": i}   function i on the last group
 process → runner    {"loaded": F} | {"refused": text, "passing": bool}
-                    {"rewards": [C]} | {"raised": text, "out_of_memory": bool} | {"invalid": text}
+                    {"rewards": [C], "metrics": {name: [sum, count]}} | {"raised": text, "out_of_memory": bool} | {"invalid": text}
 
 A process that is `out_of_memory` should not be used again.
 """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.groups import FloatArray
@@ -35,3 +36,5 @@ class RewardResult:
     """The first failure; functions behind it did not run."""
     durations_s_F: tuple[float, ...]
     """Seconds of each function that ran, a failed one included."""
+    metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum and number of the values that the functions logged, by name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,7 @@ from paceline.spec import RewardFunctionSection
 from reward.process import ProcessDied, ProcessTimeout, RewardProcess
 from reward.protocol import encode
 from reward.results import FailureKind, RewardFailure, RewardResult
+from reward.trainer_view import checked_metrics
 
 
 class RewardRunner:
@@ -90,10 +91,12 @@ class RewardRunner:
         completions: list[Any],
         completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
+        trainer_state: Mapping[str, Any] | None = None,
     ) -> RewardResult:
         """Return the rewards of one group by every function in turn, or the first failure.
 
-        prompts, completions, completion_ids: one for each of the C completions, likewise every column. Raises
+        prompts, completions, completion_ids: one for each of the C completions, likewise every column. `trainer_state` is
+        that of `reward.trainer_view`. Raises
         InvalidInput when the lengths differ or a value has no JSON form, Conflict when the runner is not running.
         """
         _check_lengths(prompts, completions, completion_ids, columns)
@@ -104,6 +107,7 @@ class RewardRunner:
                     "completions": completions,
                     "completion_ids": completion_ids,
                     "columns": columns,
+                    "trainer_state": dict(trainer_state or {}),
                 }
             }
         )
@@ -123,6 +127,7 @@ class RewardRunner:
     async def _score_in(self, process: RewardProcess, group: bytes, num_completions: int) -> RewardResult:
         rewards_CF: FloatArray = np.empty((num_completions, len(self._functions)), np.float32)
         durations_s: list[float] = []
+        metrics: dict[str, tuple[float, int]] = {}
         failure = await self._revive(process)
         if self._state == "closed":  # meanwhile, and close() could not see the process that was being started
             await process.close()
@@ -147,8 +152,11 @@ class RewardRunner:
                     process.kill()
                 if failure is None:
                     rewards_CF[:, index] = [np.nan if r is None else r for r in reply["rewards"]]
+                    for name, (total, count) in checked_metrics(reply.get("metrics")).items():
+                        before = metrics.get(name, (0.0, 0))
+                        metrics[name] = (before[0] + total, before[1] + count)
             durations_s.append(time.monotonic() - started_s)
-        return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s))
+        return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s), metrics)
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
         """Start a process that an earlier failure ended; a file may have become unloadable, or be away, since."""

@@ -24,9 +24,10 @@ from typing import Any
 
 from paceline.errors import InvalidInput, Unreadable
 from paceline.process import die_with_parent
-from reward.calling import InvalidRewards, call_function
+from reward.calling import InvalidRewards, call_function, form_hint
 from reward.loading import RewardFunction, describe_error, load_function
 from reward.protocol import encode, receive
+from reward.trainer_view import TrainerView
 
 MAX_LIMIT_BYTES = 2**62  # the most that setrlimit takes
 OOM_SCORE = 500  # of 1000: when the host runs out of memory, the kernel kills this process before the service
@@ -84,13 +85,14 @@ def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner)
     async def wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
+    view = TrainerView(group.get("trainer_state"))
     copied = copy.deepcopy(group)  # a function may change its arguments, but not those of the next one
     try:
         with _memory_limit(loaded):
             rewards = call_function(
-                loaded.function, copied, loaded.kwargs, lambda awaitable: loop.run(wait(awaitable))
+                loaded.function, copied, loaded.kwargs, lambda awaitable: loop.run(wait(awaitable)), view
             )
-        return {"rewards": rewards}
+        return {"rewards": rewards, "metrics": view.metrics}
     except InvalidRewards as error:
         return {"invalid": str(error)}
     except BaseException as error:  # sys.exit() in a function is a failure too
@@ -104,7 +106,8 @@ def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner)
                 "raised": f"ran out of memory, memory_mb is {limit_mb}: {description}",
                 "out_of_memory": True,
             }
-        return {"raised": f"raised {description}", "out_of_memory": False}
+        hint = form_hint(error, group["completions"])
+        return {"raised": f"raised {description}{hint}", "out_of_memory": False}
 
 
 def _is_unreachable(error: BaseException | None) -> bool:

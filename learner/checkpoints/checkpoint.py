@@ -74,6 +74,7 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     critic: Critic | None = None,
+    reference: nn.Module | None = None,
     chain_hash: str = "",
 ) -> Checkpoint | None:
     """Write the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
@@ -85,7 +86,7 @@ def save(
     """
     folder = prepare(directory, session, step)
     return write(
-        whole_state(model, optimizer, critic),
+        whole_state(model, optimizer, critic, reference),
         folder,
         session=session,
         step=step,
@@ -105,10 +106,14 @@ def prepare(directory: Location, session: int, step: int) -> Folder:
 
 
 def whole_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, critic: Critic | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None = None,
+    reference: nn.Module | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a checkpoint; its tensors are those that training goes on with."""
-    return _state(model, optimizer) | _value_state(critic) | {"rng": {str(_rank()): _generators(model)}}
+    state = _state(model, optimizer) | _value_state(critic) | _reference_state(reference)
+    return state | {"rng": {str(_rank()): _generators(model)}}
 
 
 def write(
@@ -149,8 +154,10 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     critic: Critic | None = None,
+    reference: nn.Module | None = None,
 ) -> CheckpointManifest:
-    """Load a checkpoint into `model`, `optimizer` and `critic`, and return its manifest. A collective call of all ranks.
+    """Load a checkpoint into `model`, `optimizer`, `critic` and `reference`, and return its manifest. A collective call of
+    all ranks.
 
     It works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
     it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
@@ -160,7 +167,7 @@ def load(
     rank, ranks = _rank(), world_size()
     verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
     manifest = verified.manifest
-    state = _state(model, optimizer) | _value_state(critic)
+    state = _state(model, optimizer) | _value_state(critic) | _reference_state(reference)
     if ranks == manifest.world_size:
         state["rng"] = {str(rank): _generators(model)}
     read_state(verified, state)
@@ -170,6 +177,8 @@ def load(
     if critic is not None:
         set_model_state_dict(critic.model, state["value_model"])
         set_optimizer_state_dict(critic.model, critic.optimizer, state["value_optimizer"])
+    if reference is not None:
+        set_model_state_dict(reference, state["reference"])
     if ranks == manifest.world_size:
         _restore_generators(model, state["rng"][str(rank)])
     return manifest
@@ -221,6 +230,10 @@ def _value_state(critic: Critic | None) -> dict[str, Any]:
     if critic is None:
         return {}
     return {f"value_{name}": part for name, part in _state(critic.model, critic.optimizer).items()}
+
+
+def _reference_state(reference: nn.Module | None) -> dict[str, Any]:
+    return {} if reference is None else {"reference": get_model_state_dict(reference)}
 
 
 def read_state(verified: Verified, state: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class CheckpointWriter:
         optimizer: torch.optim.Optimizer,
         chain_hash: str = "",
         critic: Critic | None = None,
+        reference: nn.Module | None = None,
     ) -> None:
         """Copy the state after `step` steps, and start to write it. A collective call, after `finish`.
 
@@ -61,7 +62,7 @@ class CheckpointWriter:
         with contextlib.suppress(OSError):
             # Not raised here, because it would separate the ranks; writing meets it again, on all of them.
             checkpoints.prepare(self._directory, self._session, step)
-        staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer, critic))
+        staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer, critic, reference))
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
         self.step = step

@@ -52,7 +52,7 @@ def lr_factor(step: int, max_num_steps: int, config: SchedulerSection) -> float:
     `constant`, `constant_with_warmup`: 1. `inverse_sqrt`: √(w/(step + 1)), with 10,000 for w where there is no warm-up, from
     the peak on (Vaswani et al. 2017; transformers).
     """
-    warmup = config.warmup_steps
+    warmup = config.num_warmup_steps(max_num_steps)
     if step < warmup:
         return (step + 1) / warmup
     if config.name in ("constant", "constant_with_warmup"):
@@ -66,7 +66,7 @@ def lr_factor(step: int, max_num_steps: int, config: SchedulerSection) -> float:
 
 def _fall(step: int, max_num_steps: int, config: SchedulerSection) -> float:
     """Return the fall from 1 at the end of the warm-up to 0 at the last step."""
-    peak_step = max(config.warmup_steps - 1, 0)
+    peak_step = max(config.num_warmup_steps(max_num_steps) - 1, 0)
     x = min((step - peak_step) / max(max_num_steps - 1 - peak_step, 1), 1.0)
     match config.name:
         case "linear":

@@ -16,6 +16,7 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from learner.batch.examples import ExampleSource, RowPair
@@ -60,6 +61,18 @@ class LocalReference(Reference):
             return packed_logprobs(
                 self.model, packed, temperature=self._temperature, chunk_tokens=self._chunk_tokens
             )[0]
+
+    @torch.no_grad()
+    def mix_in(self, policy: PreTrainedModel, share: float) -> None:
+        """Set each parameter to share · policy + (1 - share) · reference, in float32. Policy and reference are sharded alike,
+        so each rank mixes its shard."""
+        for (name, mine), (other, theirs) in zip(
+            self.model.named_parameters(), policy.named_parameters(), strict=True
+        ):
+            if name != other:
+                raise ValueError(f"the reference has {name!r} where the policy has {other!r}")
+            ours, current = _shard(mine), _shard(theirs)
+            ours.copy_(torch.lerp(ours.float(), current.to(ours.device).float(), share))
 
 
 class PoolReference(Reference):
@@ -129,6 +142,11 @@ def reference_of(
     elif not spec.policy.lora_cfg.enabled:
         model = load_reference(frozen, device)
     return LocalReference(model, temperature, spec.policy.logprob_chunk_tokens)
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _dummy() -> TrainingSample:

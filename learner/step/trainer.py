@@ -32,7 +32,7 @@ from learner.step.frozen import needs_proximal, with_frozen_logprobs, with_m2_li
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
 from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
 from learner.step.plan import plan_one, plan_updates, workload
-from learner.step.reference import reference_of
+from learner.step.reference import LocalReference, reference_of
 from learner.step.stopwatch import Stopwatch
 from learner.step.update import FrozenLogprobs, MicroBatch, Update
 from paceline.errors import NonFiniteLoss
@@ -43,7 +43,7 @@ class Trainer:
     """Model, optimizer and the step. Each rank makes one, after the process group if there are several ranks.
 
     `model` (a transformers model, its parameters DTensors when sharded), `optimizer` and PPO's `critic` are public:
-    checkpoints, export and publishing read them between steps. So are `objective`, which makes samples from the examples of a
+    checkpoints, export and publishing read them between steps, as they do `synced_reference`. So are `objective`, which makes samples from the examples of a
     run, and `reference`, which prepares them.
     """
 
@@ -100,6 +100,7 @@ class Trainer:
                 self.optimizer.zero_grad(set_to_none=True)
             for name, value in update_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
+        self._sync_reference(step)
         learnt = {} if not grad_norms else self._metrics(sums, grad_norms, updates)
         return {
             "lr": lr,
@@ -108,6 +109,22 @@ class Trainer:
             **workload(batch, updates, step, self.spec, self.device),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
+
+    @property
+    def synced_reference(self) -> PreTrainedModel | None:
+        """The reference that the policy is mixed into, and so a part of the state; None where it stays as it was."""
+        if self.spec.syncs_reference and isinstance(self.reference, LocalReference):
+            return self.reference.model
+        return None
+
+    def _sync_reference(self, step: int) -> None:
+        """Mix the policy into the reference after every reference_policy_sync_steps steps."""
+        loss_fn, reference = self.spec.loss_fn, self.reference
+        steps = loss_fn.reference_policy_sync_steps
+        if steps is None or self.synced_reference is None or (step + 1) % steps:
+            return
+        assert isinstance(reference, LocalReference)
+        reference.mix_in(self.model, loss_fn.reference_policy_sync_mix)
 
     def _metrics(
         self, sums: dict[str, float], grad_norms: list[float], updates: Sequence[Update]

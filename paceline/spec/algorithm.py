@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline.spec.base import Section
 from paceline.spec.loss import LossSection
 from paceline.spec.policy import PolicySection
+
+NO_LIMIT_OF_STEPS = 1_000_000_000
+"""max_num_steps until the epochs are resolved."""
+
+
+def steps_left_to_epochs(values: Any) -> Any:
+    """Return a section's keys without a limit of steps, where max_num_epochs is set and max_num_steps is not."""
+    if isinstance(values, dict) and values.get("max_num_epochs") is not None:
+        return {"max_num_steps": NO_LIMIT_OF_STEPS, **values}
+    return values
 
 
 class AlgorithmSection(Section):

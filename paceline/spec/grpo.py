@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from paceline.spec.algorithm import AlgorithmSection
-from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from paceline.spec.algorithm import AlgorithmSection, steps_left_to_epochs
+from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from paceline.spec.loss import LossSection
 from paceline.spec.policy import PolicySection
 
@@ -30,6 +30,9 @@ class GrpoSection(AlgorithmSection):
     """Completions of each prompt; the advantage is relative to this group (`gae` and `reinforce_pp`: need no group)."""
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
+    max_num_epochs: PositiveFloat | None = None
+    """Passes over the training data after which the run ends, if max_num_steps does not end it before; the number of steps
+    is resolved when the run is submitted. Where max_num_steps is not set, the epochs alone decide."""
     advantage: AdvantageName = "trl"
     """Advantage preset: `trl` group mean and sample std, `nemo` leave-one-out, `dr_grpo` no std, `rloo`; `trl_batch`
     std of the batch, `gdpo` each reward normalised by itself, `reinforce_pp` and `reinforce_pp_baseline`; `gae` from a
@@ -60,6 +63,11 @@ class GrpoSection(AlgorithmSection):
     """Prompts of the validation set that one evaluation uses, from its start."""
     seed: NonNegativeInt = 42
     """Seeds the order of the data, the sampling and the initialisation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_the_end_to_epochs(cls, values: Any) -> Any:
+        return steps_left_to_epochs(values)
 
     @property
     def uses_value_model(self) -> bool:

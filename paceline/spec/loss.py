@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.spec.base import NonNegativeFloat, PositiveFloat, Section
+from paceline.spec.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from paceline.spec.presets import PRESETS, Preset, PresetName
 
 
@@ -58,6 +58,11 @@ class LossSection(Section):
     """Reduction of token losses to one number, always over the global batch (`bnpo` excepted)."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.0
     """β: weight of the KL to the reference policy; 0 loads no reference."""
+    reference_policy_sync_steps: PositiveInt | None = None
+    """Steps after which the policy is mixed into the reference, again and again; unset, the reference stays the policy
+    before training."""
+    reference_policy_sync_mix: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Share of the policy in the synchronised reference: reference = mix · policy + (1 - mix) · reference."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL; `k1` has no gradient as a loss and is refused there with β > 0."""
     reference_policy_pool: Literal["learner", "reward"] = "learner"
@@ -115,6 +120,8 @@ class LossSection(Section):
                 "reference_policy_pool is 'reward' with reference_policy_kl_penalty 0: there is no reference to ask; set the "
                 "penalty, or leave the pool out"
             )
+        if self.reference_policy_sync_steps is not None:
+            self._check_sync(self.reference_policy_sync_steps)
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
             raise ValueError(
                 "use_kl_in_reward is true with reference_policy_kl_penalty 0: nothing to subtract"
@@ -127,6 +134,18 @@ class LossSection(Section):
                 "set use_kl_in_reward"
             )
         return self
+
+    def _check_sync(self, steps: int) -> None:
+        if self.reference_policy_kl_penalty == 0:
+            raise ValueError(
+                f"reference_policy_sync_steps {steps} with reference_policy_kl_penalty 0: there is no reference to "
+                "synchronise; set the penalty, or leave it out"
+            )
+        if self.reference_policy_pool == "reward":
+            raise ValueError(
+                f"reference_policy_sync_steps {steps} with reference_policy_pool 'reward': the reward workers do not get the "
+                "policy's weights, so their reference stays as it was; set reference_policy_pool=learner"
+            )
 
     def _check_anchor(self) -> None:
         if self.policy_loss == "dppo" and self.ratio_anchor != "behaviour":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -44,6 +45,8 @@ class SchedulerSection(Section):
     """Shape after the warm-up; names and shapes as in transformers, `wsd` for its `warmup_stable_decay`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The warm-up as a fraction of the run's steps, rounded up; in place of warmup_steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The rate at the last step as a fraction of the peak, for the shapes that fall towards the last step."""
     power: PositiveFloat = 1.0
@@ -70,15 +73,23 @@ class SchedulerSection(Section):
                 )
         if self.name == "wsd" and self.decay_steps is None:
             raise ValueError("name 'wsd' without decay_steps: say how many steps the fall at the end takes")
-        if self.name == "constant_with_warmup" and self.warmup_steps == 0:
+        if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
-                "name 'constant_with_warmup' with warmup_steps 0: set warmup_steps, or name constant"
+                f"warmup_steps {self.warmup_steps} and warmup_ratio {self.warmup_ratio} both set the warm-up; keep one"
+            )
+        if self.name == "constant_with_warmup" and not (self.warmup_steps or self.warmup_ratio):
+            raise ValueError(
+                "name 'constant_with_warmup' with warmup_steps 0: set warmup_steps or warmup_ratio, or name constant"
             )
         if self.name == "cosine_with_min_lr" and self.min_lr_ratio == 0:
             raise ValueError(
                 "name 'cosine_with_min_lr' with min_lr_ratio 0: set min_lr_ratio, or name cosine"
             )
         return self
+
+    def num_warmup_steps(self, max_num_steps: int) -> int:
+        """Return the steps of the warm-up in a run of `max_num_steps`."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * max_num_steps)
 
 
 class LoraSection(Section):

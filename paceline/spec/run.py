@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from paceline.errors import SpecError
 from paceline.spec.algorithm import AlgorithmSection
 from paceline.spec.base import Section
 from paceline.spec.data import DataSection, RewardFunctionSection
@@ -81,6 +83,32 @@ class RunSpec(Section):
         return (self.examples or self.grpo).max_num_steps
 
     @property
+    def max_num_epochs(self) -> float | None:
+        """Passes over the training data after which the run ends; None without that limit."""
+        return (self.examples or self.grpo).max_num_epochs
+
+    def with_steps_of_epochs(self, num_rows: int) -> RunSpec:
+        """Return the spec with the run's steps, where its epochs over `num_rows` rows end before max_num_steps. Raises
+        SpecError for settings that need more steps."""
+        section = self.examples or self.grpo
+        if section.max_num_epochs is None:
+            return self
+        rows_per_step = (
+            self.grpo.num_prompts_per_step if self.examples is None else self.examples.num_examples_per_step
+        )
+        steps = min(section.max_num_steps, math.ceil(section.max_num_epochs * num_rows / rows_per_step))
+        name = "grpo" if self.examples is None else self.algorithm
+        tree = self.model_dump()
+        tree[name]["max_num_steps"] = steps
+        try:
+            return RunSpec.model_validate(tree)
+        except ValidationError as error:
+            faults = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+            raise SpecError(
+                f"{name}.max_num_epochs {section.max_num_epochs:g} over {num_rows} rows are {steps} steps: {faults}"
+            ) from None
+
+    @property
     def uses_value_model(self) -> bool:
         """Return whether the learner trains a value model beside the policy (PPO)."""
         return self.algorithm_section.uses_value_model
@@ -94,6 +122,11 @@ class RunSpec(Section):
     def frozen_policy(self) -> PolicySection | None:
         """The model that the policy is compared with: a teacher, or the policy as it was; None without one."""
         return self.algorithm_section.frozen_policy(self.policy, self.loss_fn)
+
+    @property
+    def syncs_reference(self) -> bool:
+        """Return whether the policy is mixed into its reference during the run."""
+        return self.samples and not self.has_teacher and self.loss_fn.reference_policy_sync_steps is not None
 
     @property
     def has_teacher(self) -> bool:
@@ -144,12 +177,10 @@ class RunSpec(Section):
 
     def _check_schedule(self) -> None:
         scheduler = self.policy.scheduler
-        if (
-            scheduler.name == "wsd"
-            and scheduler.warmup_steps + (scheduler.decay_steps or 0) > self.max_num_steps
-        ):
+        warmup = scheduler.num_warmup_steps(self.max_num_steps)
+        if scheduler.name == "wsd" and warmup + (scheduler.decay_steps or 0) > self.max_num_steps:
             raise ValueError(
-                f"policy.scheduler.warmup_steps {scheduler.warmup_steps} + decay_steps {scheduler.decay_steps} exceed "
+                f"policy.scheduler: {warmup} steps of warm-up + decay_steps {scheduler.decay_steps} exceed "
                 f"the run's {self.max_num_steps} steps: 'wsd' would have no peak"
             )
 
@@ -195,6 +226,12 @@ class RunSpec(Section):
             raise ValueError(
                 f"policy.lora_cfg.enabled true with algorithm {self.algorithm}: the score head is new and would stay as it was "
                 "drawn; train the reward model whole"
+            )
+        if self.syncs_reference:
+            raise ValueError(
+                f"policy.lora_cfg.enabled true with loss_fn.reference_policy_sync_steps "
+                f"{self.loss_fn.reference_policy_sync_steps}: the reference is the base without the adapter, which does not "
+                "change; leave it out, or train the model whole"
             )
         if lora.dropout and self.algorithm_section.compares_policies:
             raise ValueError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.spec.algorithm import AlgorithmSection
+from paceline.spec.algorithm import AlgorithmSection, steps_left_to_epochs
 from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from paceline.spec.loss import LossSection
 from paceline.spec.policy import PolicySection
@@ -26,6 +26,9 @@ class ExamplesSection(AlgorithmSection):
 
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
+    max_num_epochs: PositiveFloat | None = None
+    """Passes over the training data after which the run ends, if max_num_steps does not end it before; the number of steps
+    is resolved when the run is submitted. Where max_num_steps is not set, the epochs alone decide."""
     num_examples_per_step: PositiveInt = 32
     """Examples in the batch of one step; a prompt with its chosen and rejected completions is one example."""
     seed: NonNegativeInt = 42
@@ -38,6 +41,11 @@ class ExamplesSection(AlgorithmSection):
     """Measure them after the last step."""
     max_val_samples: PositiveInt = 256
     """Examples of the validation set that one measurement uses, from its start."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_the_end_to_epochs(cls, values: Any) -> Any:
+        return steps_left_to_epochs(values)
 
     @property
     def validates(self) -> bool:

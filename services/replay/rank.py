@@ -55,6 +55,7 @@ def replay(
             model=trainer.model,
             optimizer=trainer.optimizer,
             critic=trainer.critic,
+            reference=trainer.synced_reference,
         )
     examples: ExampleSource | None = None
     if not spec.samples:
@@ -77,6 +78,7 @@ def replay(
         model=trainer.model,
         optimizer=trainer.optimizer,
         critic=trainer.critic,
+        reference=trainer.synced_reference,
     )
     if saved is not None:
         print(json.dumps({"checkpoint": str(saved.path), "sha256": saved.manifest_sha256}), flush=True)

@@ -30,8 +30,10 @@ from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.common.assigned_run import AssignedRun
 from services.common.gpus import refuse_cpu, usable_gpus
+from services.common.logged_metrics import LoggedMetrics
 from services.common.membership import Membership
 from services.common.run_setup import spec_of
+from services.common.trainer_state import TRAINER_STATE
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
@@ -71,6 +73,8 @@ class RewardWorker:
         self._reference: ReferenceScorer | None = None
         self._stopping = asyncio.Event()
         self._scored = 0
+        self._logged = LoggedMetrics()
+        """Values that reward functions logged since the last heartbeat."""
         self._unavailable = 0
         """Tasks in a row that were returned through no fault of theirs."""
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
@@ -247,13 +251,15 @@ class RewardWorker:
         try:
             count = len(completions)
             prompt, columns = json.loads(task.prompt_json), json.loads(task.columns_json)
+            state = columns.pop(TRAINER_STATE, None)
             texts: list[Any] = [completion.text for completion in completions]
             if not isinstance(prompt, str):
                 texts = [[{"role": "assistant", "content": text}] for text in texts]
             ids = [completion.token_ids.tolist() for completion in completions]
-            return await runner.score(
-                [prompt] * count, texts, ids, {name: [value] * count for name, value in columns.items()}
-            )
+            lists = {name: [value] * count for name, value in columns.items()}
+            result = await runner.score([prompt] * count, texts, ids, lists, state)
+            self._logged.add(result.metrics)
+            return result
         finally:
             self._turns.release()
 
@@ -287,4 +293,4 @@ class RewardWorker:
 
     def _gauges(self) -> dict[str, float]:
         scored, self._scored = self._scored, 0
-        return {"groups_since_report": float(scored)}
+        return {"groups_since_report": float(scored), **self._logged.take_gauges()}

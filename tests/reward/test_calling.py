@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from reward.calling import InvalidRewards, call_function, checked_rewards
+from reward.builtin.formats import exact_match
+from reward.calling import InvalidRewards, call_function, checked_rewards, form_hint
+from reward.trainer_view import TrainerView
 
 GROUP = {
     "prompts": ["1+1=", "1+1="],
@@ -34,7 +37,10 @@ def test_a_function_with_keywords_gets_all_of_them_and_kwargs_win_over_columns()
         return [None, None]
 
     assert call_function(keep, GROUP, {"level": 7}, asyncio.run) == [None, None]
-    assert seen.keys() == {"prompts", "completions", "completion_ids", "answer", "level"}
+    assert seen.keys() == {
+        *("prompts", "completions", "completion_ids", "answer", "level"),
+        *("trainer_state", "log_metric", "log_extra"),
+    }
     assert seen["level"] == 7
 
 
@@ -73,3 +79,56 @@ def test_anything_but_one_finite_number_for_each_completion_is_refused(returned:
 def test_numbers_of_other_libraries_and_booleans_become_floats() -> None:
     assert checked_rewards(np.array([1, 2]), 2) == [1.0, 2.0]
     assert checked_rewards((np.float32(0.5), True, None), 3) == [0.5, 1.0, None]
+
+
+def test_a_function_sees_the_training_and_logs_metrics_as_with_trl() -> None:
+    def scheduled(completions: list[str], trainer_state: Any, log_metric: Any, log_extra: Any) -> list[float]:
+        log_extra("extracted", completions)
+        for value in (1.0, 3, np.float32(2.0), math.nan):
+            log_metric("length", value)
+        log_metric("n" * 49, 1.0)
+        return [trainer_state.global_step / trainer_state.max_steps + trainer_state.epoch] * len(completions)
+
+    view = TrainerView({"global_step": 3, "max_steps": 4, "epoch": 0.25})
+    assert call_function(scheduled, GROUP, {}, asyncio.run, view) == [1.0, 1.0]
+    assert view.metrics == {"length": (6.0, 3)}
+    no_run = TrainerView()
+    assert no_run.arguments()["trainer_state"].global_step == 0
+
+
+def test_default_none_is_replaced_and_a_column_of_that_name_wins() -> None:
+    def optional(completions: list[str], log_metric: Any = None, trainer_state: Any = None) -> list[float]:
+        log_metric("x", 1.0)
+        return [float(value) for value in trainer_state]
+
+    group = {**GROUP, "columns": {"trainer_state": [1, 2]}}
+    assert call_function(optional, group, {}, asyncio.run) == [1.0, 2.0]
+
+
+def test_a_built_in_gets_columns_alone() -> None:
+    with pytest.raises(LookupError, match=r"\(its columns: completion_ids, level\)"):
+        call_function(exact_match, {**GROUP, "columns": {"level": [1, 1]}}, {}, asyncio.run)
+
+
+@pytest.mark.parametrize(
+    ("completions", "function", "hint"),
+    [
+        (["2"], lambda c: c[0][0]["content"], "completions are texts since the prompts are"),
+        (["2"], lambda c: c[0].get("content"), "completions are texts since the prompts are"),
+        (
+            [[{"role": "assistant", "content": "2"}]],
+            lambda c: re.search("2", c[0]),
+            "lists of messages since",
+        ),
+        ([[{"role": "assistant", "content": "2"}]], lambda c: c[0].strip(), "lists of messages since"),
+        (["2"], lambda c: c[0] + 1, ""),
+        (["2"], lambda c: c[0]["a"]["b"] if c[1] else 1, ""),
+    ],
+)
+def test_a_function_for_the_other_form_of_completions_is_told_so(
+    completions: list[Any], function: Any, hint: str
+) -> None:
+    with pytest.raises((TypeError, AttributeError, IndexError)) as error:
+        function(completions)
+    said = form_hint(error.value, completions)
+    assert (hint in said) if hint else said == ""

@@ -11,6 +11,7 @@ from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.trainer_state import trainer_state, with_trainer_state
 from services.coordinator.exchange import evaluation, overdue, quarantine
 from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.rewards import has_variance, totals
@@ -41,6 +42,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     room = min(request.task.room, MAX_ROOM)
     rows = exchange.group_queries.free_to_score(run.run_id, room + quarantine.num_reserved(exchange))
     chosen, size_bytes = quarantine.choose(exchange, run, request.member_id, rows, room), 0
+    state = trainer_state(run.spec, exchange.ledger.run(run.run_id)["next_step"], len(run.prompts or ()))
     for row in chosen:
         try:
             payload = exchange.ledger.payload(run.run_id, row["group_id"])
@@ -58,7 +60,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
             group_id=row["group_id"],
             attempt=row["score_attempt"] + 1,
             prompt_json=row["prompt_json"],
-            columns_json=row["columns_json"],
+            columns_json=with_trainer_state(row["columns_json"], state),
             digest=row["digest"],
             traceparent=group_traceparent(run.run_id, row["group_id"]),
             wants_reference=_wants_reference(run, row),

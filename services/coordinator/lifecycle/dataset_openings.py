@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import Busy
 
 MAX_OPENINGS = 16
+T = TypeVar("T")
 
 
 class Openings:
@@ -21,8 +22,8 @@ class Openings:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
-    async def open(self, submission: str, work: Callable[[], object]) -> None:
-        """Wait for `work` on a thread, or for the opening that an earlier call of this submission began.
+    async def open(self, submission: str, work: Callable[[], T]) -> T:
+        """Return the result of `work` on a thread, or of the opening that an earlier call of this submission began.
 
         Raises the error of `work`, and Busy when too many openings are under way.
         """
@@ -34,7 +35,8 @@ class Openings:
         await asyncio.wait((task,))  # goes on if this caller gives up
         if self._tasks.get(submission) is task:
             del self._tasks[submission]
-        task.result()
+        result: T = task.result()
+        return result
 
     def _make_room(self) -> None:
         """Delete the oldest outcome that no client took, if there are `MAX_OPENINGS`. Raises Busy."""

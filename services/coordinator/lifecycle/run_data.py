@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from paceline.data.examples import check_example
 from paceline.data.rows import PromptSource, open_prompts, open_rows
 from paceline.spec import RunSpec
 
 
-def open_data(spec: RunSpec) -> tuple[PromptSource | None, PromptSource | None]:
+class RunData(NamedTuple):
+    """The data sets of a run, opened."""
+
+    num_rows: int
+    """Rows of the training data."""
+    prompts: PromptSource | None = None
+    """Training prompts; None for examples, which the learner reads."""
+    validation: PromptSource | None = None
+
+
+def open_data(spec: RunSpec) -> RunData:
     """Open training and validation prompts of a run. Data of examples are only checked, because the learner reads them.
     Raises DataError."""
     data = spec.data
     if spec.examples is not None:
         check = check_example(spec)
-        open_rows(data.train, data.train_split, check=check)
+        rows = open_rows(data.train, data.train_split, check=check)
         if spec.examples.validates and data.validation is not None:
             open_rows(data.validation, data.validation_split, "data.validation", check)
-        return None, None
+        return RunData(len(rows))
     prompts = open_prompts(spec.data, spec.seed)
-    return prompts, open_prompts(spec.data, spec.seed, validation=True) if spec.data.validation else None
+    validation = open_prompts(spec.data, spec.seed, validation=True) if spec.data.validation else None
+    return RunData(len(prompts), prompts, validation)
 
 
 def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | None) -> list[str]:

@@ -18,7 +18,7 @@ from services.coordinator.exchange.uploads.group_checks import refuse_large_grou
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.restored_backup import free_name
 from services.coordinator.lifecycle.dataset_openings import Openings
-from services.coordinator.lifecycle.run_data import open_data
+from services.coordinator.lifecycle.run_data import RunData, open_data
 from services.coordinator.lifecycle.watchers import Watchers
 
 MAX_SUBMISSION = 128
@@ -62,7 +62,13 @@ class RunQueue:
             raise SpecError(why)
         if submission and (run_id := self._ledger.run_of_submission(submission)) is not None:
             return run_id
-        await self._openings.open(submission or uuid.uuid4().hex, partial(open_data, spec))
+        data: RunData = await self._openings.open(submission or uuid.uuid4().hex, partial(open_data, spec))
+        if spec.max_num_epochs is not None:
+            spec = spec.with_steps_of_epochs(data.num_rows)
+            text = await asyncio.to_thread(spec_to_yaml, spec)
+            log.info(
+                "%g epochs of %d rows are %d steps", spec.max_num_epochs, data.num_rows, spec.max_num_steps
+            )
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
         async with self._lock:

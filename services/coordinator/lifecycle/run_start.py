@@ -53,7 +53,7 @@ class RunStarter:
             await self._pass_over(row, error)
             return
         try:
-            prompts, validation = await asyncio.to_thread(open_data, spec)
+            data = await asyncio.to_thread(open_data, spec)
             directory = self._ledger.run_directory(run_id)
             self._context.run_log.open(run_id, directory, tensorboard=spec.logger.tensorboard)
         except (PacelineError, OSError) as error:
@@ -61,8 +61,8 @@ class RunStarter:
             return
         self._backoff.reset()
         worker_yaml = spec_to_yaml(spec) if warnings else row["spec_yaml"]
-        warnings += changed_data_warnings(self._ledger.data_fingerprint(run_id), spec, prompts)
-        run = ActiveRun(run_id, spec, prompts, validation, worker_yaml)
+        warnings += changed_data_warnings(self._ledger.data_fingerprint(run_id), spec, data.prompts)
+        run = ActiveRun(run_id, spec, data.prompts, data.validation, worker_yaml)
         if await self._activate(run, warnings):
             await self._announce(run)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.common.logged_metrics import LoggedMetrics
 from services.coordinator.members.directive_queue import DirectiveQueue
 
 SECRET_BYTES = 16
@@ -82,6 +83,8 @@ class Member:
     stream_error: Exception | None = None
     """Error of one of its reports; its stream ends with it."""
     gauges: dict[str, float] = field(default_factory=dict)
+    logged: LoggedMetrics = field(default_factory=LoggedMetrics)
+    """Values that its reward functions logged since the last step."""
     outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
     """Directives to send."""
 

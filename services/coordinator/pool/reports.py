@@ -58,7 +58,7 @@ class Reports:
             return
         match kind:
             case "heartbeat":
-                member.gauges = finite_gauges(request.heartbeat.gauges)
+                member.gauges = member.logged.add_gauges(finite_gauges(request.heartbeat.gauges))
                 member.draining = request.heartbeat.draining
             case "weight_offer":
                 receiver = self._members.get(request.weight_offer.member_id)

@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import worker_pb2
+from services.common.logged_metrics import LoggedMetrics
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from services.coordinator.ledger.ledger import Ledger
@@ -171,7 +172,7 @@ class RunLog:
     def _on_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a trained step and begin the evaluation that is due."""
         self._count_time()
-        metrics = metrics | self._learner | self._weights | self._pool_gauges()
+        metrics = metrics | self._learner | self._weights | self._pool_gauges() | self._logged()
         for state, number in self._ledger.groups_by_state(run.run_id).items():
             metrics[f"groups/{state}"] = number
         self._learner = {}
@@ -209,6 +210,13 @@ class RunLog:
             for name, value in member.gauges.items():
                 totals[f"{member.role_name}/{name}"] = totals.get(f"{member.role_name}/{name}", 0.0) + value
         return totals
+
+    def _logged(self) -> dict[str, float]:
+        """Return the mean of each metric that reward functions logged since the last step."""
+        logged = LoggedMetrics()
+        for member in self._members.all():
+            logged.add(member.logged.take())
+        return logged.means()
 
     def _record(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         if self._recorder is not None:

@@ -160,6 +160,7 @@ class SessionCheckpoints:
                 model=trainer.model,
                 optimizer=trainer.optimizer,
                 critic=trainer.critic,
+                reference=trainer.synced_reference,
             )
         except Misfit:
             raise
@@ -175,7 +176,9 @@ class SessionCheckpoints:
             return
         self.finish()
         self.saving = True
-        self._writer.begin(step, trainer.model, trainer.optimizer, chain, trainer.critic)
+        self._writer.begin(
+            step, trainer.model, trainer.optimizer, chain, trainer.critic, trainer.synced_reference
+        )
         self.saving = False
 
     def finish(self) -> str:

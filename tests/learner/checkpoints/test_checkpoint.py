@@ -302,3 +302,51 @@ def test_torn_one_of_the_same_name_is_written_anew_and_a_complete_one_never(
     assert verify(saved.path, saved.manifest_sha256).manifest == saved.manifest
     with pytest.raises(Conflict, match="exists and is complete"):
         save(trainer, tmp_path, step=1)
+
+
+def test_a_synchronised_reference_is_state_and_goes_on_where_it_was(policy: Path, tmp_path: Path) -> None:
+    loss_fn = {
+        "reference_policy_kl_penalty": 0.3,
+        "reference_policy_sync_steps": 2,
+        "reference_policy_sync_mix": 0.25,
+    }
+
+    def make() -> Trainer:
+        return Trainer(make_spec(policy, loss_fn=loss_fn), CPU)
+
+    def reference(trainer: Trainer) -> dict[str, torch.Tensor]:
+        assert trainer.synced_reference is not None
+        return {name: value.clone() for name, value in trainer.synced_reference.state_dict().items()}
+
+    trainer = make()
+    before = reference(trainer)
+    train(trainer, 0, 1)
+    assert all(torch.equal(value, before[name]) for name, value in reference(trainer).items())
+    train(trainer, 1, 2)
+    weights, mixed = trainer.model.state_dict(), reference(trainer)
+    for name, value in mixed.items():
+        torch.testing.assert_close(value, 0.25 * weights[name] + 0.75 * before[name])
+    assert any(not torch.equal(value, before[name]) for name, value in mixed.items())
+    train(trainer, 2, 3)
+    saved = checkpoint.save(
+        tmp_path,
+        session=1,
+        step=3,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        reference=trainer.synced_reference,
+    )
+    assert saved is not None
+    resumed = make()
+    checkpoint.load(
+        saved.path,
+        expected_sha256=saved.manifest_sha256,
+        model=resumed.model,
+        optimizer=resumed.optimizer,
+        reference=resumed.synced_reference,
+    )
+    train(trainer, 3, 5)
+    train(resumed, 3, 5)
+    assert_same_weights(trainer, resumed)
+    after = reference(resumed)
+    assert all(torch.equal(value, after[name]) for name, value in reference(trainer).items())

@@ -53,6 +53,16 @@ def test_factor(schedule: dict[str, object], factors: dict[int, float]) -> None:
         assert lr_factor(step, 9, config) == pytest.approx(factor), step
 
 
+def test_a_ratio_is_the_warm_up_of_so_many_steps() -> None:
+    for schedule in ({"name": "linear"}, {"name": "constant_with_warmup"}, {"name": "cosine"}):
+        by_ratio = SchedulerSection.model_validate({**schedule, "warmup_ratio": 0.4})  # 3.6 of 9 steps
+        by_steps = SchedulerSection.model_validate({**schedule, **PEAK_AT_3})
+        for step in range(9):
+            assert lr_factor(step, 9, by_ratio) == lr_factor(step, 9, by_steps)
+    with pytest.raises(ValidationError, match=r"warmup_steps 4 and warmup_ratio 0\.4"):
+        SchedulerSection(warmup_steps=4, warmup_ratio=0.4)
+
+
 def test_inverse_sqrt_without_warm_up_has_a_scale_of_its_own() -> None:
     config = SchedulerSection(name="inverse_sqrt")
     assert lr_factor(0, 9, config) == pytest.approx((10_000 / 10_001) ** 0.5)
@@ -88,7 +98,9 @@ def test_a_setting_that_no_shape_reads_is_refused(schedule: dict[str, object], w
 
 def test_a_fall_longer_than_the_run_is_refused(tmp_path: Path) -> None:
     scheduler = {"name": "wsd", "warmup_steps": 4, "decay_steps": 8}
-    with pytest.raises(ValidationError, match=r"warmup_steps 4 \+ decay_steps 8 exceed the run's 10 steps"):
+    with pytest.raises(
+        ValidationError, match=r"4 steps of warm-up \+ decay_steps 8 exceed the run's 10 steps"
+    ):
         make_spec(tmp_path, grpo={"max_num_steps": 10}, scheduler=scheduler)
     make_spec(tmp_path, grpo={"max_num_steps": 12}, scheduler=scheduler)
 

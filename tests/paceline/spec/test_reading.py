@@ -107,6 +107,26 @@ def test_a_wrong_value_is_shown_with_its_field(
         (["rewards.1.function=length"], ("rewards has the name 'length' 2 times",)),
         (["rewards.0.weight=0", "rewards.1.weight=0"], ("every reward has weight 0",)),
         (["policy.generation.top_k=5"], ("top_k=5", "allow_biased_sampling=true")),
+        (
+            ["loss_fn.reference_policy_sync_steps=5"],
+            ("reference_policy_sync_steps 5", "reference_policy_kl_penalty 0"),
+        ),
+        (
+            [
+                "loss_fn.reference_policy_sync_steps=5",
+                "loss_fn.reference_policy_kl_penalty=0.1",
+                "loss_fn.reference_policy_pool=reward",
+            ],
+            ("reference_policy_sync_steps 5", "do not get the policy's weights"),
+        ),
+        (
+            [
+                "loss_fn.reference_policy_sync_steps=5",
+                "loss_fn.reference_policy_kl_penalty=0.1",
+                "policy.lora_cfg.enabled=true",
+            ],
+            ("reference_policy_sync_steps 5", "the base without the adapter"),
+        ),
         (["policy.generation.min_p=0.1"], ("min_p=0.1", "allow_biased_sampling=true")),
         (
             ["policy.generation.repetition_penalty=1.2"],
@@ -274,3 +294,30 @@ def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None
         assert message.endswith(
             "Use the version that accepted the run, or end it with `paceline cancel sums-1`"
         )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["grpo.max_num_epochs=3"], 12),
+        (["grpo.max_num_epochs=0.5"], 2),
+        (["grpo.max_num_epochs=3", "grpo.max_num_steps=5"], 5),
+        (["grpo.max_num_epochs=3", "grpo.max_num_steps=500"], 12),
+        (["algorithm=sft", "rewards=[]", "sft.max_num_epochs=2", "sft.num_examples_per_step=16"], 2),
+        ([], 100),
+    ],
+)
+def test_epochs_and_steps_end_a_run_whichever_is_first(
+    spec_path: Path, overrides: list[str], steps: int
+) -> None:
+    spec = load_spec(spec_path, [*overrides, "grpo.num_prompts_per_step=4"])
+    resolved = spec.with_steps_of_epochs(16)
+    assert resolved.max_num_steps == steps
+    assert spec_from_yaml(spec_to_yaml(resolved)).with_steps_of_epochs(16) == resolved
+
+
+def test_a_schedule_that_does_not_fit_the_epochs_is_refused_with_their_steps(spec_path: Path) -> None:
+    wsd = ["policy.scheduler.name=wsd", "policy.scheduler.decay_steps=10"]
+    spec = load_spec(spec_path, ["grpo.max_num_epochs=1", "grpo.num_prompts_per_step=4", *wsd])
+    with pytest.raises(SpecError, match=r"max_num_epochs 1 over 16 rows are 4 steps: .*would have no peak"):
+        spec.with_steps_of_epochs(16)

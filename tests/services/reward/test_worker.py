@@ -18,17 +18,21 @@ from paceline.spec.reading import spec_to_yaml
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2
+from services.common.trainer_state import with_trainer_state
 from services.reward.worker import RewardWorker
 
 SLOW_REWARD = """
 import pathlib
 here = pathlib.Path(__file__).parent
-def slow(completions, **_):
+def slow(completions, trainer_state, log_metric, **_):
+    log_metric("step", trainer_state.global_step)
     (here / "started").write_text("x")
     (here / "go").read_text()
     return [1.0] * len(completions)
 """
 """Both files are pipes, so each side waits for the other."""
+
+COLUMNS = with_trainer_state("{}", {"global_step": 7})
 
 
 class Exchange:
@@ -59,7 +63,7 @@ class Exchange:
         given, self._left = self._left, []
         for group_id in given:
             reply.task.tasks.add(
-                group_id=group_id, attempt=1, prompt_json='"p"', columns_json="{}", digest="d"
+                group_id=group_id, attempt=1, prompt_json='"p"', columns_json=COLUMNS, digest="d"
             )
         return reply, self.payloads * len(given)
 
@@ -98,6 +102,7 @@ async def drained(directory: Path) -> None:
         assert not working.done()
         await asyncio.to_thread((directory / "go").write_text, "x")
         await working
+    assert worker._gauges() == {"groups_since_report": 1.0, "logged_sum/step": 7.0, "logged_count/step": 1.0}
     last = exchange.scores[-1]
     assert (last.group_id, last.handed_back, list(last.rewards)) == (1, False, [1.0])
     assert len(exchange.scores) == 3

@@ -28,6 +28,7 @@ from paceline.errors import WireError
 from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.trainer_state import TRAINER_STATE
 from services.coordinator.exchange.leases import revoke_from_silent
 from services.learner.training.batches import BatchClient, RankBatch
 
@@ -84,7 +85,9 @@ def test_a_group_from_admission_to_trained(world: World) -> None:
     assert world.group(0)["sequence_tokens"] == 9 + 2 * 3
     (task,) = reward.tasks()
     assert reward.texts[0] == ["10", "11"]  # seeds of the driver: attempt 1, samples 0 and 1
-    assert json.loads(task.columns_json) == {"answer": int(json.loads(lease.prompt_json)[1:])}
+    columns = json.loads(task.columns_json)
+    assert columns.pop(TRAINER_STATE) == {"global_step": 0, "max_steps": 4, "epoch": 0.0}
+    assert columns == {"answer": int(json.loads(lease.prompt_json)[1:])}
     assert reward.score(task, [0.25, 0.75]) == COMMITTED
     assert world.group(0)["reward"] == 0.5
     assert learner.part(0) is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import threading
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from control_plane import DEADLINE_S, Plane, refusal
 from exchange_drivers import make_spec
 
-from paceline.spec.reading import spec_to_yaml
+from paceline.spec.reading import spec_from_yaml, spec_to_yaml
 from protos.paceline.v1 import run_pb2
 from services.coordinator.lifecycle import run_queue
 
@@ -44,7 +46,7 @@ async def test_a_client_that_asks_again_joins_the_opening_that_is_under_way(
         calls += 1
         opened.release()
         assert go.wait(PATIENCE_S)
-        return None, None
+        return run_queue.RunData(1)
 
     monkeypatch.setattr(run_queue, "open_data", slowly)
     text = spec_to_yaml(make_spec(plane.directory))
@@ -62,3 +64,15 @@ async def test_a_client_that_asks_again_joins_the_opening_that_is_under_way(
     again = (await plane.runs.Submit(request)).run
     assert again.run_id == run.run_id
     assert calls == 1, "a run that is queued is not opened again"
+
+
+async def test_epochs_become_the_steps_of_the_data_set(plane: Plane) -> None:
+    spec = make_spec(plane.directory)
+    grpo = {"num_prompts_per_step": 3, "max_num_epochs": 1.5}
+    tree = spec.model_dump(mode="json") | {"grpo": spec.grpo.model_dump(exclude={"max_num_steps"}) | grpo}
+    rows = len((plane.directory / "train.jsonl").read_text().splitlines())
+    run = (await plane.runs.Submit(run_pb2.SubmitRequest(spec_yaml=json.dumps(tree)))).run
+    assert run.max_num_steps == math.ceil(1.5 * rows / 3)
+    stored = spec_from_yaml((await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run.spec_yaml)
+    assert stored.max_num_steps == run.max_num_steps
+    assert stored.max_num_epochs == 1.5

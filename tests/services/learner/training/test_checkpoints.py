@@ -45,7 +45,11 @@ def trainer() -> Any:
     """The parts of a checkpoint, without a policy."""
     model = torch.nn.Linear(2, 2)
     return SimpleNamespace(
-        model=model, optimizer=torch.optim.AdamW(model.parameters()), critic=None, device=torch.device("cpu")
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        critic=None,
+        synced_reference=None,
+        device=torch.device("cpu"),
     )
 
 
@@ -175,7 +179,9 @@ def test_a_damaged_one_is_given_up_at_once(start: Start, trainer: Any, tmp_path:
 def test_one_of_another_model_is_no_damage(start: Start, trainer: Any, tmp_path: Path) -> None:
     written = saved(trainer, tmp_path)
     wider = torch.nn.Linear(3, 2)
-    other = SimpleNamespace(model=wider, optimizer=torch.optim.AdamW(wider.parameters()), critic=None)
+    other = SimpleNamespace(
+        model=wider, optimizer=torch.optim.AdamW(wider.parameters()), critic=None, synced_reference=None
+    )
     with pytest.raises(Misfit, match="does not fit"):
         start(str(written.path), written.manifest_sha256).checkpoints.load(other, lambda _: None)
 

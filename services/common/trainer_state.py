@@ -1,0 +1,31 @@
+"""The state of the training that goes with a score task: TRL's `trainer_state` for reward functions.
+
+It travels as a column with a name that no argument of a function can have, so a data set's columns cannot meet it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from paceline.spec import RunSpec
+
+TRAINER_STATE = "paceline.trainer_state"
+
+
+def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int) -> dict[str, Any]:
+    """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are."""
+    prompts = trained_steps * spec.grpo.num_prompts_per_step
+    return {
+        "global_step": trained_steps,
+        "max_steps": spec.max_num_steps,
+        "epoch": prompts / num_rows if num_rows else 0.0,
+    }
+
+
+def with_trainer_state(columns_json: str, state: dict[str, Any]) -> str:
+    """Return the columns of a group, a JSON object, with the state beside them."""
+    if not columns_json.startswith("{"):
+        return columns_json  # a damaged record, which the worker answers for
+    inside = columns_json.strip()[1:-1].strip()
+    return f'{{{inside}{", " if inside else ""}"{TRAINER_STATE}": {json.dumps(state)}}}'
