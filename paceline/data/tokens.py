@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.messages import plain
 from paceline.errors import InvalidInput, Unreadable
 from paceline.groups import IntArray
 from paceline.spec import DataSection, PolicySection
@@ -241,7 +242,8 @@ def encode_for_scoring(
 
 
 def with_system_prompt(prompt: Any, data: DataSection) -> Any:
-    """Return the prompt with data.system_prompt put before it, if there is one."""
+    """Return the prompt, its text parts joined, with data.system_prompt put before it, if there is one."""
+    prompt = plain(prompt)
     if data.system_prompt is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
