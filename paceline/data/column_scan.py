@@ -65,7 +65,7 @@ def texts(table: pa.Table, name: str) -> Mask:
         return np.zeros(table.num_rows, bool)
     messages = Messages(column)
     sound = _mask(pc.greater(pc.binary_length(messages.roles), 0)) & _mask(pc.is_valid(messages.contents))
-    passing = messages.lengths > 0
+    passing: Mask = messages.lengths > 0
     passing[messages.rows[~sound]] = False
     return passing
 
@@ -95,8 +95,9 @@ def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
     alike &= ~_unequal(first.roles_at(0), second.roles_at(0))
     # A further key may differ in the first message, and then nothing is common.
     alike &= len(first.keys) == 2 and len(second.keys) == 2
-    same_length = (first.lengths == second.lengths) & (first.lengths > 1)
-    return alike & same_length & _unequal(first.contents_at(-1), second.contents_at(-1))
+    same_length: Mask = (first.lengths == second.lengths) & (first.lengths > 1)
+    differ: Mask = alike & same_length & _unequal(first.contents_at(-1), second.contents_at(-1))
+    return differ
 
 
 def conversations(table: pa.Table, name: str, *, system: bool) -> Mask:
@@ -175,7 +176,7 @@ class Messages:
 def _is_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _are_plain_messages(kind: pa.DataType) -> bool:

@@ -66,26 +66,22 @@ def check_example(spec: RunSpec) -> RowCheck:
     data = spec.data
     match spec.examples and spec.examples.example_form:
         case "demonstration":
-            columns = (data.prompt_key, data.completion_key)
-            if data.messages_key is not None:
-                columns = (data.messages_key,)
             return RowCheck(
                 lambda row: read_demonstration(row, data),
-                columns,
+                (data.messages_key,) if data.messages_key else (data.prompt_key, data.completion_key),
                 lambda table: _passing_demonstrations(table, data),
             )
         case "preference":
-            columns = (data.prompt_key, data.chosen_key, data.rejected_key, data.margin_key)
+            keys = (data.prompt_key, data.chosen_key, data.rejected_key, data.margin_key)
             return RowCheck(
                 lambda row: read_preference(row, data),
-                (*columns, "context", "completions"),
+                (*keys, "context", "completions"),
                 lambda table: _passing_preferences(table, data),
             )
         case "labeled_completion":
-            columns = (data.prompt_key, data.completion_key, data.label_key)
             return RowCheck(
                 lambda row: read_labeled_completion(row, data),
-                columns,
+                (data.prompt_key, data.completion_key, data.label_key),
                 lambda table: _passing_labeled_completions(table, data),
             )
         case _:

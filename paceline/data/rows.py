@@ -29,6 +29,8 @@ class Rows(Protocol):
 
     fingerprint: str
     """Identity of the data set's contents, which shows a replaced file where that can be detected."""
+    columns: tuple[str, ...]
+    """Columns that every row has."""
 
     def __len__(self) -> int: ...
 
@@ -53,6 +55,11 @@ class PromptSource:
     def fingerprint(self) -> str:
         """Fingerprint of the rows at the time they were opened."""
         return self._rows.fingerprint
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns besides the prompt, which reward functions get."""
+        return tuple(name for name in self._rows.columns if name != self._data.prompt_key)
 
     def index(self, cursor: int) -> int:
         """Row that the `cursor`-th draw takes: a permutation of the rows in every epoch."""
@@ -124,6 +131,7 @@ class JsonLines:
     def __init__(self, path: Path, check: Callable[[dict[str, Any]], None] | None = None):
         self._path = path
         self._digest = xxhash.xxh3_64()
+        self.columns: tuple[str, ...] = ()
         with path.open("rb") as file:
             self._offsets = np.array(self._index(file, check), np.int64)
             self._ends = np.append(self._offsets[1:], file.tell())
@@ -173,6 +181,7 @@ class JsonLines:
                         raise DataError(f"{path}, line {number}: {error}") from None
                 offsets.append(position)
             position += len(line)
+        self.columns = tuple(keys or ())
         return offsets
 
 
@@ -266,6 +275,7 @@ class _Table:
     def __init__(self, dataset: Any):
         self.dataset = dataset
         self.fingerprint = f"{len(dataset)} rows"
+        self.columns = tuple(dataset.column_names)
 
     def __len__(self) -> int:
         return len(self.dataset)
