@@ -39,6 +39,16 @@ class LazyGroup(click.Group):
             else click.Command(cmd_name, callback=found, help=summary)
         )
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; name the one that an unknown word stands for."""
+        if args and not args[0].startswith("-") and args[0] not in self._entries:
+            from services.cli.unknown_commands import remedy
+
+            ctx.fail(f"No such command {args[0][:80]!r}; {remedy(args[0], self._entries)}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table, without importing them."""
         with formatter.section("Commands"):

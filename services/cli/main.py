@@ -29,6 +29,11 @@ COMMANDS = {
             "distillation": "from rollouts and a teacher",
         }.items()
     },
+    "spec": ("services.cli.spec:spec", "Check a spec and print it resolved, or explain its keys."),
+    "import": (
+        "services.cli.imports:import_spec",
+        "Write a spec from a configuration of TRL, NeMo RL or verl.",
+    ),
     "submit": ("services.cli.runs:submit", "Queue a run from a spec."),
     "runs": ("services.cli.runs:runs", "List the runs."),
     "watch": ("services.cli.runs:watch", "Follow a run until it ends."),

@@ -83,6 +83,7 @@ def _own(location: tuple[Any, ...], path: str) -> str:
     """Return the clause that names our nearest key."""
     section = dotted(location[:-1])
     known = keys_of(f"{section}.{ITEM}" if f"{section}.{ITEM}" in keys() else section)
+    known = known or keys_of("")
     guesses = nearest(str(location[-1]), known) or _elsewhere(_without_indices(path))
     if guesses:
         return f"did you mean {_listed([repr(guess) for guess in guesses])}?"

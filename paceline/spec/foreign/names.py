@@ -78,9 +78,14 @@ def look_up(path: str) -> ForeignName | None:
         section = ".".join(parts[:length])
         for library in TABLES:
             for name in (f"{section}.*", section):
-                if name in table(library) and (name.endswith("*") or length == len(parts)):
-                    return table(library)[name]
+                entry = table(library).get(name)
+                if entry and (name.endswith("*") or length == len(parts) or _is_mapping(entry.key)):
+                    return entry
     return next((found for each in range(len(parts)) if (found := _by_suffix(".".join(parts[each:])))), None)
+
+
+def _is_mapping(key: str) -> bool:
+    return key in keys() and keys()[key].type_text.startswith("mapping")
 
 
 def _by_suffix(suffix: str) -> ForeignName | None:

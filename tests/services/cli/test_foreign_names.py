@@ -63,7 +63,7 @@ NEMO_RL = {  # keys of grpo_math_1B.yaml, sft.yaml and dpo.yaml
     "policy.max_total_sequence_length=512": PASSES,
     "policy.generation.vllm_kwargs={}": PASSES,
     "grpo.max_rollout_turns=1": NONE,
-    "grpo.max_num_epochs=1": "grpo.max_num_epochs",
+    "grpo.max_num_epochs=1": PASSES,
     "grpo.normalize_rewards=true": "grpo.advantage",
     "grpo.use_leave_one_out_baseline=true": "grpo.advantage",
     "grpo.val_batch_size=256": NONE,
@@ -80,7 +80,7 @@ NEMO_RL = {  # keys of grpo_math_1B.yaml, sft.yaml and dpo.yaml
     "checkpointing.model_save_format=safetensors": NONE,
     "checkpointing.metric_name=val_reward": "val:reward",
     "policy.tokenizer.name=org/model": "policy.tokenizer_name",
-    "policy.tokenizer.chat_template_kwargs.enable_thinking=true": "chat_template_kwargs|there is none",
+    "policy.tokenizer.chat_template_kwargs.enable_thinking=true": "data.chat_template_kwargs",
     "policy.train_global_batch_size=512": "grpo.num_prompts_per_step",
     "policy.generation_batch_size=32": "policy.generation.max_batch_size",
     "policy.logprob_batch_size=4": "policy.logprob_chunk_tokens",
@@ -123,11 +123,11 @@ TRL = {  # arguments of GRPOConfig, at the top level
     "weight_decay=0.1": "policy.optimizer.weight_decay",
     "adam_beta2=0.99": "policy.optimizer.betas",
     "max_grad_norm=0.1": "policy.max_grad_norm",
-    "warmup_ratio=0.1": "warmup_",
+    "warmup_ratio=0.1": "policy.scheduler.warmup_ratio",
     "warmup_steps=10": "policy.scheduler.warmup_steps",
     "lr_scheduler_type=cosine": "policy.scheduler.name",
     "max_steps=100": "grpo.max_num_steps",
-    "num_train_epochs=1": "grpo.max_num_",
+    "num_train_epochs=1": "grpo.max_num_epochs",
     "per_device_train_batch_size=8": "grpo.num_prompts_per_step",
     "gradient_accumulation_steps=4": "grpo.num_prompts_per_step",
     "steps_per_generation=4": "policy.num_updates_per_step",
@@ -136,7 +136,7 @@ TRL = {  # arguments of GRPOConfig, at the top level
     "max_prompt_length=256": "policy.max_total_sequence_length",
     "max_completion_length=256": "policy.generation.max_new_tokens",
     "temperature=0.9": "policy.generation.temperature",
-    "min_p=0.1": "min_p|there is none",
+    "min_p=0.1": "policy.generation.min_p",
     "use_vllm=true": "policy.generation.backend",
     "vllm_mode=colocate": NONE,
     "vllm_gpu_memory_utilization=0.3": "policy.generation.vllm_cfg.gpu_memory_utilization",
@@ -148,7 +148,7 @@ TRL = {  # arguments of GRPOConfig, at the top level
     "report_to=wandb": NONE,
     "output_dir=out": "checkpointing.checkpoint_dir",
     "mask_truncated_completions=true": "grpo.overlong_filtering",
-    "sync_ref_model=true": "reference",
+    "sync_ref_model=true": "loss_fn.reference_policy_sync_steps",
     "importance_sampling_level=sequence": "loss_fn.ratio_level",
 }
 
@@ -162,7 +162,7 @@ ELSEWHERE = {  # of verl and prime-rl, and names of one library at the place of 
     "data.train_batch_size=256": "grpo.num_prompts_per_step",
     "data.max_response_length=512": "policy.generation.max_new_tokens",
     "trainer.n_gpus_per_node=8": "cluster.learner_gpus",
-    "trainer.total_epochs=15": "grpo.max_num_",
+    "trainer.total_epochs=15": "grpo.max_num_epochs",
     "critic.optim.lr=1e-5": "value.optimizer.lr",
     "orchestrator.batch_size=512": "grpo.num_prompts_per_step",
     "orchestrator.train.group_size=16": "grpo.num_generations_per_prompt",
@@ -173,7 +173,7 @@ ELSEWHERE = {  # of verl and prime-rl, and names of one library at the place of 
     "policy.gradient_checkpointing=true": "policy.activation_checkpointing",
     "policy.optimizer.learning_rate=1e-6": "policy.optimizer.lr",
     "data.train.dataset_name=squad": "data.train",
-    "generation.stop=</answer>": "stop_",
+    "generation.stop=</answer>": "policy.generation.stop_strings",
     "generation.top_p=0.9": "policy.generation.top_p",
     "eval=true": NONE,
     "optimizer.lr=1e-6": "policy.optimizer.lr",
@@ -213,8 +213,6 @@ def answer(override: str) -> str:
 
 
 ALL = {"guide": GUIDE, "nemo rl": NEMO_RL, "trl": TRL, "elsewhere": ELSEWHERE, "values": VALUES}
-LATER = ("max_num_epochs", "max_num_", "warmup_", "reference", "stop_")
-"""Keys that may have no counterpart."""
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -232,7 +230,7 @@ def right(said: str, expected: str) -> bool:
         return said == PASSES
     if "did you mean" in said and expected not in said:
         return False
-    return any(each in said for each in expected.split("|")) or (expected.endswith(LATER) and NONE in said)
+    return expected in said
 
 
 def test_the_whole_dotted_name_is_repeated() -> None:

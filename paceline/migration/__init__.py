@@ -1,0 +1,1 @@
+"""Specs from the configurations of other libraries: TRL, NeMo RL and verl."""

@@ -1,0 +1,159 @@
+"""A spec in the making, from another library's settings: what was carried over, and what was left out and why.
+
+Each library's module derives the values that depend on several settings; `carry` then moves all others by the dictionary
+of names (`paceline.spec.foreign`).
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.spec.foreign.names import ForeignName, look_up, table
+from paceline.spec.keys import keys
+
+EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
+"""Algorithms that train on a data set's examples."""
+RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
+"""Keys of `grpo` by their names in the sections of EXAMPLES."""
+
+
+@dataclass
+class Conversion:
+    """The spec so far."""
+
+    library: str
+    """One of `paceline.spec.foreign.names.TABLES`."""
+    settings: dict[str, Any]
+    """The other library's settings by dotted name."""
+    algorithm: str = "grpo"
+    tree: dict[str, Any] = field(default_factory=dict)
+    """The spec's sections, as YAML has them."""
+    left_out: list[str] = field(default_factory=list)
+    """One line for each setting that was left out: its name, its value, the reason."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about what differs or has to be checked by hand."""
+    used: set[str] = field(default_factory=set)
+    """Names of settings that need no further attention."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files to write beside the spec, by name."""
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return a setting, or the library's default, and mark it as used."""
+        self.used.add(name)
+        value = self.settings.get(name)
+        return default if value is None else value
+
+    def put(self, key: str, value: Any) -> None:
+        """Set our dotted key, in the section of the algorithm where `grpo` and `loss_fn` stand for it."""
+        key = self.place(key)
+        if key:
+            *sections, last = key.split(".")
+            node = self.tree
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[last] = _home(value)
+
+    def place(self, key: str) -> str:
+        """Return our key for the algorithm; empty if that algorithm has none."""
+        section, _, name = key.partition(".")
+        if self.algorithm in EXAMPLES and section == "grpo":
+            key = f"{self.algorithm}.{RENAMED.get(name, name)}"
+        elif self.algorithm in ("dpo", "kto") and key == "loss_fn.reference_policy_kl_penalty":
+            key = f"{self.algorithm}.reference_policy_kl_penalty"
+        elif self.algorithm in EXAMPLES and section in ("loss_fn", "async_grpo", "rewards", "value"):
+            return ""
+        return key if key in keys() else ""
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Record that a setting was left out, if it is set."""
+        if self.settings.get(name) is not None:
+            self.used.add(name)
+            self.left_out.append(f"{name} ({reprlib.repr(self.settings[name])}): {reason}")
+
+    def carry(self) -> None:
+        """Carry over every setting that is not used yet, by the dictionary of names."""
+        for name, value in self.settings.items():
+            if name not in self.used and value is not None:
+                self._carry_one(name, plain(value))
+
+    def close(self) -> None:
+        """Leave out what a spec refuses without further settings: evaluations without data, a name with other letters."""
+        if not self.tree.get("data", {}).get("validation"):
+            section = self.tree.get(self.algorithm if self.algorithm in EXAMPLES else "grpo", {})
+            for name in ("val_period", "val_at_start", "val_at_end"):
+                if section.pop(name, None):
+                    self.left_out.append(
+                        f"{name}: there is no validation set; set data.validation and {name}"
+                    )
+        if "name" in self.tree:
+            self.tree["name"] = (
+                re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.tree["name"])).strip("-._")[:63] or "run"
+            )
+
+    def _carry_one(self, name: str, value: Any) -> None:
+        if name in keys() and name not in table(self.library):
+            if keys()[name].section is None and self.place(name):
+                return self.put(name, value)
+            return self.leave_out(name, f"algorithm {self.algorithm} does not read it")
+        entry = self._entry(name)
+        if entry is None:
+            return self.leave_out(name, "no such name is known")
+        if not entry.key:
+            return self.leave_out(name, entry.none)
+        if entry.rule or entry.place:
+            return self.leave_out(name, f"set {entry.key} by hand{'; ' if entry.note else ''}{entry.note}")
+        if not self.place(entry.key):
+            return self.leave_out(name, f"algorithm {self.algorithm} does not read {entry.key}")
+        if entry.values is None:
+            return self.put(entry.key, value)
+        if isinstance(value, str | int | float | None) and value in entry.values:
+            return self.put(entry.key, entry.values[value])
+        return self.leave_out(name, f"{entry.key} has no such value")
+
+    def _entry(self, name: str) -> ForeignName | None:
+        """Return the entry of this library's own table, by the name or the longest section above it; else of any."""
+        own = table(self.library)
+        parts = name.split(".")
+        sections = [f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1)]
+        return next((own[each] for each in (name, *sections) if each in own), None) or look_up(name)
+
+
+def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by dotted name; a list, an empty section and a mapping that has a name in the
+    dictionary or in the spec are values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        is_value = name in table(library) or (name in keys() and keys()[name].type_text.startswith("mapping"))
+        if isinstance(value, Mapping) and value and not is_value:
+            found |= flattened(value, library, f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a value as YAML 1.2 reads it: `1e-6` is a number."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
+def _home(value: Any) -> Any:
+    return re.sub(r"^\$\{?HOME\}?(?=/|$)", "~", value) if isinstance(value, str) else value
+
+
+def whole(total: float, parts: float) -> int:
+    """Return total / parts as a count: rounded up, at least 1."""
+    return max(1, -(-int(total) // max(1, int(parts))))
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a value that may be one item or several as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else [value]

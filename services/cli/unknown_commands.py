@@ -1,0 +1,108 @@
+"""The answer to a command that Paceline does not have: the command that other libraries' word stands for, or a near name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MEANT = {
+    "train": "up",
+    "run": "up",
+    "start": "up",
+    "launch": "up",
+    "rl": "up",
+    "ppo": "up",
+    "main_ppo": "up",
+    "run_grpo": "grpo",
+    "run_grpo_math": "grpo",
+    "run_sft": "sft",
+    "sft_trainer": "sft",
+    "run_dpo": "dpo",
+    "run_rm": "rm",
+    "reward": "rm",
+    "reward_trainer": "rm",
+    "run_distillation": "distillation",
+    "distill": "distillation",
+    "gkd": "distillation",
+    "sample": "samples",
+    "rollouts": "samples",
+    "completions": "samples",
+    "verify": "ledger verify",
+    "check": "ledger verify",
+    "fsck": "ledger verify",
+    "audit": "ledger verify",
+    "backup": "ledger backup",
+    "logs": "watch",
+    "log": "watch",
+    "tail": "watch",
+    "follow": "watch",
+    "progress": "watch",
+    "status": "runs",
+    "list": "runs",
+    "ls": "runs",
+    "jobs": "runs",
+    "ps": "runs",
+    "workers": "members",
+    "nodes": "members",
+    "stop": "cancel",
+    "kill": "cancel",
+    "delete": "cancel",
+    "abort": "cancel",
+    "continue": "resume",
+    "restart": "resume",
+    "infer": "generate",
+    "predict": "generate",
+    "complete": "generate",
+    "convert": "export",
+    "merge": "export",
+    "model_merger": "export",
+    "convert_dcp_to_hf": "export",
+    "save": "export",
+    "config": "spec",
+    "validate": "spec",
+    "explain": "spec",
+    "init": "import",
+    "migrate": "import",
+    "vllm-serve": "serve rollout",
+    "inference": "serve rollout",
+    "rollout": "serve rollout",
+    "worker": "serve rollout",
+    "learner": "serve learner",
+    "trainer": "serve learner",
+    "orchestrator": "serve coordinator",
+    "coordinator": "serve coordinator",
+    "server": "serve coordinator",
+    "env": "doctor",
+    "health": "doctor",
+    "install": "doctor",
+}
+"""Words for a command in other libraries and command lines, and ours."""
+
+NONE = {
+    "eval": "an evaluation belongs to a run: set data.validation and grpo.val_at_start in the spec",
+    "evaluate": "an evaluation belongs to a run: set data.validation and grpo.val_at_start in the spec",
+    "run_eval": "an evaluation belongs to a run: set data.validation and grpo.val_at_start in the spec",
+    "push": "nothing is uploaded; `paceline export` writes the model folder",
+    "upload": "nothing is uploaded; `paceline export` writes the model folder",
+    "tune": "a run has one spec; start one run for each setting",
+    "sweep": "a run has one spec; start one run for each setting",
+}
+"""Words for what no command does, and the reason with the way round it."""
+
+
+def remedy(word: str, commands: Iterable[str]) -> str:
+    """Return the sentence for an unknown command, such as "did you mean `paceline samples`?"."""
+    from paceline.spec.explaining.nearest import nearest
+
+    known = list(commands)
+    plain = word.rpartition("/")[2].removesuffix(".py").removesuffix(".sh").lower()
+    if plain in known:
+        return f"did you mean `paceline {plain}`?"
+    if plain in NONE:
+        return f"there is none, because {NONE[plain]}"
+    meant = MEANT.get(plain, "")
+    if meant.partition(" ")[0] in known:
+        return f"did you mean `paceline {meant}`?"
+    guesses = nearest(plain, known)
+    if guesses:
+        return f"did you mean {' or '.join(f'`paceline {guess}`' for guess in guesses)}?"
+    return "`paceline --help` lists the commands"

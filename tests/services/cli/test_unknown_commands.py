@@ -1,0 +1,43 @@
+"""Unknown commands: each is answered with the command that is meant, or with the reason why there is none."""
+
+from __future__ import annotations
+
+import pytest
+from command_line import paceline
+
+from services.cli.main import COMMANDS
+from services.cli.unknown_commands import MEANT, NONE, remedy
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("sample", "did you mean `paceline samples`?"),
+        ("train", "did you mean `paceline up`?"),
+        ("verify", "did you mean `paceline ledger verify`?"),
+        ("logs", "did you mean `paceline watch`?"),
+        ("status", "did you mean `paceline runs`?"),
+        ("eval", "there is none, because an evaluation belongs to a run"),
+        ("run_eval.py", "there is none, because an evaluation belongs to a run"),
+        ("examples/run_grpo_math.py", "did you mean `paceline grpo`?"),
+        ("examples/converters/convert_dcp_to_hf.py", "did you mean `paceline export`?"),
+        ("vllm-serve", "did you mean `paceline serve rollout`?"),
+        ("sbumit", "did you mean `paceline submit`?"),
+        ("GRPO", "did you mean `paceline grpo`?"),
+        ("frobnicate", "`paceline --help` lists the commands"),
+        ("x" * 5000, "`paceline --help` lists the commands"),
+    ],
+)
+def test_an_unknown_command_says_what_was_meant(word: str, answer: str) -> None:
+    assert remedy(word, COMMANDS).startswith(answer)
+
+
+def test_every_command_that_is_named_exists() -> None:
+    assert {meant.partition(" ")[0] for meant in MEANT.values()} <= COMMANDS.keys()
+    assert not (MEANT.keys() | NONE.keys()) & COMMANDS.keys()
+
+
+def test_the_command_line_answers_in_one_line() -> None:
+    result = paceline("sample", "grpo-1")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("Error: No such command 'sample'; did you mean `paceline samples`?\n")
