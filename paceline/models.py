@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidInput
+from paceline.error_texts import error_text, is_about_input
+from paceline.errors import InvalidInput, Unreadable
+
+FILE_WORDS = ("mismatch", "PytorchStreamReader", "state_dict")
+"""Words in torch's errors that are about the files of a model; its other errors are about the device."""
 
 
 def resolved_dtype(precision: str, device_type: str) -> str:
@@ -28,3 +33,21 @@ def check_head(config: Any, name: str) -> None:
         value = getattr(text, key, None)
         if value is not None and value != neutral:
             raise InvalidInput(f"policy.model_name {name!r}: {key} {value} of its logits is not supported")
+
+
+def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput | None:
+    """Return what to raise for an exception that loading model `name`, of the spec's `field`, has raised: InvalidInput for
+    files that are damaged or do not fit together, Unreadable for those that cannot be read now, as from a hub that does
+    not answer. None for an exception that is not about the files, such as one of the device or a lack of memory.
+    """
+    if isinstance(error, InvalidInput):
+        return error
+    is_of_files = any(words in str(error) for words in FILE_WORDS)
+    if not is_about_input(error) or (isinstance(error, RuntimeError) and not is_of_files):
+        return None
+    is_local = Path(name).expanduser().is_dir()
+    if isinstance(error, OSError) or not (is_local or isinstance(error, ValueError)):
+        return Unreadable(f"{field} {name!r} cannot be loaded: {error_text(error)}")
+    return InvalidInput(
+        f"{field} {name!r} cannot be loaded: {error_text(error)}; are its files complete? Copy or download them again"
+    )

@@ -115,16 +115,22 @@ def _find_neighbours_in(folder: Path) -> None:
 
 
 def describe_error(error: BaseException, path: Path | None = None) -> str:
-    """Return one line: the last line of the traceback and where it was raised, in file `path` if it passed through there."""
-    last_line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    if isinstance(error, SyntaxError):  # its own traceback ends in the importer
-        return f"{last_line} ({Path(error.filename or '?').name}:{error.lineno})"
+    """Return one line: the exception's type, the first line of its text, and where it was raised, in file `path` if it
+    passed through there."""
+    lines = [
+        line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()
+    ]
+    if isinstance(
+        error, SyntaxError
+    ):  # its own traceback ends in the importer, and its text begins with the source
+        return f"{lines[-1]} ({Path(error.filename or '?').name}:{error.lineno})"
+    text = f"{lines[0]} …" if len(lines) > 1 else lines[0]
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if path is not None and frame.filename == str(path)] or frames[-1:]
     if not inside:
-        return last_line
+        return text
     frame = inside[-1]
-    return f"{last_line} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+    return f"{text} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
 
 
 def _check_kwargs(

@@ -21,7 +21,7 @@ import numpy as np
 from paceline.data.tokens import check_same_tokenizer
 from paceline.errors import InvalidInput, Unreadable
 from paceline.groups import FloatArray, IntArray
-from paceline.models import check_head, resolved_dtype
+from paceline.models import check_head, fault_of_load, resolved_dtype
 from paceline.spec import PolicySection, RunSpec
 
 if TYPE_CHECKING:
@@ -160,9 +160,11 @@ def _load(name: str, dtype: torch.dtype) -> Any:
     try:
         check_head(AutoConfig.from_pretrained(name), name)
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
-        kind = Unreadable if isinstance(error, OSError) else InvalidInput
-        raise kind(f"the reference {name!r} cannot be loaded: {error}") from None
+    except Exception as error:
+        fault = fault_of_load("the reference", name, error)
+        if fault is None:
+            raise
+        raise fault from None
     if model.get_output_embeddings() is None:
         raise InvalidInput(f"the reference {name!r} has no LM head")
     return model.requires_grad_(False).eval()

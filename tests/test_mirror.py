@@ -58,7 +58,6 @@ COVERED_BY = {
     "paceline/spec/system.py": "test_reading.py",
     "paceline/spec/value.py": "test_reading.py",
     "paceline/spec/vllm.py": "test_reading.py",
-    "paceline/spec/warnings.py": "test_reading.py",
     "paceline/tracing.py": "tests/e2e/test_tracing.py",
     "paceline/weights/link.py": "tests/rollout/weights/test_link_receiver.py",
     "paceline/weights/lora_names.py": "tests/rollout/weights/test_adapter.py",

@@ -35,7 +35,7 @@ from learner.model.attention import IMPLEMENTATION
 from learner.model.cpu_linear import use_onednn_linear
 from learner.model.logprobs import chunked_logprobs
 from paceline.errors import InvalidInput, Unreadable
-from paceline.models import check_head, resolved_dtype
+from paceline.models import check_head, fault_of_load, resolved_dtype
 from paceline.spec import PolicySection
 
 
@@ -142,9 +142,11 @@ def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrained
         kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
         options = {"num_labels": 1} if scoring else {}
         model: Any = kind.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION, **options)
-    except (OSError, ValueError) as error:
-        kind_of_fault = Unreadable if isinstance(error, OSError) else InvalidInput
-        raise kind_of_fault(f"policy.model_name {name!r} cannot be loaded: {error}") from error
+    except Exception as error:
+        fault = fault_of_load("policy.model_name", name, error)
+        if fault is None:
+            raise
+        raise fault from error
     head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise InvalidInput(f"policy.model_name {name!r}: its head is not a plain matrix")

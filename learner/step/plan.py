@@ -20,6 +20,9 @@ from learner.objectives.base import Denominators, Objective
 from learner.step.update import MicroBatch, Update
 from paceline.spec import RunSpec
 
+NO_ADVANTAGE = 1e-8
+"""Largest absolute advantage that counts as 0: rounding leaves as much in a group of equal rewards."""
+
 
 def plan_updates(
     batch: Sequence[TrainingSample], step: int, spec: RunSpec, objective: Objective, device: torch.device
@@ -45,19 +48,24 @@ def plan_one(
 def workload(
     batch: Sequence[TrainingSample], updates: Sequence[Update], step: int, spec: RunSpec, device: torch.device
 ) -> dict[str, float]:
-    """Return metrics of the batch: its size, the fill of its micro-batches, the age of its tokens."""
+    """Return metrics of the batch: its size, the fill of its micro-batches, the age of its tokens, and the share of the
+    tokens whose advantage is 0 (1 where nothing trains)."""
     micro_batches = [micro for update in updates for micro in update.micro_batches]
     versions = [s.versions_T for s in batch if s.versions_T is not None]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
+    advantages = [m.advantages_N for m in micro_batches if m.advantages_N is not None and not m.is_dummy]
     sums = [
         sum(m.packed.input_ids.numel() for m in micro_batches if not m.is_dummy),
         sum(not m.is_dummy for m in micro_batches),
         float(ages.sum()),
         len(ages),
+        sum(float((values_N.abs() <= NO_ADVANTAGE).sum()) for values_N in advantages),
+        sum(len(values_N) for values_N in advantages),
+        any(m.advantages_N is not None for m in micro_batches),
     ]
-    packed_tokens, num_micro_batches, age_sum, aged_tokens = sum_over_ranks(
-        torch.tensor(sums, dtype=torch.float64, device=device)
-    ).tolist()
+    packed_tokens, num_micro_batches, age_sum, aged_tokens, zeros, with_advantage, has_advantages = (
+        sum_over_ranks(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
+    )
     # Packed tensors are dense: the rest of each pass's budget is unfilled, all of it in a dummy pass.
     room = len(micro_batches) * world_size() * spec.policy.train_mb_tokens
     metrics = {
@@ -67,7 +75,10 @@ def workload(
         "micro_batches": num_micro_batches,
         "unfilled_fraction": max(1.0 - packed_tokens / room, 0.0),
     }
-    return metrics | ({"age": age_sum / aged_tokens} if aged_tokens else {})
+    metrics |= {"age": age_sum / aged_tokens} if aged_tokens else {}
+    if has_advantages:
+        metrics["zero_advantage_fraction"] = zeros / with_advantage if with_advantage else 1.0
+    return metrics
 
 
 def _plan(

@@ -15,10 +15,20 @@ of a chat template that refuses it; everything else is a DataError that says wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from paceline.data.rows import check_columns, check_prompt
+from paceline.data.column_scan import (
+    Mask,
+    RowCheck,
+    begin_alike,
+    booleans,
+    conversations,
+    different,
+    finite_or_absent,
+    texts,
+)
+from paceline.data.messages import are_messages, plain
+from paceline.data.rows import check_columns, check_prompt, check_text
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError
 from paceline.spec import DataSection, RunSpec
@@ -51,33 +61,69 @@ class LabeledCompletion(NamedTuple):
     desirable: bool
 
 
-def check_example(spec: RunSpec) -> Callable[[dict[str, Any]], None]:
-    """Return a check of one row for the spec's algorithm; it raises DataError."""
+def check_example(spec: RunSpec) -> RowCheck:
+    """Return the check of rows for the spec's algorithm; it raises DataError."""
+    data = spec.data
     match spec.examples and spec.examples.example_form:
         case "demonstration":
-            return lambda row: _ignore(read_demonstration(row, spec.data))
+            return RowCheck(
+                lambda row: read_demonstration(row, data),
+                (data.messages_key,) if data.messages_key else (data.prompt_key, data.completion_key),
+                lambda table: _passing_demonstrations(table, data),
+            )
         case "preference":
-            return lambda row: _ignore(read_preference(row, spec.data))
+            keys = (data.prompt_key, data.chosen_key, data.rejected_key, data.margin_key)
+            return RowCheck(
+                lambda row: read_preference(row, data),
+                (*keys, "context", "completions"),
+                lambda table: _passing_preferences(table, data),
+            )
         case "labeled_completion":
-            return lambda row: _ignore(read_labeled_completion(row, spec.data))
+            return RowCheck(
+                lambda row: read_labeled_completion(row, data),
+                (data.prompt_key, data.completion_key, data.label_key),
+                lambda table: _passing_labeled_completions(table, data),
+            )
         case _:
             raise ValueError(f"algorithm {spec.algorithm!r} reads no examples")
+
+
+def _passing_demonstrations(table: Any, data: DataSection) -> Mask:
+    if data.messages_key is not None:
+        return conversations(table, data.messages_key, system=data.system_prompt is None)
+    return texts(table, data.prompt_key) & texts(table, data.completion_key)
+
+
+def _passing_preferences(table: Any, data: DataSection) -> Mask:
+    chosen, rejected = data.chosen_key, data.rejected_key
+    passing = texts(table, chosen) & texts(table, rejected) & finite_or_absent(table, data.margin_key)
+    if not passing.any():
+        return passing  # the columns may have forms that only the check of single rows knows
+    if data.prompt_key in table.column_names:
+        return passing & texts(table, data.prompt_key) & different(table, chosen, rejected)
+    return passing & begin_alike(table, chosen, rejected)
+
+
+def _passing_labeled_completions(table: Any, data: DataSection) -> Mask:
+    text = texts(table, data.prompt_key) & texts(table, data.completion_key)
+    return text & booleans(table, data.label_key)
 
 
 def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
     """Raises DataError."""
     if data.messages_key is not None:
         messages: Any = row.get(data.messages_key)
-        if not _are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
+        if not are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise DataError(
                 f"column {data.messages_key!r} has to be at least two chat messages, the last by the assistant, not "
                 f"{messages!r:.80}"
             )
+        check_text(messages, data.messages_key)
         if data.system_prompt is not None and messages[0]["role"] == "system":
             raise DataError(
                 "data.system_prompt is set, but the conversation has a system message; keep one of them"
             )
-        return Demonstration(with_system_prompt(messages[:-1], data), messages[-1:])
+        return Demonstration(with_system_prompt(messages[:-1], data), plain(messages[-1:]))
     check_prompt(row, data.prompt_key)
     check_columns(row, (data.completion_key,))
     completion = _completion(row[data.completion_key], data.completion_key)
@@ -90,7 +136,7 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
         return _ranked(row, data)
     check_columns(row, (data.chosen_key, data.rejected_key))
     chosen, rejected = row[data.chosen_key], row[data.rejected_key]
-    several = rejected if isinstance(rejected, list) and not _are_messages(rejected) else [rejected]
+    several = rejected if isinstance(rejected, list) and not are_messages(rejected) else [rejected]
     if not several:
         raise DataError(
             f"column {data.rejected_key!r} is an empty list; a pair needs at least one completion"
@@ -158,18 +204,20 @@ def _preference(
 
 def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) -> tuple[Any, Any, list[Any]]:
     """Prompt and completions of whole conversations: their common beginning is the prompt."""
-    conversations = [chosen, *rejected]
-    if not all(_are_messages(conversation) for conversation in conversations):
+    whole = [chosen, *rejected]
+    if not all(are_messages(conversation) for conversation in whole):
         raise DataError(
             f"there is no column {data.prompt_key!r}, so {data.chosen_key!r} and {data.rejected_key!r} have to be whole "
             "conversations (lists of messages); name the prompt in data.prompt_key"
         )
+    for conversation, key in zip(whole, (data.chosen_key, *[data.rejected_key] * len(rejected)), strict=True):
+        check_text(conversation, key)
     common = 0
-    for turn in zip(*conversations, strict=False):
+    for turn in zip(*whole, strict=False):
         if any(message != turn[0] for message in turn):
             break
         common += 1
-    if common == 0 or any(len(conversation) == common for conversation in conversations):
+    if common == 0 or any(len(conversation) == common for conversation in whole):
         raise DataError(
             f"{data.chosen_key!r} and {data.rejected_key!r} have to begin with the same messages and then to differ"
         )
@@ -184,18 +232,5 @@ def _prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any
 
 
 def _completion(value: Any, key: str) -> Any:
-    if (isinstance(value, str) and value) or _are_messages(value):
-        return value
-    raise DataError(f"column {key!r} has to be text or chat messages, and not empty: {value!r:.80}")
-
-
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
-    )
-
-
-def _ignore(_: object) -> None:
-    return None
+    check_text(value, key)
+    return plain(value)

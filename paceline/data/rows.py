@@ -1,21 +1,24 @@
 """Data sets of prompts: JSONL, Parquet, and everything that `datasets` loads, behind one small reader.
 
-A file is indexed, not held: row i is read when it is asked for, and a malformed row is an error with its line
+A file is indexed, not held: row i is read when it is asked for, and a malformed row is an error with its line or row
 number at opening time, before anything trains on it. The order is seeded and anew in every epoch; given (seed,
 cursor) it is always the same, which is what a restart relies on.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 import xxhash
 
+from paceline.data.column_scan import RowCheck, doubtful_rows, texts
+from paceline.data.messages import fault_of_messages
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
 from paceline.spec import DataSection
@@ -26,6 +29,8 @@ class Rows(Protocol):
 
     fingerprint: str
     """Identity of the data set's contents, which shows a replaced file where that can be detected."""
+    columns: tuple[str, ...]
+    """Columns that every row has."""
 
     def __len__(self) -> int: ...
 
@@ -50,6 +55,11 @@ class PromptSource:
     def fingerprint(self) -> str:
         """Fingerprint of the rows at the time they were opened."""
         return self._rows.fingerprint
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns besides the prompt, which reward functions get."""
+        return tuple(name for name in self._rows.columns if name != self._data.prompt_key)
 
     def index(self, cursor: int) -> int:
         """Row that the `cursor`-th draw takes: a permutation of the rows in every epoch."""
@@ -79,15 +89,17 @@ def open_prompts(data: DataSection, seed: int, *, validation: bool = False) -> P
     assert name is not None, "RunSpec refuses evaluation without data.validation"
     split = data.validation_split if validation else data.train_split
     field = "data.validation" if validation else "data.train"
-    rows = open_rows(name, split, field, lambda row: check_prompt(row, data.prompt_key))
+    rows = open_rows(name, split, field, prompt_check(data.prompt_key))
     return PromptSource(rows, data, seed, shuffle=data.shuffle and not validation)
 
 
 def open_rows(
     name: str, split: str, field: str = "data.train", check: Callable[[dict[str, Any]], None] | None = None
 ) -> Rows:
-    """Rows of the data set `name`; `check` sees every row of a JSONL file, the first of others, and raises
-    DataError. Raises DataError, naming `field`, or the line; Unreadable for what cannot be read now.
+    """Rows of the data set `name`; `check` raises DataError for a row that cannot be used. Of a table (all but JSONL),
+    the rows that a `RowCheck` scan passes are not checked one by one.
+
+    Raises DataError, naming `field`, or the line or row; Unreadable for what cannot be read now.
     """
     path = Path(name)
     rows: Rows
@@ -106,8 +118,8 @@ def open_rows(
         rows = _table(None, name, split)
     if len(rows) == 0:
         raise DataError(f"{field}: {name!r} has no rows; at least one is needed")
-    if check and not isinstance(rows, JsonLines):
-        check(rows[0])
+    if check and isinstance(rows, _Table):
+        _check_table(rows, check, f"{field}: {name!r}")
     return rows
 
 
@@ -119,6 +131,7 @@ class JsonLines:
     def __init__(self, path: Path, check: Callable[[dict[str, Any]], None] | None = None):
         self._path = path
         self._digest = xxhash.xxh3_64()
+        self.columns: tuple[str, ...] = ()
         with path.open("rb") as file:
             self._offsets = np.array(self._index(file, check), np.int64)
             self._ends = np.append(self._offsets[1:], file.tell())
@@ -168,6 +181,7 @@ class JsonLines:
                         raise DataError(f"{path}, line {number}: {error}") from None
                 offsets.append(position)
             position += len(line)
+        self.columns = tuple(keys or ())
         return offsets
 
 
@@ -183,27 +197,57 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return row
 
 
+def prompt_check(prompt_key: str) -> RowCheck:
+    """Return the check that column `prompt_key` has a usable prompt in every row."""
+    return RowCheck(
+        lambda row: check_prompt(row, prompt_key), (prompt_key,), lambda table: texts(table, prompt_key)
+    )
+
+
 def check_prompt(row: dict[str, Any], prompt_key: str) -> None:
     """Raises DataError when `row` has no usable prompt in column `prompt_key`."""
     if prompt_key not in row:
         raise DataError(
             f"data.prompt_key is {prompt_key!r}, but the columns are {sorted(row)}; set it to one of them"
         )
-    prompt = row[prompt_key]
-    messages = isinstance(prompt, list) and all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
-    )
-    if not (isinstance(prompt, str) and prompt) and not (messages and prompt):
-        raise DataError(f"column {prompt_key!r} has to be text or chat messages, not {prompt!r:.80}")
+    check_text(row[prompt_key], prompt_key)
+
+
+def check_text(value: Any, key: str) -> None:
+    """Raises DataError unless `value`, of column `key`, is text that is not empty, or chat messages of text."""
+    if value is None or value == "":
+        kind = "null" if value is None else "empty"
+        raise DataError(f"column {key!r} is {kind}; give it text or chat messages, or remove the row")
+    if not isinstance(value, str) and (fault := fault_of_messages(value)):
+        raise DataError(f"column {key!r} {fault}")
 
 
 def check_columns(row: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raises DataError when `row` lacks one of the columns."""
+    """Raises DataError when `row` lacks one of the columns, or has nothing in it."""
     for key in keys:
-        if row.get(key) in (None, ""):
+        if key not in row:
             raise DataError(
                 f"no {key!r} in a row with the columns {sorted(row)}; name the columns in data.*_key"
             )
+        if row[key] is None or row[key] == "":
+            raise DataError(
+                f"column {key!r} is {'null' if row[key] is None else 'empty'}; fill it, or remove the row"
+            )
+
+
+def _check_table(rows: _Table, check: Callable[[dict[str, Any]], None], where: str) -> None:
+    """Check every row of a table. Raises DataError with the row's index."""
+    pairs = doubtful_rows(rows.dataset, check) if isinstance(check, RowCheck) else _every_row(rows)
+    # The first one by itself, with all its columns: the message for a column that is not there names them.
+    for index, row in itertools.chain([(0, rows[0])], pairs):
+        try:
+            check(row)
+        except DataError as error:
+            raise DataError(f"{where}, row {index}: {error}") from None
+
+
+def _every_row(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
+    return ((index, rows[index]) for index in range(len(rows)))
 
 
 def _table(builder: str | None, name: str, split: str | None) -> Rows:
@@ -229,15 +273,16 @@ def _table(builder: str | None, name: str, split: str | None) -> Rows:
 
 class _Table:
     def __init__(self, dataset: Any):
-        self._dataset = dataset
+        self.dataset = dataset
         self.fingerprint = f"{len(dataset)} rows"
+        self.columns = tuple(dataset.column_names)
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
-            return dict(self._dataset[index])
+            return dict(self.dataset[index])
         except Exception as error:  # as `datasets` has it: its files lie on a disk, and columns are decoded when they are read
             raise Unreadable(
                 f"row {index} of the data set cannot be read: {type(error).__name__}: {error}"

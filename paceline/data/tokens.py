@@ -5,16 +5,20 @@ Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from paceline.data.messages import plain
+from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput, Unreadable
 from paceline.groups import IntArray
+from paceline.models import fault_of_load
 from paceline.spec import DataSection, PolicySection
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
@@ -32,13 +36,20 @@ def load_tokenizer(policy: PolicySection) -> Any:
     if name.startswith(("/", "./", "../")) and not Path(name).is_dir():
         raise Unreadable(f"policy.tokenizer_name (or model_name): no folder {name!r}; check the path")
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        kind = Unreadable if isinstance(error, OSError) else InvalidInput
-        raise kind(
-            f"policy.tokenizer_name (or model_name) {name!r} has no usable tokenizer: {reason}"
-        ) from None
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except BaseException as error:
+        fault = fault_of_load("the tokenizer of policy.tokenizer_name (or model_name)", name, error)
+        if fault is None:
+            raise
+        raise fault from None
+    if len(tokenizer) <= len(
+        tokenizer.all_special_ids
+    ):  # what transformers makes of a folder without its files
+        raise InvalidInput(
+            f"policy.tokenizer_name (or model_name) {name!r} has no tokenizer files, so its vocabulary is empty; put "
+            "tokenizer.json into the folder, or name another one in policy.tokenizer_name"
+        )
+    return tokenizer
 
 
 def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
@@ -66,10 +77,8 @@ def encode_prompt(
     if isinstance(prompt, str) and template == "always":
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        try:
+        with _refusals("the tokenizer", f"the prompt {prompt!r:.60}"):
             ids = tokenizer(prompt)["input_ids"]
-        except Exception as error:  # whatever a tokenizer raises, it is about this text
-            raise InvalidInput(f"the tokenizer refuses the prompt {prompt!r:.60}: {_words(error)}") from error
         if ids and ids[-1] == tokenizer.eos_token_id:
             ids = ids[:-1]  # some tokenizers end every text; a prompt goes on
     else:
@@ -80,7 +89,7 @@ def encode_prompt(
             )
         ids = _by_template(tokenizer, prompt, template_kwargs, add_generation_prompt=True)
     if not ids:
-        raise InvalidInput(f"the prompt {prompt!r:.60} has no tokens")
+        raise InvalidInput(f"the tokenizer has no tokens for the prompt {prompt!r:.60}")
     return np.array(ids, np.int32)
 
 
@@ -102,23 +111,28 @@ def _by_template(
                 f"data.chat_template_kwargs has {name!r}, which the chat template of the tokenizer does not read; "
                 "remove it, or correct its name"
             )
-    try:
+    with _refusals("the chat template", f"the messages {messages!r:.60}"):
         return tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=return_dict, **template_kwargs, **options
         )
-    except Exception as error:
-        raise InvalidInput(
-            f"the chat template refuses the messages {messages!r:.60}: {_words(error)}"
-        ) from error
 
 
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+@contextlib.contextmanager
+def _refusals(source: str, about: str) -> Iterator[None]:
+    """Turn whatever a tokenizer or its template raises into InvalidInput, with the exception's type and text: it is about
+    the text. The excerpt comes last, so that equal faults begin alike."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_about_input(error):
+            raise
+        raise InvalidInput(f"{source} raised {error_text(error)}, for {about}") from error
 
 
 def encode_completion(tokenizer: Any, completion: str) -> IntArray:
     """Return [T] token ids of a target text, the end of sequence included."""
-    ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    with _refusals("the tokenizer", f"the completion {completion!r:.60}"):
+        ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
     return np.array([*ids, tokenizer.eos_token_id], np.int32)
 
 
@@ -241,7 +255,8 @@ def encode_for_scoring(
 
 
 def with_system_prompt(prompt: Any, data: DataSection) -> Any:
-    """Return the prompt with data.system_prompt put before it, if there is one."""
+    """Return the prompt, its text parts joined, with data.system_prompt put before it, if there is one."""
+    prompt = plain(prompt)
     if data.system_prompt is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -61,6 +61,9 @@ class GrpoSection(AlgorithmSection):
     """Evaluate the final version."""
     max_val_samples: PositiveInt = 256
     """Prompts of the validation set that one evaluation uses, from its start."""
+    val_samples_per_prompt: PositiveInt = 1
+    """Completions of each prompt in an evaluation: rewards are means over them, and functions with values 0 and 1 also
+    get pass@k."""
     seed: NonNegativeInt = 42
     """Seeds the order of the data, the sampling and the initialisation."""
 

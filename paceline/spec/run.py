@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -25,7 +25,7 @@ from paceline.spec.supervised import (
 )
 from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 from paceline.spec.value import ValueSection
-from paceline.spec.warnings import settings_warnings
+from paceline.spec.warnings import settings_warnings, unread
 
 Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation"]
 
@@ -152,7 +152,13 @@ class RunSpec(Section):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for legal but suspicious settings, one sentence each; shown when the spec is submitted."""
-        return settings_warnings(self.loss_fn, self.async_grpo.max_trajectory_age_steps, samples=self.samples)
+        names = ("rewards", "grpo", "async_grpo", "loss_fn", "value", *get_args(Algorithm))
+        sections = {name: getattr(self, name) for name in names}
+        age = self.async_grpo.max_trajectory_age_steps
+        return (
+            *settings_warnings(self.loss_fn, age, samples=self.samples),
+            *unread(self.algorithm, sections, samples=self.samples),
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -95,6 +95,9 @@ class LoggerSection(Section):
     """Write TensorBoard events beside metrics.jsonl."""
     keep_samples: bool = True
     """Keep trained groups in the ledger as the run's trace data set (`paceline samples`)."""
+    keep_evaluations: NonNegativeInt = 8
+    """Newest evaluations whose completions are kept beside those of the first (`paceline samples RUN --eval`); 0, or
+    `keep_samples: false`, keeps none."""
     stall_warning_s: PositiveFloat = 60.0
     """Seconds that the learner waits before a warning names the reason; again at twice the time, and so on."""
 

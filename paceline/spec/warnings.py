@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from paceline.spec.loss import LossSection
 
 
@@ -22,3 +24,29 @@ def _uncorrected(loss_fn: LossSection, age: int) -> str:
         "them), which costs accuracy from a few steps of age on; set truncated_importance_sampling_ratio to 2, or "
         "max_trajectory_age_steps to 0"
     )
+
+
+def unread(algorithm: str, sections: Mapping[str, object], *, samples: bool) -> tuple[str, ...]:
+    """Return a warning that names the `sections` that are set and that the algorithm does not read, if there are any.
+
+    `sections` are those that not every algorithm reads, by name: models, which are set where they differ from their
+    defaults, or sequences.
+    """
+    of_samples = {"rewards", "grpo", "async_grpo", "loss_fn", "value"} if samples else set()
+    ignored = [
+        name
+        for name, section in sections.items()
+        if name not in {algorithm, *of_samples} and _is_set(section)
+    ]
+    if not ignored:
+        return ()
+    return (
+        f"algorithm {algorithm} does not read {', '.join(ignored)}, which the spec sets; remove what is not meant, or set "
+        "another algorithm",
+    )
+
+
+def _is_set(section: object) -> bool:
+    if isinstance(section, Sequence):
+        return len(section) > 0
+    return section != type(section)()

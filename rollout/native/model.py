@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from paceline.errors import InvalidInput
+from paceline.models import fault_of_load
 from paceline.onednn import is_faster, product
 from paceline.spec import PolicySection
 from rollout.native.kv_cache import SlotCache
@@ -125,8 +126,19 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
     """Return the model that `policy.model_name` describes; its memory is not initialised without `load_weights`, except
     where the run trains an adapter, whose base is loaded here.
 
-    Raises InvalidInput: an architecture whose attention needs more than all earlier positions.
+    Raises InvalidInput: files that cannot be loaded, or an architecture whose attention needs more than all earlier
+    positions.
     """
+    try:
+        return _load(policy, device, load_weights)
+    except Exception as error:
+        fault = fault_of_load("policy.model_name", policy.model_name, error)
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
     config = read_config(policy)
     max_tokens = longest_sequence(policy, config)
     _check_attention(config, max_tokens)

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import InvalidInput
 from reward.builtin import BUILTIN_FUNCTIONS
-from reward.loading import NeighbourFinder, load_function
+from reward.loading import NeighbourFinder, describe_error, load_function
 
 
 def write(path: Path, text: str) -> Path:
@@ -109,3 +109,12 @@ def test_settings_of_own_functions_are_checked_unless_they_take_all(functions_fi
         f"{functions_file}:takes_one_column", anser=1
     )
     load_function(f"{functions_file}:scaled", {"anything": 1})
+
+
+def test_an_exception_of_several_lines_keeps_its_type_and_first_line() -> None:
+    try:
+        raise ValueError("error \n second line")
+    except ValueError as error:
+        described = describe_error(error, Path(__file__))
+    assert described.startswith("ValueError: error … (test_loading.py:")
+    assert "second line" not in described

@@ -47,8 +47,8 @@ def events(record: Record, report: VerifyReport) -> None:
 
 
 def evaluations(record: Record, report: VerifyReport) -> None:
-    """Check that results of evaluations can be read, and that each group that is only measured belongs to a pending
-    evaluation.
+    """Check that results of evaluations can be read, and that each group that is only measured belongs to an
+    evaluation; to one that has ended only as a scored or dropped group.
     """
     rows = record.db.execute(
         "SELECT * FROM evaluations WHERE run_id = ? ORDER BY step", (record.run_id,)
@@ -59,13 +59,15 @@ def evaluations(record: Record, report: VerifyReport) -> None:
             json.loads(row["result_json"])
         if row["done"] not in (0, 1) or row["step"] > record.run["next_step"]:
             report.problem(subject, f"the run is at step {record.run['next_step']}, done is {row['done']}")
-    pending = {f"eval:{row['step']}" for row in rows if not row["done"]}
+    done = {f"eval:{row['step']}": bool(row["done"]) for row in rows}
     classes = record.db.execute(
-        "SELECT DISTINCT class FROM groups WHERE run_id = ? AND class != 'train'", (record.run_id,)
+        "SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'", (record.run_id,)
     ).fetchall()
-    for (kind,) in classes:
-        if kind not in pending:
-            report.problem(f"groups of the class {kind!r}", "there is no such evaluation under way")
+    for kind, state in classes:
+        if kind not in done:
+            report.problem(f"groups of the class {kind!r}", "there is no such evaluation")
+        elif done[kind] and state not in ("scored", "dropped"):
+            report.problem(f"groups of the class {kind!r}", f"the evaluation has ended, and some are {state}")
 
 
 def deaths_and_faults(record: Record, report: VerifyReport) -> None:

@@ -1,20 +1,18 @@
 """Evaluation: validation prompts in a separate class, pinned to one version, outside of batches and token accounting.
 
 One worker that holds the version (or a newer one) is pinned: it takes no further weights until the evaluation is
-done, while the others go on. Tokens of another version than the pinned one are refused and generated again.
+done, while the others go on. Tokens of another version than the pinned one are refused and generated again. The groups
+of the newest evaluations and of the first one stay in the ledger (`logger.keep_evaluations`).
 """
 
 from __future__ import annotations
 
 import sqlite3
 
-import numpy as np
-
 from paceline.errors import Unreadable
 from paceline.groups import Group, Version
-from services.coordinator.exchange import rewards
+from services.coordinator.exchange.evaluation_result import evaluation_result
 from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.groups import State
 
 FIRST_EVALUATION_GROUP = 1 << 40
 """First group id of evaluations, far from those of groups that are trained."""
@@ -80,27 +78,36 @@ def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
     exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
 
 
+def has_ended(exchange: Exchange, run: ActiveRun, kind: str) -> bool:
+    """Return whether the evaluation of a class has its result."""
+    row = exchange.ledger.evaluations.get(run.run_id, int(kind.split(":")[1]))
+    return row is not None and bool(row["done"])
+
+
 def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     """Record the result when every group of the evaluation is scored or dropped."""
     step = int(kind.split(":")[1])
     if not exchange.group_queries.is_evaluated(run.run_id, kind):
         return
     rows = exchange.group_queries.of_class(run.run_id, kind)
-    scored = [row for row in rows if row["state"] == State.SCORED]
-    rewards_GF = np.array([np.frombuffer(row["rewards"], "<f4") for row in scored], np.float32)
-    totals_G = rewards.totals(rewards_GF.reshape(len(scored), len(run.spec.rewards)), run.weights_F)
     evaluation = pending(exchange, run)
     assert evaluation is not None
-    result = {
-        "step": evaluation["pinned_step"],
-        "reward": float(np.nanmean(totals_G)) if (~np.isnan(totals_G)).any() else None,
-        "samples": len(scored),
-        "failed": len(rows) - len(scored),
-        "completion_length": sum(row["tokens"] for row in scored) / max(1, len(scored)),
-    }
+    result = {"step": evaluation["pinned_step"]} | evaluation_result(run.spec, run.weights_F, rows)
     exchange.ledger.evaluations.finish(run.run_id, step, result)
-    exchange.remove_groups(run.run_id, kind)
+    _remove_surplus(exchange, run)
     exchange.notice("evaluated", requested_step=step, **result)
+
+
+def _remove_surplus(exchange: Exchange, run: ActiveRun) -> None:
+    """Remove the groups of the evaluation that is not to be kept any more, now that one more has ended. The first one of
+    the run stays, because later ones are compared with it.
+    """
+    logger = run.spec.logger
+    ended = exchange.ledger.evaluations.ended_steps(run.run_id)
+    if not logger.keep_samples or not logger.keep_evaluations:
+        exchange.remove_groups(run.run_id, f"eval:{ended[-1]}")
+    elif len(ended) > logger.keep_evaluations + 1:
+        exchange.remove_groups(run.run_id, f"eval:{ended[-1 - logger.keep_evaluations]}")
 
 
 def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version: Version) -> None:

@@ -43,7 +43,8 @@ class _NewLeases:
 
     def __init__(self, exchange: Exchange, run: ActiveRun, rooms: Sequence[int]):
         self._exchange, self._run = exchange, run
-        self._group_size = run.spec.grpo.num_generations_per_prompt
+        self._group_size = run.group_size("train")
+        self._val_size = run.spec.grpo.val_samples_per_prompt
         self._params = params_message(run.spec.policy.generation)
         self._free: list[tuple[sqlite3.Row, int]] = []
         """Free groups to train, in the order of their slots, each with the step that it is for."""
@@ -69,9 +70,11 @@ class _NewLeases:
             self.write()  # `choose` reads the groups that each worker holds
         payloads: list[Frame] = []
         room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
-        measured = evaluation.to_lease(exchange, run, request.member_id, version, room + reserved)
-        for row in quarantine.choose(exchange, run, request.member_id, measured, room):
-            room -= self._add(request.member_id, row, version, reply, payloads, pinned=version)
+        num_measured = max(room // self._val_size, 1 if room > 0 else 0)
+        measured = evaluation.to_lease(exchange, run, request.member_id, version, num_measured + reserved)
+        for row in quarantine.choose(exchange, run, request.member_id, measured, num_measured):
+            added = self._add(request.member_id, row, version, reply, payloads, pinned=version)
+            room -= self._val_size * added
         if quarantine.quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
@@ -120,7 +123,7 @@ class _NewLeases:
             attempt=row["attempt"] + 1,
             prompt_json=row["prompt_json"],
             seed=group_seed(run, group_id),
-            num_generations=1 if pinned else self._group_size,
+            num_generations=self._val_size if pinned else self._group_size,
             params=self._params,
             step=step,
             traceparent=group_traceparent(run.run_id, group_id),

@@ -105,8 +105,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     functions = list(score.functions)
     if functions != [reward.label for reward in run.spec.rewards]:
         return exchange.refuse(request, f"scores of {functions}, but the run's functions are others")
-    completions = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
-    rewards_CF = decode_rewards(score.rewards, completions)
+    rewards_CF = decode_rewards(score.rewards, run.group_size(row["class"]))
     if rewards_CF.shape[1] != len(functions) or np.isinf(rewards_CF).any():
         return exchange.refuse(
             request, f"rewards of shape {rewards_CF.shape} with {len(functions)} functions"

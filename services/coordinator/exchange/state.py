@@ -98,6 +98,11 @@ class ActiveRun:
         """B: groups in a step."""
         return self.spec.grpo.num_prompts_per_step
 
+    def group_size(self, kind: str) -> int:
+        """Return the completions of a group of this class."""
+        grpo = self.spec.grpo
+        return grpo.num_generations_per_prompt if kind == "train" else grpo.val_samples_per_prompt
+
     @property
     def max_age(self) -> int:
         """η: oldest age, in steps, of a trained token."""

@@ -43,7 +43,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if group is None or arrived.location is None:
         exchange.ages.note_refusal(request.member_id)
         return exchange.refuse(request, arrived.fault)
-    expected = run.spec.grpo.num_generations_per_prompt if row["class"] == "train" else 1
+    expected = run.group_size(row["class"])
     if len(group.completions) != expected:
         return exchange.refuse(
             request, f"group {result.group_id} has {len(group.completions)} completions, not {expected}"

@@ -18,7 +18,7 @@ from services.coordinator.exchange.uploads.group_checks import refuse_large_grou
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.restored_backup import free_name
 from services.coordinator.lifecycle.dataset_openings import Openings
-from services.coordinator.lifecycle.run_data import RunData, open_data
+from services.coordinator.lifecycle.submission_checks import checked_data
 from services.coordinator.lifecycle.watchers import Watchers
 
 MAX_SUBMISSION = 128
@@ -62,7 +62,9 @@ class RunQueue:
             raise SpecError(why)
         if submission and (run_id := self._ledger.run_of_submission(submission)) is not None:
             return run_id
-        data: RunData = await self._openings.open(submission or uuid.uuid4().hex, partial(open_data, spec))
+        data, warnings = await self._openings.open(
+            submission or uuid.uuid4().hex, partial(checked_data, spec)
+        )
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(spec_to_yaml, spec)
@@ -75,7 +77,7 @@ class RunQueue:
             run_id = self._ledger.run_of_submission(submission) if submission else None
             if run_id is not None:
                 return run_id
-            run_id = self._add_run(spec, text, submission)
+            run_id = self._add_run(spec, text, submission, warnings)
         log.info("run %s is queued", run_id)
         await self._watchers.notify()
         return run_id
@@ -91,14 +93,15 @@ class RunQueue:
         finally:
             self._to_read -= 1
 
-    def _add_run(self, spec: RunSpec, text: str, submission: str) -> str:
+    def _add_run(self, spec: RunSpec, text: str, submission: str, of_data: Sequence[str]) -> str:
+        warnings = [*spec.warnings, *of_data]
         with self._ledger.transaction():
             run_id = f"{spec.name}-{self._ledger.num_runs() + 1}"
             directory = self._directory / run_id
-            self._ledger.add_run(run_id, text, str(directory), spec.max_num_steps, spec.warnings)
+            self._ledger.add_run(run_id, text, str(directory), spec.max_num_steps, warnings)
             queued = {"state": "queued"} | ({"submission": submission} if submission else {})
             self._ledger.add_event(run_id, "state", queued)
-            for warning in spec.warnings:
+            for warning in warnings:
                 self._ledger.add_event(run_id, "warning", {"message": warning})
         self._make_run_directory(directory, text)
         return run_id

@@ -22,12 +22,16 @@ from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Members
 from services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
+from services.coordinator.reporting.no_signal import no_signal
 from services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
 from services.coordinator.reporting.weight_otel import WeightMeters
 from services.coordinator.text_limits import bounded_metrics, one_line, seconds
 
 TIME = "milliseconds"
 """Counter of the time that a run was active."""
+
+NO_SIGNAL = "steps:no_signal"
+"""Counter of the steps whose rewards trained nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -175,16 +179,31 @@ class RunLog:
         metrics = metrics | self._learner | self._weights | self._pool_gauges() | self._logged()
         for state, number in self._ledger.groups_by_state(run.run_id).items():
             metrics[f"groups/{state}"] = number
+        metrics |= _totals(self._ledger.counters(run.run_id))
         self._learner = {}
         for prefix, version in (("validation_before/", step), ("validation/", step + 1)):
             metrics = self._note_validation(run, metrics, prefix, version)
         self._ledger.add_event(run.run_id, "step", {"step": step, **_numbers(metrics)})
         self._record("train", step, metrics)
+        self._warn_without_signal(run, step, metrics)
         grpo, trained = run.spec.grpo, step + 1
         final = trained == run.spec.max_num_steps
         due = grpo.val_period and trained % grpo.val_period == 0
         if run.validation is not None and (grpo.val_at_end if final else due):
             evaluation.begin(self._exchange, run, trained)
+
+    def _warn_without_signal(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
+        """Warn of a step whose rewards trained nothing: at the first such step of the run, the second, the fourth …"""
+        text = no_signal(run.spec, metrics)
+        if not text:
+            return
+        self._ledger.count(run.run_id, NO_SIGNAL)
+        number = self._ledger.counters(run.run_id)[NO_SIGNAL]
+        if number & (number - 1) == 0:
+            so_far = f" ({number} such steps in this run)" if number > 1 else ""
+            message = f"step {step}: {text}{so_far}"
+            log.warning("run %s: %s", run.run_id, message)
+            self._ledger.add_event(run.run_id, "warning", {"message": message})
 
     def _write_versions(self, records: list[VersionRecord]) -> None:
         for record in records:
@@ -207,8 +226,10 @@ class RunLog:
         """Return the sums of the gauges of each pool's workers."""
         totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
         for member in self._members.all():
+            # Names with `reward/` are those of the run's reward functions.
+            pool = "reward_workers" if member.role_name == "reward" else member.role_name
             for name, value in member.gauges.items():
-                totals[f"{member.role_name}/{name}"] = totals.get(f"{member.role_name}/{name}", 0.0) + value
+                totals[f"{pool}/{name}"] = totals.get(f"{pool}/{name}", 0.0) + value
         return totals
 
     def _logged(self) -> dict[str, float]:
@@ -221,6 +242,17 @@ class RunLog:
     def _record(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         if self._recorder is not None:
             self._recorder.write(kind, step, metrics)
+
+
+def _totals(counters: dict[str, int]) -> dict[str, float]:
+    """Return the run's counts of dropped groups and of failed attempts so far, by reason, as metrics."""
+    named = {"groups:dropped:": "dropped/", "failures:": "failures/"}
+    return {
+        metric + name.removeprefix(counter): float(value)
+        for name, value in counters.items()
+        for counter, metric in named.items()
+        if name.startswith(counter)
+    }
 
 
 def _numbers(content: dict[str, Any]) -> dict[str, float]:

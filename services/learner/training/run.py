@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 
+from learner.batch.completion_metrics import completion_metrics
 from learner.batch.examples import ExampleSource
 from learner.batch.samples import sequences_from_groups
 from learner.batch.validate_examples import check_rows
@@ -247,6 +248,8 @@ class LearnerRun:
             self._longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in samples), default=0)
             before = self._validate() if self.step == 0 else {}
             metrics = self._trainer.train_step(samples, self.step)
+            if self._spec.samples:
+                metrics |= completion_metrics(batch.groups, self._rank.device)
         for skipped in self._trainer.skipped:
             self._reports.warn(f"step {self.step}: an update was left out, {skipped}")
         metrics["learner/tokens_per_s"] = metrics["tokens"] / metrics["step_s"]

@@ -9,9 +9,10 @@ from typing import Any
 import datasets
 import pytest
 
+from paceline.data.examples import check_example
 from paceline.data.rows import PromptSource, check_columns, open_prompts, open_rows
 from paceline.errors import DataError, InvalidInput, Unreadable
-from paceline.spec import DataSection
+from paceline.spec import DataSection, RunSpec
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
 
@@ -98,7 +99,7 @@ def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
         (['{"prompt": "a"}', "", "[1]"], "line 3: list instead of an object"),
         (
             ['{"prompt": "a"}', '{"prompt": ""}'],
-            "line 2: column 'prompt' has to be text or chat messages, not ''",
+            "line 2: column 'prompt' is empty; give it text or chat messages, or remove the row",
         ),
         (
             ['{"prompt": "a"}', '{"prompt": 7}'],
@@ -172,7 +173,46 @@ def test_rows_of_a_supervised_run_need_both_columns(tmp_path: Path) -> None:
     path = write(
         tmp_path / "d.jsonl", '{"prompt": "a", "completion": "b"}', '{"prompt": "a", "completion": ""}'
     )
-    with pytest.raises(
-        DataError, match=r"line 2: no 'completion' in a row with the columns \['completion', 'prompt'\]"
-    ):
+    with pytest.raises(DataError, match="line 2: column 'completion' is empty; fill it, or remove the row"):
         open_rows(str(path), "train", check=lambda row: check_columns(row, ("prompt", "completion")))
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt": None, "answer": "1"}, "column 'prompt' is null"),
+        ({"prompt": "", "answer": "1"}, "column 'prompt' is empty"),
+    ],
+)
+def test_a_bad_row_of_a_table_is_found_at_opening_with_its_row(
+    tmp_path: Path, bad: dict[str, Any], message: str
+) -> None:
+    path = parquet(tmp_path / "train.parquet", [*ROWS, bad])
+    assert refusal(path).startswith(f"data.train: '{path}', row 5: {message}")
+
+
+def test_an_empty_completion_of_a_table_is_called_empty(tmp_path: Path) -> None:
+    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    path = parquet(tmp_path / "pairs.parquet", [*[pair] * 150, {**pair, "rejected": ""}])
+    tree = {"algorithm": "dpo", "policy": {"model_name": "m"}, "data": {"train": str(path)}}
+    with pytest.raises(DataError, match="row 150: column 'rejected' is empty"):
+        open_rows(str(path), "train", check=check_example(RunSpec.model_validate(tree)))
+
+
+def test_text_parts_of_a_prompt_are_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}]}]
+    expected = [{"role": "user", "content": "2+2?"}]
+    lines = write(tmp_path / "d.jsonl", *(json.dumps(row) for row in rows))
+    for path in (lines, parquet(tmp_path / "d.parquet", rows)):
+        assert source(path).draw(0)[0] == expected
+    image = [{"type": "image", "text": "x.png"}]
+    path = parquet(tmp_path / "e.parquet", [*rows, {"prompt": [{"role": "user", "content": image}]}])
+    assert "row 1: column 'prompt' has a message 0 of the user whose content has a part of type 'image'" in (
+        refusal(path)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring, encode_prompt
+from paceline.data.tokens import (
+    encode_completion,
+    encode_conversation,
+    encode_exchange,
+    encode_for_scoring,
+    encode_prompt,
+    load_tokenizer,
+)
 from paceline.errors import InvalidInput
+from paceline.spec import PolicySection
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
@@ -135,3 +144,47 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding(pad: str, read: st
     ids = encode_for_scoring(tokenizer, "2+2=", "4", "auto")
     assert ids.dtype == np.int32
     assert tokenizer.decode(ids) == read
+
+
+def test_a_template_that_raises_is_the_prompts_fault_with_the_exceptions_text() -> None:
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    )
+    prompts = [[{"role": "system", "content": text}] for text in ("short", "a long one " * 20)]
+    causes = set()
+    for prompt in prompts:
+        with pytest.raises(InvalidInput, match="chat template raised TemplateError: System role") as raised:
+            encode_prompt(tokenizer_with(strict + PLAIN), prompt, "auto")
+        causes.add(str(raised.value).partition(", for the messages ")[0])
+    assert len(causes) == 1  # the excerpt comes last
+
+
+@pytest.mark.parametrize(
+    "encode", [encode_completion, lambda tokenizer, text: encode_prompt(tokenizer, text, "auto")]
+)
+def test_a_tokenizer_that_panics_is_the_texts_fault(encode: Any) -> None:
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    class Panicking:
+        eos_token_id = 0
+
+        def __call__(self, *_: Any, **__: Any) -> None:
+            raise panic("index out of bounds")
+
+    with pytest.raises(
+        InvalidInput, match="the tokenizer raised PanicException: index out of bounds, for the"
+    ):
+        encode(Panicking(), "text")
+
+
+def test_a_folder_without_tokenizer_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(InvalidInput, match=r"policy\.tokenizer_name .* has no tokenizer files"):
+        load_tokenizer(PolicySection(model_name=str(tmp_path)))
+
+
+def test_a_damaged_tokenizer_is_named_with_its_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidInput, match=r"tokenizer .*cannot be loaded: KeyError: 'added_tokens'"):
+        load_tokenizer(PolicySection(model_name=str(tmp_path)))

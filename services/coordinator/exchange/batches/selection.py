@@ -8,12 +8,10 @@ revision, under a further link of the chain, and the replaced one stays on recor
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
 from collections.abc import Collection
 
-import numpy as np
-
 from services.coordinator.exchange.admission import must_wait
+from services.coordinator.exchange.batches.batch_metrics import batch_metrics
 from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from services.coordinator.ledger.groups import State
@@ -48,9 +46,8 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     with_scores = all(group["scores_digest"] for group in chosen)
     digest = batch_digest(chosen, with_scores=with_scores)
     wait_s = now_s - exchange.first_asked_s.get(step, now_s)
-    batch = NewBatch(
-        digest, extend_chain(chain, step, digest), _metrics(run, chosen, step, wait_s), revision, with_scores
-    )
+    metrics = batch_metrics(run.spec, run.weights_F, chosen, step) | {"learner_wait_s": wait_s}
+    batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision, with_scores)
     exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])
     exchange.slots_changed()
@@ -110,23 +107,3 @@ def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
     return [
         row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected
     ]
-
-
-def _metrics(run: ActiveRun, groups: list[sqlite3.Row], step: int, wait_s: float) -> dict[str, float]:
-    """Return the metrics of a batch: rewards, lengths, ages, and the seconds for which the learner waited."""
-    completions = run.spec.grpo.num_generations_per_prompt
-    rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
-    rewards = [g["reward"] for g in groups if g["reward"] is not None]
-    ages = Counter(step - g["oldest_step"] for g in groups)
-    metrics = {
-        "reward": float(np.mean(rewards)) if rewards else float("nan"),
-        "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
-        "trained_tokens": float(sum(g["tokens"] for g in groups)),
-        "learner_wait_s": wait_s,
-    }
-    for index, reward in enumerate(run.spec.rewards):
-        values = rewards_GCF[:, :, index]
-        metrics[f"reward/{reward.label}"] = (
-            float(np.nanmean(values)) if (~np.isnan(values)).any() else float("nan")
-        )
-    return metrics | {f"age/{age}": float(number) for age, number in sorted(ages.items())}

@@ -222,10 +222,15 @@ def refuse_large_groups(spec: RunSpec) -> None:
     """Raises SpecError for a run whose groups no message could carry."""
     if not spec.samples:
         return
-    completions, tokens = spec.grpo.num_generations_per_prompt, spec.policy.generation.max_new_tokens
+    sizes = {
+        "grpo.num_generations_per_prompt": spec.grpo.num_generations_per_prompt,
+        "grpo.val_samples_per_prompt": spec.grpo.val_samples_per_prompt,
+    }
+    name = max(sizes, key=lambda name: sizes[name])
+    completions, tokens = sizes[name], spec.policy.generation.max_new_tokens
     size_bytes = completions * tokens * ARRAY_BYTES + spec.policy.max_total_sequence_length * ARRAY_BYTES
     if size_bytes > MAX_MESSAGE_BYTES:
         raise SpecError(
-            f"grpo.num_generations_per_prompt {completions} x policy.generation.max_new_tokens {tokens} make groups of up to "
+            f"{name} {completions} x policy.generation.max_new_tokens {tokens} make groups of up to "
             f"{size_bytes >> 20} MiB, but a message carries {MAX_MESSAGE_BYTES >> 20} MiB; lower one of the two"
         )

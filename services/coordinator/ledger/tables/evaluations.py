@@ -88,6 +88,14 @@ class Evaluations:
         )
         return [json.loads(row["result_json"]) for row in rows]
 
+    def ended_steps(self, run_id: str) -> list[int]:
+        """Return the steps of the finished evaluations that rollout workers made, ascending."""
+        rows = self._db.execute(
+            "SELECT step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL ORDER BY step",
+            (run_id,),
+        ).fetchall()
+        return [row["step"] for row in rows]
+
     def finished_steps(self, run_id: str) -> set[int]:
         """Return the steps that have a result: those that were asked for, and those of the versions that were measured."""
         rows = self._db.execute(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 from exchange_drivers import (
     COMMITTED,
     INVALID,
@@ -21,7 +22,9 @@ from exchange_drivers import (
 from paceline.groups import Version
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import evaluation
+from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
+from services.coordinator.ledger.segments import DamagedRecord
 
 EVAL = {"val_at_start": True}
 
@@ -53,6 +56,10 @@ def test_an_evaluation_from_lease_to_result(make_world: MakeWorld) -> None:
         "requested_step": 0,
         "step": 3,
         "reward": 0.75,
+        "reward_stderr": 0.25,  # of 1 and 0.5: their std is sqrt(1/8), divided by sqrt(2)
+        "reward/exact_match": 0.75,
+        "reward_stderr/exact_match": 0.25,
+        "prompts": 3,
         "samples": 3,
         "failed": 0,
         "completion_length": 3.0,
@@ -60,8 +67,70 @@ def test_an_evaluation_from_lease_to_result(make_world: MakeWorld) -> None:
     assert world.ledger.evaluations.results(world.run_id)[0]["reward"] == 0.75
     assert evaluation.pinned_member(world.exchange, world.run) is None
     assert "tokens:generated" not in world.counters
-    assert max(world.states()) < FIRST_EVALUATION_GROUP
-    assert world.ledger.db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0] == 0
+    kept = {g: state for g, state in world.states().items() if g >= FIRST_EVALUATION_GROUP}
+    assert set(kept.values()) == {"scored"}
+    assert world.ledger.db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0] == 3
+
+
+def evaluate(world: World, rollout: Rollout, reward: Reward, step: int) -> None:
+    """One evaluation from its beginning to its result."""
+    world.begin_evaluation(step)
+    rollout.hold(step)
+    for lease in rollout.lease(8):
+        if lease.HasField("pinned_version"):
+            rollout.finish(lease)
+    for task in reward.tasks():
+        reward.score(task, [1.0] * world.spec.grpo.val_samples_per_prompt)
+
+
+def test_several_completions_of_a_prompt(make_world: MakeWorld) -> None:
+    world = make_world(grpo=EVAL | {"val_samples_per_prompt": 3})
+    world.begin_evaluation(0)
+    rollout, reward = Rollout(world), Reward(world)
+    leases = rollout.lease(7)
+    measured = [lease for lease in leases if lease.HasField("pinned_version")]
+    assert [lease.num_generations for lease in measured] == [3, 3]  # room for seven samples
+    for lease in [*measured, *rollout.lease(1)]:
+        assert rollout.finish(lease) == COMMITTED
+    for task, values in zip(reward.tasks(), ([1, 0, 0], [0, 0, 0], [1, 1, 1]), strict=True):
+        assert reward.score(task, [float(value) for value in values]) == COMMITTED
+    (result,) = world.kinds("evaluated")
+    assert (result["prompts"], result["samples"]) == (3, 9)
+    assert result["reward"] == pytest.approx(4 / 9)
+    assert result["pass@3/exact_match"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("logger", "kept"),
+    [({}, [0, 1, 2, 3]), ({"keep_evaluations": 1}, [0, 3]), ({"keep_evaluations": 0}, []), ({"keep_samples": False}, [])],
+)  # fmt: skip
+def test_the_newest_evaluations_and_the_first_are_kept(
+    make_world: MakeWorld, logger: dict[str, object], kept: list[int]
+) -> None:
+    world = make_world(grpo=EVAL, logger=logger)
+    world.check = False  # nothing was trained up to those steps
+    rollout, reward = Rollout(world), Reward(world)
+    for step in range(4):
+        evaluate(world, rollout, reward, step)
+    assert len(world.kinds("evaluated")) == 4
+    classes = world.ledger.db.execute(
+        "SELECT DISTINCT class FROM groups WHERE class != 'train' ORDER BY class"
+    )
+    assert [row["class"] for row in classes] == [f"eval:{step}" for step in kept]
+    payloads = world.ledger.db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0]
+    assert payloads == 3 * len(kept)
+
+
+def test_a_damaged_completion_of_an_ended_evaluation_is_dropped(make_world: MakeWorld) -> None:
+    world = make_world(grpo=EVAL)
+    evaluate(world, Rollout(world), Reward(world), 0)
+    row = world.ledger.db.execute("SELECT segment, start FROM payloads").fetchone()
+    damaged = DamagedRecord("its checksum differs", row["segment"], row["start"])
+    with world.ledger.transaction():
+        damaged_groups.put_back(world.exchange, world.run, damaged)
+    states = [state for group_id, state in world.states().items() if group_id >= FIRST_EVALUATION_GROUP]
+    assert sorted(states) == ["dropped", "scored", "scored"]
+    assert Rollout(world).lease(1)[0].group_id < FIRST_EVALUATION_GROUP
 
 
 def test_only_the_pinned_worker_and_only_a_version_that_is_new_enough(make_world: MakeWorld) -> None:

@@ -16,6 +16,7 @@ from exchange_drivers import make_spec
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml
 from protos.paceline.v1 import run_pb2
 from services.coordinator.lifecycle import run_queue
+from services.coordinator.lifecycle.run_data import RunData
 
 PATIENCE_S = 30.0
 
@@ -46,9 +47,9 @@ async def test_a_client_that_asks_again_joins_the_opening_that_is_under_way(
         calls += 1
         opened.release()
         assert go.wait(PATIENCE_S)
-        return run_queue.RunData(1)
+        return RunData(1), []
 
-    monkeypatch.setattr(run_queue, "open_data", slowly)
+    monkeypatch.setattr(run_queue, "checked_data", slowly)
     text = spec_to_yaml(make_spec(plane.directory))
     request = run_pb2.SubmitRequest(spec_yaml=text, submission="one")
     first = plane.runs.Submit(request, timeout=0.5)

@@ -161,7 +161,8 @@ def test_an_evaluation_s_end_is_looked_for_in_the_same_time_however_large_it_is(
 def test_an_evaluation_ends_in_as_many_statements_however_large_it_is(make_world: MakeWorld, by: str) -> None:
     numbers = []
     for samples in (3, 200):
-        world = make_world(grpo={"val_at_start": True, "val_at_end": False, "max_val_samples": samples})
+        grpo = {"val_at_start": True, "val_at_end": False, "max_val_samples": samples}
+        world = make_world(grpo=grpo, logger={"keep_evaluations": 0})
         validation = Path(str(world.spec.data.validation))
         validation.write_text("".join(f'{{"prompt": "p{i}", "answer": 1}}\n' for i in range(samples)))
         world.restart()

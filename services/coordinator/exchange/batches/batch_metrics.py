@@ -1,0 +1,69 @@
+"""Metrics of a batch by the groups' rows: rewards, their spread, lengths and ages. Pure.
+
+Suffixes: G groups, C completions of a group, F reward functions.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.groups import FloatArray
+from paceline.spec import RunSpec
+from services.coordinator.exchange.rewards import has_variance, totals
+
+
+def batch_metrics(
+    spec: RunSpec, weights_F: FloatArray, groups: Sequence[sqlite3.Row | Mapping[str, Any]], step: int
+) -> dict[str, float]:
+    """Return the metrics of the batch of `step`; not-a-number where no function gave a reward.
+
+    `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1).
+    """
+    completions = spec.grpo.num_generations_per_prompt
+    rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
+    rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
+    totals_GC = totals(rewards_SF, weights_F).reshape(len(groups), completions)
+    known = [g["reward"] for g in groups if g["reward"] is not None]
+    ages = Counter(step - g["oldest_step"] for g in groups)
+    spread = {
+        "reward_std": _std(totals_GC),
+        "unscored_fraction": float(np.isnan(totals_GC).mean()),
+    }
+    if completions > 1:
+        equal = [not has_variance(totals_C) for totals_C in totals_GC]
+        spread["reward_group_std"] = _mean([_std(totals_C) for totals_C in totals_GC])
+        spread["zero_variance_fraction"] = float(np.mean(equal))
+    by_function: dict[str, float] = {}
+    for index, reward in enumerate(spec.rewards):
+        by_function[f"reward/{reward.label}"] = _mean(rewards_GCF[:, :, index])
+        by_function[f"reward_std/{reward.label}"] = _std(rewards_GCF[:, :, index])
+    return {
+        "reward": float(np.mean(known)) if known else float("nan"),
+        "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
+        "trained_tokens": float(sum(g["tokens"] for g in groups)),
+        **(spread if spec.rewards else {}),
+        **by_function,
+        **{f"age/{age}": float(number) for age, number in sorted(ages.items())},
+    }
+
+
+def _mean(values: Any) -> float:
+    """Return the mean of the numbers among `values`; not-a-number without any."""
+    known = _known(values)
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _std(values: Any) -> float:
+    """Return the standard deviation of the numbers among `values`; not-a-number below two of them."""
+    known = _known(values)
+    return float(known.std(ddof=1)) if len(known) > 1 else float("nan")
+
+
+def _known(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    flat = np.asarray(values, np.float64).ravel()
+    return flat[~np.isnan(flat)]

@@ -1,0 +1,143 @@
+"""Checks of a submitted spec against its data and files, for faults that every group of the run would have: they are
+found before anything starts. A check that needs a file which is not on this machine passes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from paceline.data.rows import PromptSource
+from paceline.errors import DataError
+from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
+from services.coordinator.lifecycle.run_data import RunData, open_data
+
+SUPPLIED = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "args", "kwargs"}
+)
+"""Arguments of reward functions that are never columns."""
+
+MAX_SOURCE_BYTES = 1 << 20
+"""Largest file of a reward function whose arguments are read here."""
+
+
+def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
+    """Open the data sets of a submitted run; return them with warnings about them. Raises DataError, Unreadable."""
+    data = open_data(spec)
+    warnings: list[str] = []
+    for field, source in (("data.train", data.prompts), ("data.validation", data.validation)):
+        if source is not None:
+            _check_reward_columns(spec, field, source)
+            _check_template(spec, source)
+            warnings += _shadowed(field, source)
+    return data, warnings
+
+
+def _shadowed(field: str, source: PromptSource) -> list[str]:
+    """Return a warning for columns that have the name of an argument which the reward functions get anyway."""
+    named = sorted(SUPPLIED.intersection(source.columns) & {"prompts", "completions", "completion_ids"})
+    if not named:
+        return []
+    return [
+        f"{field} has the column {', '.join(map(repr, named))}, which no reward function sees: its argument of that name is "
+        "the prompts or the completions of the group; rename the column"
+    ]
+
+
+def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> None:
+    """Raises DataError for a reward function that needs a column which the data set does not have."""
+    for index, reward in enumerate(spec.rewards):
+        needed = _columns_of(reward)
+        missing = [name for name in needed if name not in source.columns]
+        if missing:
+            is_builtin = ":" not in reward.function
+            remedy = "set answer_column in its kwargs" if is_builtin else "give the argument a default"
+            raise DataError(
+                f"rewards.{index}: {reward.label!r} needs the column {missing[0]!r}, but those of {field} besides the prompt "
+                f"are: {', '.join(source.columns) or 'none'}; {remedy}, or add the column"
+            )
+
+
+def _columns_of(reward: RewardFunctionSection) -> list[str]:
+    """Return the columns that a reward function cannot do without, as far as that is known here."""
+    path, colon, name = reward.function.rpartition(":")
+    if colon:
+        return [argument for argument in _required(Path(path), name) if argument not in reward.kwargs]
+    from reward.builtin import BUILTIN_FUNCTIONS
+
+    function = BUILTIN_FUNCTIONS.get(reward.function)
+    if function is None:
+        return []
+    column = inspect.signature(function).parameters.get("answer_column")
+    if column is None:
+        return []
+    return [str(reward.kwargs.get("answer_column", column.default))]
+
+
+def _required(path: Path, name: str) -> list[str]:
+    """Return the arguments without a default of a function in a file, besides those that every function gets. The file is
+    parsed, not run; nothing is known of a function with decorators, which may change its arguments."""
+    try:
+        if path.stat().st_size > MAX_SOURCE_BYTES:
+            return []
+        tree = ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return []  # the reward worker says what is wrong with it
+    found: ast.FunctionDef | ast.AsyncFunctionDef | None = None
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            found = node
+        elif name in _bound(node):
+            found = None
+    if found is None or found.decorator_list:
+        return []
+    given = found.args
+    positional = [*given.posonlyargs, *given.args]
+    required = positional[: len(positional) - len(given.defaults)]
+    required += [a for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
+    return [argument.arg for argument in required if argument.arg not in SUPPLIED]
+
+
+def _bound(statement: ast.stmt) -> Iterable[str]:
+    """Return the names that a statement may bind anew."""
+    return {
+        node.id
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    } | {node.name for node in ast.walk(statement) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def _check_template(spec: RunSpec, source: PromptSource) -> None:
+    """Raises DataError for prompts of messages that no chat template can render."""
+    prompt = source.draw(0)[0]
+    setting = spec.data.apply_chat_template
+    if isinstance(prompt, str) and setting != "always":
+        return
+    if not isinstance(prompt, str) and setting == "never":
+        raise DataError(
+            "data.apply_chat_template is 'never', but the prompts are chat messages; set it to auto, or use text prompts "
+            "without data.system_prompt"
+        )
+    if _lacks_template(spec.policy):
+        name = spec.policy.tokenizer_name or spec.policy.model_name
+        raise DataError(
+            f"the prompts are chat messages, but the tokenizer of policy.model_name {name!r} has no chat template; use text "
+            "prompts without data.system_prompt, or a tokenizer with a template (policy.tokenizer_name)"
+        )
+
+
+def _lacks_template(policy: PolicySection) -> bool:
+    """Return whether the tokenizer's folder is on this machine and has no chat template."""
+    folder = Path(policy.tokenizer_name or policy.model_name).expanduser()
+    try:
+        config: Any = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(config, dict) or config.get("chat_template"):
+        return False
+    others = ("chat_template.jinja", "chat_template.json", "additional_chat_templates", "tekken.json")
+    return not any((folder / name).exists() for name in others)

@@ -1,0 +1,243 @@
+"""Table of all metrics of a run, and docs/metrics.md, which is made from it.
+
+    python -m services.coordinator.reporting.metric_table [--check]
+
+A name may have parameters in angle brackets, as `reward/<function>`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+
+
+class Metric(NamedTuple):
+    """One metric, as docs/metrics.md explains it."""
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: str = ""
+    """Values to expect, and what others mean; empty where there is nothing to say."""
+
+
+class Part(NamedTuple):
+    """Metrics that a section of the page shows together."""
+
+    kind: str
+    """`kind` of the lines of metrics.jsonl; in TensorBoard it comes before the name."""
+    title: str
+    remark: str
+    metrics: tuple[Metric, ...]
+
+
+REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fixes the batch.", (
+    Metric("reward", "reward", "mean total reward (Σ weight · reward) of the batch", "rises; noisy from step to step"),
+    Metric("reward_std", "reward", "standard deviation of the total reward over all completions"),
+    Metric("reward_group_std", "reward", "mean over groups of the standard deviation within the group",
+           "above 0: it is what the group-relative advantages are made of"),
+    Metric("zero_variance_fraction", "share", "groups whose completions all have the same total reward",
+           "below 0.5; near 1 the prompts are too hard or too easy, and `grpo.use_dynamic_sampling` helps"),
+    Metric("unscored_fraction", "share", "completions for which every reward function returned None", "0, or as the data has it"),
+    Metric("reward/<function>", "reward", "mean of one function, before its weight, over the completions that it scored"),
+    Metric("reward_std/<function>", "reward", "standard deviation of one function over the completions that it scored",
+           "0 means that the function tells no completions apart"),
+))  # fmt: skip
+
+COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and the learner.", (
+    Metric("completion_length", "tokens", "mean length", "a sudden fall or rise often precedes a collapse"),
+    Metric("completion_length/min", "tokens", "shortest completion"),
+    Metric("completion_length/max", "tokens", "longest completion", "at `max_new_tokens` something was cut off"),
+    Metric("completion_length/p<percentile>", "tokens", "50th, 90th and 99th percentile of the lengths"),
+    Metric("truncated_fraction", "share", "completions that were cut off at their token limit",
+           "below 0.1; above, raise `policy.generation.max_new_tokens` or see `grpo.overlong_filtering`"),
+    Metric("zero_advantage_fraction", "share", "tokens whose advantage is 0", "below 0.5; at 1 the rewards train nothing"),
+    Metric("trained_tokens", "tokens", "completion tokens of the batch"),
+    Metric("age", "steps", "mean age of the tokens: the step minus the step of the version that sampled them",
+           "at most `async_grpo.max_trajectory_age_steps`, except for late groups"),
+    Metric("age/<age>", "groups", "groups of that age in the batch"),
+))  # fmt: skip
+
+LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens that train, unless a row says otherwise.", (
+    Metric("loss", "", "the objective, mean over the updates of the step", "for GRPO near 0 and without meaning alone"),
+    Metric("grad_norm", "", "global norm of the gradient before clipping, mean over updates",
+           "steady; peaks above ten times the usual mean a learning rate that is too high"),
+    Metric("lr", "", "learning rate of the step"),
+    Metric("skipped_updates", "updates", "updates left out because loss or gradient was not finite", "absent"),
+    Metric("entropy", "nats", "entropy of the policy's distribution of the next token", "falls slowly; near 0 exploration is over"),
+    Metric("logprob", "nats", "log-probability of the tokens by the current policy"),
+    Metric("ratio_behaviour", "", "π/μ: current policy over the one that sampled", "0.99 to 1.01"),
+    Metric("kl_behaviour", "nats", "estimate of KL(μ‖π), ratio - 1 - log ratio", "below 0.01; more means old or wrongly scored tokens"),
+    Metric("kl_reference", "nats", "KL to the reference policy, by `loss_fn.reference_policy_kl_type`", "below some 0.1 to 1 nat"),
+    Metric("kl_teacher", "nats", "log π/π_teacher of the sampled tokens (distillation)", "falls"),
+    Metric("clip_fraction", "share", "tokens whose ratio was clipped", "below 0.2"),
+    Metric("truncation_fraction", "share", "tokens whose importance weight reached its bound", "below 0.05"),
+    Metric("drop_fraction", "share", "tokens that a mask of the correction took out", "below 0.05"),
+    Metric("effective_sample_size", "share", "(Σw)²/(N·Σw²) of the importance weights by token", "above 0.9"),
+    Metric("effective_sample_size_sequence", "share", "the same by sequence", "above 0.5"),
+))  # fmt: skip
+
+PREFERENCES = Part("train", "Preferences and demonstrations", "Runs on examples (`sft`, `dpo`, `orpo`, `kto`, `rm`).", (
+    Metric("preference_loss", "", "part of the loss by the preferences"),
+    Metric("sft_loss", "nats", "part of the loss by the likelihood of the chosen completion"),
+    Metric("accuracy", "share", "pairs whose chosen completion has the higher reward (`kto`: completions on the right side)",
+           "rises from 0.5"),
+    Metric("margin", "reward", "reward of the chosen minus that of the rejected completion", "rises from 0"),
+    Metric("chosen_reward", "reward", "mean implicit reward of chosen or desirable completions"),
+    Metric("rejected_reward", "reward", "mean implicit reward of rejected or undesirable completions", "below `chosen_reward`"),
+    Metric("batch_kl", "nats", "KL to the reference, measured on mismatched completions (`kto`)"),
+))  # fmt: skip
+
+VALUES = Part("train", "Value model (PPO)", "With `grpo.advantage: gae`.", (
+    Metric("value_loss", "", "loss of the value model, mean over updates", "falls, then steady"),
+    Metric("value_clip_fraction", "share", "values whose change was clipped"),
+    Metric("value_grad_norm", "", "norm of the value model's gradient before clipping"),
+    Metric("return", "reward", "mean return of the tokens"),
+    Metric("explained_variance", "share", "1 - Var(return - value)/Var(return)", "rises towards 1; below 0 it is worse than a constant"),
+))  # fmt: skip
+
+WORK = Part("train", "Work and time of the learner", "Seconds are means over ranks.", (
+    Metric("tokens", "tokens", "tokens that train, in the whole batch"),
+    Metric("sequences", "sequences", "sequences of the batch"),
+    Metric("row_tokens", "tokens", "tokens in the packed micro-batches, prompts included"),
+    Metric("micro_batches", "passes", "forward and backward passes of all ranks"),
+    Metric("unfilled_fraction", "share", "part of `policy.train_mb_tokens` times passes that held no token",
+           "below 0.3; more means that ranks are unequal, or that the budget is too large"),
+    Metric("step_s", "s", "time of the step"),
+    Metric("frozen_s", "s", "of it: log-probabilities of frozen policies, and advantages"),
+    Metric("forward_s", "s", "of it: forward passes"),
+    Metric("backward_s", "s", "of it: backward passes"),
+    Metric("optimizer_s", "s", "of it: optimizer"),
+    Metric("value_s", "s", "of it: the value model"),
+    Metric("publish_wait_s", "s", "time in which the learner could not go on because a version was staged", "far below `step_s`"),
+    Metric("learner_wait_s", "s", "wait for the batch", "near 0; more means that generation or rewards are the bottleneck"),
+    Metric("learner/tokens_per_s", "tokens/s", "tokens that train by `step_s`"),
+    Metric("learner/unforeseen_errors", "errors", "unforeseen errors of the learner's process since its start", "0"),
+))  # fmt: skip
+
+POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last heartbeats.", (
+    Metric("rollout/tokens_per_s", "tokens/s", "tokens generated"),
+    Metric("rollout/wait_fraction", "workers", "share of the time without a lease, added over the workers",
+           "near 0; more means that generation waits for weights or for the learner"),
+    Metric("rollout/running", "sequences", "sequences in the engines"),
+    Metric("rollout/leases", "groups", "leases held"),
+    Metric("rollout/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
+    Metric("reward_workers/groups_since_report", "groups", "groups scored since the heartbeat before"),
+    Metric("reward_workers/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
+    Metric("coordinator/unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
+))  # fmt: skip
+
+GROUPS = Part("train", "Groups", "Counts of the ledger after the step.", (
+    Metric("groups/<state>", "groups", "groups in that state: open ones now, ended ones (trained, dropped) since the start"),
+    Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `bad_prompt` (a prompt that "
+           "is too long, or that the chat template refuses), `reward_failed`, `poison`, `by_request`, …",
+           "absent, except `no_variance` with `grpo.use_dynamic_sampling`"),
+    Metric("failures/<reason>", "attempts", "attempts at generating or scoring that failed so far, by reason", "absent"),
+))  # fmt: skip
+
+TRANSFER = Part("train", "Weights in a step's line", "Newest values when the step ended.", (
+    Metric("weights/gather_s", "s", "gathering the version from the ranks"),
+    Metric("weights/wait_s", "s", "time in which training stood still for it", "far below `step_s`"),
+    Metric("weights/transfer_s", "s", "transfer to the member that answered last"),
+    Metric("weights/publish_s", "s", "from staging to that member's answer"),
+    Metric("weights/size_bytes", "bytes", "bytes sent to it"),
+    Metric("weights/pause_s", "s", "pause of its sampler", "below 1"),
+    Metric("weights/swap_s", "s", "of it: exchanging the weights"),
+))  # fmt: skip
+
+EVALUATION = Part("eval", "Evaluation", "One line for each evaluated version; `step` is the version.", (
+    Metric("step", "", "version that was evaluated"),
+    Metric("reward", "reward", "mean total reward: first over a prompt's completions, then over prompts", "rises"),
+    Metric("reward_stderr", "reward", "standard error of `reward` over prompts", "a change of less than twice this says nothing"),
+    Metric("reward/<function>", "reward", "mean of one function, before its weight"),
+    Metric("reward_stderr/<function>", "reward", "its standard error over prompts"),
+    Metric("pass@<k>/<function>", "share", "prompts of which at least one of k completions got 1, for a function whose values "
+           "are all 0 or 1; k is `grpo.val_samples_per_prompt`"),
+    Metric("prompts", "prompts", "prompts that were scored"),
+    Metric("samples", "completions", "completions that were scored"),
+    Metric("failed", "prompts", "prompts that could not be generated or scored", "0"),
+    Metric("completion_length", "tokens", "mean length"),
+    Metric("requested_step", "", "version that the evaluation was due for; `step` may be a later one"),
+    Metric("loss", "", "objective on held-out examples (runs on examples)", "rises again when the model overfits"),
+    Metric("sequences", "sequences", "held-out sequences (runs on examples); further metrics are those of a step, as `accuracy`"),
+))  # fmt: skip
+
+VERSIONS = Part("weights", "Weights by version", "One line for each published version; seconds are of the slowest member.", (
+    Metric("session", "", "session of the learner that published it"),
+    Metric("epoch", "", "number of the roster"),
+    Metric("members", "members", "members of the roster when the version was staged"),
+    Metric("acknowledged", "members", "members that sample from it", "equal to `members`"),
+    Metric("failures", "transfers", "transfers that failed", "0"),
+    Metric("gather_s", "s", "gathering from the ranks"),
+    Metric("wait_s", "s", "time in which training stood still for it"),
+    Metric("form_s", "s", "forming the link"),
+    Metric("transfer_s", "s", "sending the bytes"),
+    Metric("answer_s", "s", "from the last byte to the answer"),
+    Metric("publish_s", "s", "from staging to the answer"),
+    Metric("swap_s", "s", "exchanging the weights"),
+    Metric("pause_s", "s", "pause of the sampler"),
+    Metric("size_bytes", "bytes", "bytes sent to one member"),
+))  # fmt: skip
+
+PARTS = (REWARDS, COMPLETIONS, LOSS, PREFERENCES, VALUES, WORK, POOLS, GROUPS, TRANSFER, EVALUATION, VERSIONS)
+
+HEAD = """# Metrics
+
+[//]: # (Made by `python -m services.coordinator.reporting.metric_table`; edit the table in that module.)
+
+Every step of a run writes one line to `metrics.jsonl` in the run's directory, with `kind`, `step`, `time` (seconds since
+1970) and the metrics below. The same scalars are TensorBoard events (`logger.tensorboard`), named `<kind>/<name>`:
+
+```bash
+tensorboard --logdir runs
+python -c "import pandas; print(pandas.read_json('runs/my-run-1/metrics.jsonl', lines=True).tail())"
+paceline plot my-run-1
+```
+
+A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in
+angle brackets. *Healthy* says what to expect, and what another value means.
+
+`paceline` warns of a step whose rewards trained nothing (`zero_advantage_fraction` is 1), at the first such step, the
+second, the fourth and so on.
+"""
+
+
+def metric_of(kind: str, name: str) -> Metric | None:
+    """Return the entry of a metric; None if the table has none. An evaluation on examples has a step's metrics."""
+    parts = [part for part in PARTS if part.kind == kind or (kind == "eval" and part in (LOSS, PREFERENCES))]
+    found = [metric for part in parts for metric in part.metrics if _matches(metric, name)]
+    return min(found, key=lambda metric: metric.name.count("<"), default=None)
+
+
+def page() -> str:
+    """Return docs/metrics.md."""
+    lines = [HEAD]
+    for part in PARTS:
+        lines += [f"## {part.title}", "", f"`kind` is `{part.kind}`. {part.remark}", ""]
+        lines += ["| metric | unit | meaning | healthy |", "|---|---|---|---|"]
+        lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in part.metrics]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _matches(metric: Metric, name: str) -> bool:
+    pieces = re.split(r"<\w+>", metric.name)
+    return re.fullmatch(".+".join(map(re.escape, pieces)), name) is not None
+
+
+def main() -> None:
+    """Write the page, or with --check exit with 1 when it is not current."""
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page())
+    elif PAGE.read_text() != page():
+        raise SystemExit(
+            f"{PAGE} is not current; run `python -m services.coordinator.reporting.metric_table`"
+        )
+
+
+if __name__ == "__main__":
+    main()

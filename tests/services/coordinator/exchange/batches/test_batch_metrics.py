@@ -1,0 +1,57 @@
+"""Metrics of a batch, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange_drivers import make_spec
+
+from services.coordinator.exchange.batches.batch_metrics import batch_metrics
+
+NAN = math.nan
+
+
+def a_group(rewards: list[list[float]], tokens: int = 8, oldest_step: int = 3) -> dict[str, Any]:
+    """A row of two completions, with the mean that the exchange records."""
+    rewards_CF = np.array(rewards, "<f4")
+    known = rewards_CF[~np.isnan(rewards_CF).all(axis=1)]
+    mean = float(np.nansum(known, axis=1).mean()) if len(known) else None
+    return {"rewards": rewards_CF.tobytes(), "reward": mean, "tokens": tokens, "oldest_step": oldest_step}
+
+
+def metrics_of(tmp_path: Any, *groups: dict[str, Any], functions: int = 1) -> dict[str, float]:
+    rewards = [{"function": "exact_match"}, {"function": "format_reward"}][:functions]
+    spec = make_spec(tmp_path, rewards=rewards)
+    assert spec.grpo.num_generations_per_prompt == 2
+    return batch_metrics(spec, np.ones(functions, np.float32), groups, 4)
+
+
+def test_spread_of_two_groups(tmp_path: Any) -> None:
+    metrics = metrics_of(tmp_path, a_group([[1.0], [0.0]]), a_group([[1.0], [1.0]], tokens=12, oldest_step=4))
+    assert metrics["reward"] == 0.75
+    assert metrics["reward_std"] == pytest.approx(0.5)  # of 1, 0, 1, 1: sqrt((3·0.0625 + 0.5625) / 3)
+    assert metrics["reward_group_std"] == pytest.approx(math.sqrt(0.5) / 2)
+    assert metrics["zero_variance_fraction"] == 0.5
+    assert metrics["unscored_fraction"] == 0.0
+    assert metrics["completion_length"] == 5.0
+    assert metrics["trained_tokens"] == 20.0
+    assert (metrics["age/0"], metrics["age/1"]) == (1.0, 1.0)
+
+
+def test_functions_are_counted_where_they_gave_a_number(tmp_path: Any) -> None:
+    metrics = metrics_of(tmp_path, a_group([[1.0, NAN], [0.0, 0.5]]), functions=2)
+    assert metrics["reward/exact_match"] == 0.5
+    assert metrics["reward_std/exact_match"] == pytest.approx(math.sqrt(0.5))
+    assert metrics["reward/format_reward"] == 0.5
+    assert math.isnan(metrics["reward_std/format_reward"])
+    assert metrics["zero_variance_fraction"] == 0.0
+
+
+def test_a_batch_without_any_reward(tmp_path: Any) -> None:
+    metrics = metrics_of(tmp_path, a_group([[NAN], [NAN]]))
+    assert math.isnan(metrics["reward"])
+    assert metrics["unscored_fraction"] == 1.0
+    assert metrics["zero_variance_fraction"] == 1.0

@@ -1,0 +1,97 @@
+"""Faults that every group of a run would have are found when the run is submitted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import DataError
+from paceline.spec import RunSpec
+from services.coordinator.lifecycle.submission_checks import checked_data
+
+CHAT = [{"role": "user", "content": "2+2?"}]
+
+
+def spec_for(folder: Path, row: dict[str, Any], *rewards: dict[str, Any], **data: Any) -> RunSpec:
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    tree = {
+        "policy": {"model_name": str(folder)},
+        "data": {"train": str(folder / "train.jsonl"), **data},
+        "rewards": list(rewards) or [{"function": "think_answer_format"}],
+    }
+    return RunSpec.model_validate(tree)
+
+
+def test_a_built_in_that_lacks_its_column_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": "2+2=", "ground_truth": "4"}
+    with pytest.raises(
+        DataError, match=r"rewards\.0: 'math_accuracy' needs the column 'answer', but .*ground_truth"
+    ):
+        checked_data(spec_for(tmp_path, row, {"function": "math_accuracy"}))
+    named = {"function": "math_accuracy", "kwargs": {"answer_column": "ground_truth"}}
+    assert checked_data(spec_for(tmp_path, row, named))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"),
+    [
+        ("def f(prompts, completions, answer): ...", True),
+        ("async def f(completions, *, answer, **kwargs): ...", True),
+        ("def f(completions, answer=None): ...", False),
+        ("def f(completions, log_metric, **columns): ...", False),
+        ("def f(completions, task): ...", False),
+        ("def f(completions, scale): ...", False),
+        ("@wrap\ndef f(completions, answer): ...", False),
+        ("def f(completions, answer): ...\nf = wrap(f)", False),
+        ("def f(completions, answer): ...\nif True:\n    def f(completions): ...", False),
+        ("def f(completions, answer:", False),
+        ("f = lambda completions, answer: 1", False),
+        ("\x00", False),
+    ],
+)
+def test_a_function_in_a_file_that_lacks_its_column_is_refused(
+    tmp_path: Path, source: str, refused: bool
+) -> None:
+    (tmp_path / "r.py").write_text(source)
+    reward = {"function": f"{tmp_path / 'r.py'}:f", "kwargs": {"scale": 2}}
+    spec = spec_for(tmp_path, {"prompt": "a", "task": "b"}, reward)
+    if refused:
+        with pytest.raises(
+            DataError, match=r"rewards\.0: 'f' needs the column 'answer'.*are: task; give the"
+        ):
+            checked_data(spec)
+    else:
+        checked_data(spec)
+
+
+def test_a_file_that_is_not_on_this_machine_is_left_to_the_workers(tmp_path: Path) -> None:
+    checked_data(spec_for(tmp_path, {"prompt": "a"}, {"function": f"{tmp_path / 'away.py'}:f"}))
+
+
+def test_chat_prompts_need_a_chat_template(tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    spec = spec_for(tmp_path, {"prompt": CHAT})
+    checked_data(spec)  # the tokenizer is not on this machine
+    config.write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(DataError, match=r"prompts are chat messages, but .* has no chat template"):
+        checked_data(spec)
+    with pytest.raises(DataError, match="no chat template"):
+        checked_data(spec_for(tmp_path, {"prompt": "a"}, system_prompt="Be brief."))
+    checked_data(spec_for(tmp_path, {"prompt": "a"}))
+    config.write_text('{"chat_template": "{{ messages }}"}')
+    checked_data(spec)
+    config.write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    checked_data(spec)
+    with pytest.raises(DataError, match=r"data\.apply_chat_template is 'never'"):
+        checked_data(spec_for(tmp_path, {"prompt": CHAT}, apply_chat_template="never"))
+
+
+def test_columns_that_no_function_sees_are_named(tmp_path: Path) -> None:
+    row = {"prompt": "a", "completions": "b", "answer": "c"}
+    assert [text for text in checked_data(spec_for(tmp_path, row))[1] if "'completions'" in text]
+    spec = spec_for(tmp_path, {"prompts": "a", "answer": "c"}, prompt_key="prompts")
+    assert checked_data(spec)[1] == [], "the prompt's column is not given to functions"
