@@ -44,8 +44,8 @@ COMMANDS = {
     "members": ("services.cli.workers:members", "List the workers."),
     "generate": ("services.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
     "samples": (
-        "services.cli.records:samples",
-        "Show the groups of a trained step: completions, rewards, versions.",
+        "services.cli.samples:samples",
+        "Show the completions of a step or an evaluation with their rewards, or export all.",
     ),
     "metrics": ("services.cli.metrics:metrics", "Show or export the metrics of a run."),
     "ledger": ("services.cli.records:ledger", "Verify or back up the record of every group."),

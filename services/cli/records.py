@@ -1,5 +1,4 @@
-"""Commands that read the records of a run: samples, samples export, ledger verify, ledger backup, export. They need no
-coordinator."""
+"""Commands that read the records of a run: ledger verify, ledger backup, export. They need no coordinator."""
 
 from __future__ import annotations
 
@@ -17,66 +16,6 @@ from services.common.options import directory_option, find_run, json_option, pri
 
 if TYPE_CHECKING:
     from services.coordinator.ledger.ledger import Ledger
-
-
-class _ShowByDefault(click.Group):
-    """Group in which `samples RUN` is `samples show RUN`. No run has the name of a command, because every run's id ends
-    with a number."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = ["show", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=_ShowByDefault)
-def samples() -> None:
-    """Show the groups that a step trained on (samples RUN --step STEP), or write those of all steps to a file."""
-
-
-@samples.command("export")
-@click.argument("run")
-@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
-@directory_option
-@json_option
-def export_all(run: str, destination: Path, directory: Path, as_json: bool) -> None:
-    """Write every completion that RUN (its id or its folder) trained on to the Parquet file DESTINATION.
-
-    A row has prompt, completion, tokens, log-probabilities and versions by token, rewards by function, final_reward.
-    """
-    from paceline.spec.reading import spec_of_run
-    from services.coordinator.audit.samples import export_samples
-
-    path, run_id = find_run(run, directory)
-    with opened_ledger(path) as opened:
-        spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
-        weights = [reward.weight for reward in spec.rewards]
-        rows = export_samples(opened, run_id, weights, destination)
-    if as_json:
-        print_json({"path": str(destination), "rows": rows})
-    else:
-        click.echo(f"{destination}: {rows:,} completions of {run_id}")
-
-
-@samples.command()
-@click.argument("run")
-@click.option("--step", type=int, required=True, help="Step of the batch to show.")
-@directory_option
-@json_option
-def show(run: str, step: int, directory: Path, as_json: bool) -> None:
-    """Show the groups that step STEP of RUN (its id or its folder) trained on; as JSON lines, one for each group, with
-    --json."""
-    from services.coordinator.audit.samples import samples_of_step
-
-    path, run_id = find_run(run, directory)
-    with opened_ledger(path) as opened:
-        opened.run(run_id)  # raises NotFound with the runs that exist
-        groups = samples_of_step(opened, run_id, step)
-    for group in groups:
-        if as_json:
-            print_json(group)
-        else:
-            click.echo(render.sample_text(group))
 
 
 @click.group()

@@ -176,13 +176,15 @@ def outcome(facts: Facts, evaluations: Sequence[Mapping[str, Any]], summary: Map
     return "\n".join(lines)
 
 
-def sample_text(group: Mapping[str, Any]) -> str:
-    """Return a trained group as text: the prompt, then each completion with its rewards, tokens and versions."""
+def sample_text(group: Mapping[str, Any], *, of_evaluation: bool = False) -> str:
+    """Return a group as text: the prompt, then each completion with its rewards, tokens and versions."""
     prompt = group["prompt"]
     if not isinstance(prompt, str):
         prompt = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt)
     lines = [
-        f"── group {group['group_id']} · step {group['step']} · reward {_number(group['reward'], '.3f')}",
+        f"── group {group['group_id'] & 0xFFFFF} · version {group['step']} · reward {_number(group['reward'], '.3f')}"
+        if of_evaluation
+        else f"── group {group['group_id']} · step {group['step']} · reward {_number(group['reward'], '.3f')}",
         prompt,
     ]
     for completion in group["completions"]:

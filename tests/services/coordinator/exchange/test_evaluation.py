@@ -19,8 +19,10 @@ from exchange_drivers import (
     make_completion,
 )
 
+from paceline.errors import NotFound
 from paceline.groups import Version
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.audit.samples import samples_of_evaluation
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
@@ -119,6 +121,22 @@ def test_the_newest_evaluations_and_the_first_are_kept(
     assert [row["class"] for row in classes] == [f"eval:{step}" for step in kept]
     payloads = world.ledger.db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0]
     assert payloads == 3 * len(kept)
+
+
+def test_completions_of_an_evaluation_are_read_back(make_world: MakeWorld) -> None:
+    world = make_world(grpo=EVAL, logger={"keep_evaluations": 1})
+    world.check = False  # nothing was trained up to those steps
+    rollout, reward = Rollout(world), Reward(world)
+    for step in range(3):
+        evaluate(world, rollout, reward, step)
+    newest = samples_of_evaluation(world.ledger, world.run_id)
+    assert [(group["step"], len(group["completions"])) for group in newest] == [(2, 1)] * 3
+    assert newest[0]["completions"][0]["rewards"] == {"exact_match": 1.0}
+    assert samples_of_evaluation(world.ledger, world.run_id, 0)[0]["step"] == 0
+    with pytest.raises(NotFound, match=r"samples of version 1 were not kept .* kept are those of 0, 2"):
+        samples_of_evaluation(world.ledger, world.run_id, 1)
+    with pytest.raises(NotFound, match="no evaluation of version 7; evaluated are 0, 1, 2"):
+        samples_of_evaluation(world.ledger, world.run_id, 7)
 
 
 def test_a_damaged_completion_of_an_ended_evaluation_is_dropped(make_world: MakeWorld) -> None:

@@ -1,0 +1,186 @@
+"""`paceline samples`: shows what a run trained on or what it answered in an evaluation, and exports it. It needs no
+coordinator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from services.cli import render
+from services.cli.records import opened_ledger
+from services.common.options import directory_option, find_run, json_option, print_json
+
+SHOWN = 4
+"""Groups that are shown unless --limit says otherwise."""
+
+
+class _ShowByDefault(click.Group):
+    """Group in which `samples RUN` is `samples show RUN`. No run has the name of a command, because every run's id ends
+    with a number."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_ShowByDefault)
+def samples() -> None:
+    """Show the groups that a step trained on (samples RUN --step STEP) or those of an evaluation (samples RUN --eval), or
+    write those of all steps to a file."""
+
+
+@samples.command("export")
+@click.argument("run")
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--pairs",
+    is_flag=True,
+    help="Write the best and the worst completion of each group, as for `paceline dpo`.",
+)
+@click.option(
+    "--best",
+    "at_least",
+    type=float,
+    metavar="REWARD",
+    help="With --pairs: least total reward of the best one.",
+)
+@click.option(
+    "--worst",
+    "at_most",
+    type=float,
+    metavar="REWARD",
+    help="With --pairs: largest total reward of the worst one.",
+)
+@directory_option
+@json_option
+def export_all(
+    run: str,
+    destination: Path,
+    pairs: bool,
+    at_least: float | None,
+    at_most: float | None,
+    directory: Path,
+    as_json: bool,
+) -> None:
+    """Write every completion that RUN (its id or its folder) trained on to DESTINATION: .parquet, .jsonl or .csv.
+
+    A row has prompt, completion, the data set's columns, tokens, log-probabilities and versions by token, rewards by
+    function, final_reward. With --pairs it has prompt, chosen, rejected and both rewards. `data.train: DESTINATION`
+    trains on the file.
+    """
+    from services.coordinator.audit.sample_files import export_samples
+
+    if not pairs and (at_least is not None or at_most is not None):
+        raise click.UsageError("--best and --worst are bounds of --pairs; add --pairs")
+    if at_least is not None and at_most is not None and at_most > at_least:
+        raise click.UsageError(
+            f"--worst {at_most:g} is above --best {at_least:g}; the best completion has the larger reward"
+        )
+    bounds = (_or(at_least, float("-inf")), _or(at_most, float("inf"))) if pairs else None
+    path, run_id = find_run(run, directory)
+    with opened_ledger(path) as opened:
+        opened.run(run_id)  # raises NotFound with the runs that exist
+        rows = export_samples(opened, run_id, destination, pairs=bounds)
+    if as_json:
+        print_json({"path": str(destination), "rows": rows})
+    else:
+        click.echo(f"{destination}: {rows:,} {'pairs' if pairs else 'completions'} of {run_id}")
+
+
+@samples.command()
+@click.argument("run")
+@click.option("--step", type=click.IntRange(min=0), help="Step of the batch to show; default the newest.")
+@click.option("--eval", "of_evaluation", is_flag=True, help="Show the completions of an evaluation instead.")
+@click.option(
+    "--version", type=click.IntRange(min=0), help="With --eval: the version evaluated; default the newest."
+)
+@click.option(
+    "--limit", type=click.IntRange(min=0), help=f"Groups to show; 0 is all. Default {SHOWN}; with --json all."
+)
+@click.option(
+    "--best", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the highest reward."
+)
+@click.option(
+    "--worst", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the lowest reward."
+)
+@click.option("--no-pager", is_flag=True, help="Print at once, also on a terminal.")
+@directory_option
+@json_option
+def show(
+    run: str,
+    step: int | None,
+    of_evaluation: bool,
+    version: int | None,
+    limit: int | None,
+    best: int | None,
+    worst: int | None,
+    no_pager: bool,
+    directory: Path,
+    as_json: bool,
+) -> None:
+    """Show the groups that a step of RUN (its id or its folder) trained on, or those of an evaluation; as JSON lines with
+    --json."""
+    from services.coordinator.audit.samples import (
+        by_reward,
+        newest_step,
+        samples_of_evaluation,
+        samples_of_step,
+    )
+
+    _check_options(step, of_evaluation, version, limit, best, worst)
+    path, run_id = find_run(run, directory)
+    with opened_ledger(path) as opened:
+        opened.run(run_id)  # raises NotFound with the runs that exist
+        if of_evaluation:
+            groups = samples_of_evaluation(opened, run_id, version)
+        else:
+            groups = samples_of_step(opened, run_id, newest_step(opened, run_id) if step is None else step)
+    if best or worst:
+        shown = by_reward(groups, best=best is not None)[: best or worst]
+    else:
+        number = _or(limit, 0 if as_json else SHOWN)
+        shown = groups[:number] if number else groups
+    if as_json:
+        for group in shown:
+            print_json(group)
+    elif no_pager or not sys.stdout.isatty():
+        for line in _lines(shown, len(groups), of_evaluation):
+            click.echo(line)
+    else:
+        os.environ.setdefault("LESS", "-FRX")  # less ends by itself where all fits on the screen
+        click.echo_via_pager(f"{line}\n" for line in _lines(shown, len(groups), of_evaluation))
+
+
+def _check_options(
+    step: int | None,
+    of_evaluation: bool,
+    version: int | None,
+    limit: int | None,
+    best: int | None,
+    worst: int | None,
+) -> None:
+    if of_evaluation and step is not None:
+        raise click.UsageError("--step names a trained step; with --eval name the version: --version N")
+    if version is not None and not of_evaluation:
+        raise click.UsageError("--version goes with --eval; a trained step is --step N")
+    if sum(option is not None for option in (limit, best, worst)) > 1:
+        raise click.UsageError("--limit, --best and --worst exclude one another")
+
+
+def _lines(shown: list[dict[str, Any]], number: int, of_evaluation: bool) -> Iterator[str]:
+    """Yield the text of each group, and at the end how to see those that were left out."""
+    for group in shown:
+        yield render.sample_text(group, of_evaluation=of_evaluation)
+    if len({group["group_id"] for group in shown}) < number:
+        ids = len({group["group_id"] for group in shown})
+        yield f"── {ids} of {number} groups; --limit 0 shows all, --best N and --worst N sort by reward"
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

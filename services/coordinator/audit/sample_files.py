@@ -1,0 +1,287 @@
+"""Writes a run's samples to a file that a run can train on again: every completion, or pairs for preference training.
+
+The name's extension decides the format. A chat prompt stays a list of messages in Parquet and JSONL; CSV has no lists, so
+they are JSON there. Columns of the data set become columns of the file again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.errors import InvalidInput, NotFound
+from paceline.files.whole_file import written_whole
+from services.coordinator.audit.samples import samples_of_step
+
+if TYPE_CHECKING:
+    from services.coordinator.ledger.ledger import Ledger
+
+Row = dict[str, Any]
+FORMATS = (".parquet", ".jsonl", ".csv")
+
+COMPLETION_COLUMNS = {
+    "group_id": "int64",
+    "completion_index": "int32",
+    "step": "int64",
+    "attempt": "int32",
+    "prompt": "prompt",
+    "columns": "string",
+    "completion": "string",
+    "finish_reason": "string",
+    "prompt_ids": "list<int32>",
+    "token_ids": "list<int32>",
+    "logprobs": "list<float>",
+    "sessions": "list<int32>",
+    "versions": "list<int32>",
+    "rewards": "rewards",
+    "final_reward": "float",
+}
+PAIR_COLUMNS = {
+    "group_id": "int64",
+    "step": "int64",
+    "prompt": "prompt",
+    "chosen": "prompt",
+    "rejected": "prompt",
+    "chosen_reward": "float",
+    "rejected_reward": "float",
+}
+
+
+def export_samples(
+    ledger: Ledger, run_id: str, destination: Path, *, pairs: tuple[float, float] | None = None
+) -> int:
+    """Write every completion that the run has trained on as a row of `destination`; return the number of rows.
+
+    With `pairs` (a, b): a row for each group whose best completion has a total reward of at least a and whose worst one
+    has at most b, as prompt, chosen and rejected. Rows are in the order of training; memory holds one step. The file
+    appears whole under its name or not at all. Raises NotFound: nothing was trained, samples were not kept, no such
+    folder, no pair. Raises InvalidInput for another extension.
+    """
+    form = destination.suffix.lower()
+    if form not in FORMATS:
+        raise InvalidInput(
+            f"{destination.name}: the extension names the format, and {form or 'none'!r} is none of {', '.join(FORMATS)}"
+        )
+    if not destination.parent.is_dir():
+        raise NotFound(f"no folder {destination.parent}; make it first")
+    steps = ledger.db.execute(
+        "SELECT step FROM batches WHERE run_id = ? AND trained = 1 ORDER BY step", (run_id,)
+    ).fetchall()
+    if not steps:
+        raise NotFound(f"run {run_id} has trained no batch yet, so there is nothing to export")
+    columns = dict(PAIR_COLUMNS if pairs else COMPLETION_COLUMNS)
+    columns |= {name: kind for name, kind in _data_columns(ledger, run_id).items() if name not in columns}
+    make = (lambda group: _pair(group, *pairs)) if pairs else _completion_rows
+    tables = (_rows_of_step(ledger, run_id, step["step"], columns, make) for step in steps)
+    with written_whole(destination) as partial:
+        match form:
+            case ".jsonl":
+                number = _write_jsonl(partial, tables)
+            case ".csv":
+                number = _write_csv(partial, tables, columns)
+            case _:
+                keys, functions = _message_keys(ledger, run_id), _functions(ledger, run_id)
+                number = _write_parquet(partial, tables, columns, keys, functions)
+        if pairs and not number:
+            raise NotFound(
+                f"no group of run {run_id} has a best completion of at least {pairs[0]:g} and a worst one of at most "
+                f"{pairs[1]:g}; see the rewards with `paceline samples {run_id} --best 5`"
+            )
+    return number
+
+
+# Rows
+
+
+def _rows_of_step(
+    ledger: Ledger, run_id: str, step: int, columns: dict[str, str], make: Callable[[Row], list[Row]]
+) -> list[Row]:
+    rows = []
+    for group in samples_of_step(ledger, run_id, step):
+        own = {name: value for name, value in group["columns"].items() if name in columns}
+        rows += [own | row for row in make(group)]
+    return [{name: row.get(name) for name in columns} for row in rows]
+
+
+def _completion_rows(group: Row) -> list[Row]:
+    """Return a row for each completion: sessions and versions by token, the columns as JSON."""
+    rows = []
+    for index, completion in enumerate(group["completions"]):
+        lengths = [end - start for start, end, _, _ in completion["spans"]]
+        rows.append(
+            {
+                "group_id": group["group_id"],
+                "completion_index": index,
+                "step": group["step"],
+                "attempt": group["attempt"],
+                "prompt": group["prompt"],
+                "columns": json.dumps(group["columns"]),
+                "completion": completion["text"],
+                "finish_reason": completion["finish_reason"],
+                "prompt_ids": group["prompt_ids"],
+                "token_ids": completion["token_ids"],
+                "logprobs": completion["logprobs"],
+                "sessions": np.repeat([s for _, _, s, _ in completion["spans"]], lengths).tolist(),
+                "versions": np.repeat([v for _, _, _, v in completion["spans"]], lengths).tolist(),
+                "rewards": completion["rewards"],
+                "final_reward": completion["reward"],
+            }
+        )
+    return rows
+
+
+def _pair(group: Row, at_least: float, at_most: float) -> list[Row]:
+    """Return the group's best and worst completion as a pair; none where they are equal, empty or beyond the bounds."""
+    rewarded = [c for c in group["completions"] if c["reward"] is not None and c["text"]]
+    if not rewarded:
+        return []
+    best, worst = (choose(rewarded, key=lambda c: c["reward"]) for choose in (max, min))
+    if best["reward"] < at_least or worst["reward"] > at_most or best["reward"] <= worst["reward"]:
+        return []
+    if best["text"] == worst["text"]:
+        return []
+    is_chat = not isinstance(group["prompt"], str)
+    chosen, rejected = (
+        [{"role": "assistant", "content": c["text"]}] if is_chat else c["text"] for c in (best, worst)
+    )
+    return [
+        {
+            "group_id": group["group_id"],
+            "step": group["step"],
+            "prompt": group["prompt"],
+            "chosen": chosen,
+            "rejected": rejected,
+            "chosen_reward": best["reward"],
+            "rejected_reward": worst["reward"],
+        }
+    ]
+
+
+def _data_columns(ledger: Ledger, run_id: str) -> dict[str, str]:
+    """Return the columns of the run's data set with a type that fits all values; `string` also stands for JSON."""
+    found: dict[str, set[str]] = {}
+    for name, kind in ledger.db.execute(
+        "SELECT DISTINCT cell.key, cell.type FROM groups g JOIN prompts p USING (run_id, group_id),"
+        " json_each(p.columns_json) AS cell WHERE g.run_id = ? AND g.step IS NOT NULL ORDER BY cell.key",
+        (run_id,),
+    ):
+        found.setdefault(name, set()).add(kind)
+    return {name: _type_of(kinds - {"null"}) for name, kinds in found.items()}
+
+
+def _type_of(kinds: set[str]) -> str:
+    if kinds == {"integer"}:
+        return "int64"
+    if kinds and kinds <= {"integer", "real"}:
+        return "double"
+    return "bool" if kinds and kinds <= {"true", "false"} else "string"
+
+
+def _message_keys(ledger: Ledger, run_id: str) -> list[str] | None:
+    """Return the keys of the messages where every prompt of the run is a chat; None where any is a text."""
+    kinds = ledger.db.execute(
+        "SELECT DISTINCT json_type(p.prompt_json) FROM groups g JOIN prompts p USING (run_id, group_id)"
+        " WHERE g.run_id = ? AND g.step IS NOT NULL",
+        (run_id,),
+    ).fetchall()
+    if [kind for (kind,) in kinds] != ["array"]:
+        return None
+    keys = ledger.db.execute(
+        "SELECT DISTINCT cell.key FROM groups g JOIN prompts p USING (run_id, group_id),"
+        " json_each(p.prompt_json) AS message, json_each(message.value) AS cell"
+        " WHERE g.run_id = ? AND g.step IS NOT NULL",
+        (run_id,),
+    ).fetchall()
+    others = sorted({key for (key,) in keys} - {"role", "content"})
+    return ["role", "content", *others]
+
+
+def _functions(ledger: Ledger, run_id: str) -> list[str]:
+    """Return the labels of the run's reward functions."""
+    from paceline.spec.reading import spec_of_run
+
+    return [reward.label for reward in spec_of_run(run_id, ledger.run(run_id)["spec_yaml"])[0].rewards]
+
+
+# Files
+
+
+def _write_jsonl(path: Path, tables: Iterable[list[Row]]) -> int:
+    number = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in (row for table in tables for row in table):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            number += 1
+    return number
+
+
+def _write_csv(path: Path, tables: Iterable[list[Row]], columns: dict[str, str]) -> int:
+    number = 0
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        for row in (row for table in tables for row in table):
+            writer.writerow({name: _text(value) if _nested(value) else value for name, value in row.items()})
+            number += 1
+    return number
+
+
+def _write_parquet(
+    path: Path,
+    tables: Iterator[list[Row]],
+    columns: dict[str, str],
+    message_keys: list[str] | None,
+    functions: list[str],
+) -> int:
+    """Write a row group for each step."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    text = pa.string()
+    chat = pa.list_(pa.struct([(key, text) for key in message_keys])) if message_keys else text
+    types = {
+        "prompt": chat,
+        "string": text,
+        "int32": pa.int32(),
+        "int64": pa.int64(),
+        "float": pa.float32(),
+        "double": pa.float64(),
+        "bool": pa.bool_(),
+        "list<int32>": pa.list_(pa.int32()),
+        "list<float>": pa.list_(pa.float32()),
+    }
+    if functions:  # a struct, because `datasets` reads no maps, and Parquet has no struct without fields
+        types["rewards"] = pa.struct([(name, pa.float32()) for name in functions])
+    columns = {name: kind for name, kind in columns.items() if kind in types}
+    schema = pa.schema([(name, types[kind]) for name, kind in columns.items()])
+    number = 0
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in tables:
+            cells = [
+                {name: _cell(row[name], kind, message_keys) for name, kind in columns.items()}
+                for row in table
+            ]
+            if cells:
+                writer.write_table(pa.Table.from_pylist(cells, schema=schema))
+            number += len(cells)
+    return number
+
+
+def _cell(value: Any, kind: str, message_keys: list[str] | None) -> Any:
+    """Return a value as Parquet takes it: a chat as messages that all have the same keys, other nested values as JSON."""
+    if kind == "prompt" and message_keys and isinstance(value, list):
+        return [{key: _text(message.get(key)) for key in message_keys} for message in value]
+    return _text(value) if kind in ("prompt", "string") else value
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, list | dict)
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
