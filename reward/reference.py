@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from paceline.data.tokens import check_same_tokenizer
 from paceline.errors import InvalidInput, Unreadable
+from paceline.files.model_source import model_source
 from paceline.groups import FloatArray, IntArray
 from paceline.models import check_head, fault_of_load, resolved_dtype
 from paceline.spec import PolicySection, RunSpec
@@ -154,12 +154,10 @@ class ReferenceScorer:
 def _load(name: str, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source = Path(name).expanduser()
-    if source.is_absolute() and not (source / "config.json").is_file():
-        raise Unreadable(f"the reference {name!r}: no such folder with a config.json in it on this machine")
     try:
-        check_head(AutoConfig.from_pretrained(name), name)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        source = model_source(name, "the reference", weights=True)
+        check_head(AutoConfig.from_pretrained(source), name)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except Exception as error:
         fault = fault_of_load("the reference", name, error)
         if fault is None:

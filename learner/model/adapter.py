@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.errors import InvalidInput
 from paceline.spec import LoraSection
@@ -31,7 +32,6 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     _refuse_targets(model, lora, lambda module: module in ends or type(module) is not nn.Linear)
-    base = fingerprint(model.state_dict())
     config = LoraConfig(
         r=lora.dim,
         lora_alpha=lora.alpha,
@@ -43,7 +43,8 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
         # Every rank starts from the same adapter, whatever its generators have done before.
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(config, model, adapter_name=NAME)
+            with _weights_in_memory(model):
+                inject_adapter_in_model(config, model, adapter_name=NAME)
         except ValueError as error:
             raise InvalidInput(
                 f"policy.lora_cfg.target_modules {list(lora.target_modules)}: {first_line(error)}"
@@ -54,7 +55,24 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
                 f"policy.lora_cfg would adapt {name!r}, a {type(layer.base_layer).__name__}, not a linear layer; "
                 "name others in target_modules"
             )
-    model.base_fingerprint = base
+    model.base_fingerprint = None
+
+
+@contextlib.contextmanager
+def _weights_in_memory(model: nn.Module) -> Iterator[None]:
+    """Give linear layers on the meta device weights on the CPU of one element, expanded, and take them back at the end: peft
+    moves A and B, which have values, to the device and type of the layer that they adapt."""
+    kept: list[tuple[nn.Linear, nn.Parameter]] = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and (module.weight.is_meta or module.weight.dtype != torch.float32):
+            kept.append((module, cast(nn.Parameter, module.weight)))
+            module.weight = nn.Parameter(torch.zeros(()).expand(module.weight.shape))
+    try:
+        yield
+    finally:
+        for module, weight in kept:
+            weight.requires_grad_(False)
+            module.weight = weight
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -77,13 +95,33 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return A and B of every adapted layer by the names that travel, and the base's fingerprint. The tensors are live."""
+    """Return A and B of every adapted layer by the names that travel, and the base's fingerprint. The tensors are live.
+
+    The first call is a collective one of all ranks, which compute the fingerprint from their shards.
+    """
     weights: dict[str, Tensor] = {}
     for name, layer in _adapted(model):
         name_a, name_b = wire_names(name)
         weights[name_a], weights[name_b] = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-    base: Any = model.base_fingerprint
-    return weights | {FINGERPRINT: base}
+    adapted: Any = model
+    if adapted.base_fingerprint is None:
+        adapted.base_fingerprint = _base_fingerprint(model)
+    return weights | {FINGERPRINT: adapted.base_fingerprint}
+
+
+@torch.no_grad()
+def _base_fingerprint(model: nn.Module) -> Tensor:
+    """Return the fingerprint of the base, of which one whole tensor at a time is in memory."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    base = {name.replace(BASE, "."): kept for name, kept in state.items() if not is_part_of_adapter(name)}
+    return fingerprint(base, identity=id, whole=_whole)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    rounded = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+    return cast(Tensor, rounded.full_tensor())  # type: ignore[attr-defined]
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -94,7 +132,7 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
         if layer_name != name:
             layer: Any = model.get_submodule(layer_name)
             a_RI, b_OR = (state[f"{layer_name}.lora_{part}.{NAME}.weight"] for part in "AB")
-            tensor = merged(tensor, a_RI, b_OR, float(layer.scaling[NAME]))
+            tensor = merged(tensor.float(), a_RI, b_OR, float(layer.scaling[NAME]))
         if not is_part_of_adapter(name):
             merged_by_name[name.replace(BASE, ".")] = tensor
     return merged_by_name

@@ -11,7 +11,6 @@ unwrapped: there is nothing to shard or to cast, no process group is needed, and
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,26 +32,36 @@ from learner.collectives import world_size
 from learner.model.adapter import add_adapter
 from learner.model.attention import IMPLEMENTATION
 from learner.model.cpu_linear import use_onednn_linear
+from learner.model.loading import fill, skeleton
 from learner.model.logprobs import chunked_logprobs
+from learner.model.weight_files import WeightFiles, model_files
 from paceline.errors import InvalidInput, Unreadable
+from paceline.files.model_source import model_source
 from paceline.models import check_head, fault_of_load, resolved_dtype
 from paceline.spec import PolicySection
+
+FIELD = "policy.model_name"
 
 
 def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> PreTrainedModel:
     """Return the model to train, with float32 masters, on `device`, sharded over the default process group if there is one.
 
-    With policy.lora_cfg it is frozen and has an adapter, whose first values follow from `seed`.
+    With policy.lora_cfg it is frozen and has an adapter, with float32 masters, whose first values follow from `seed`. A
+    frozen model has the compute type where its files do, so that nothing is lost, else float32.
 
-    Every rank reads the checkpoint by itself, in full: host memory must hold one float32 copy for each rank.
+    Each rank reads its rows of every tensor alone; its peak of host memory is its share of the model and some buffers.
 
     Raises:
-        InvalidInput: no such folder or hub name, or an architecture whose forward cannot be packed.
+        InvalidInput: no such folder or hub name, an architecture whose forward cannot be packed, or weights that are damaged
+            or not of this model.
     """
-    model = _load(policy.model_name, torch.float32)
-    if policy.lora_cfg.enabled:
-        add_adapter(model, policy.lora_cfg, seed)
-    return _prepared(model, policy, device)
+    lora = policy.lora_cfg
+    model, files = _build(
+        policy.model_name, torch.float32, exact=compute_dtype(policy, device) if lora.enabled else None
+    )
+    if lora.enabled:
+        add_adapter(model, lora, seed)
+    return _prepared(model, files, policy, device)
 
 
 def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrainedModel:
@@ -64,24 +73,27 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
     Raises:
         InvalidInput: as `load_policy`, or an architecture without sequence classification.
     """
-    return _prepared(_load(policy.model_name, torch.float32, scoring=True), policy, device)
+    return _prepared(*_build(policy.model_name, torch.float32, scoring=True), policy, device)
 
 
-def _prepared(model: Any, policy: PolicySection, device: torch.device) -> PreTrainedModel:
+def _prepared(
+    model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device
+) -> PreTrainedModel:
     """Return the model ready to train: with activation checkpointing where the spec wants it, on its device."""
     if policy.activation_checkpointing:
         for layer in _decoder_layers(model):
             # Around the layer's forward, so that FSDP's hooks stay outside and do not run again in the recomputation.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     model.train()
-    return _placed(model, policy, device, resharded=device.type == "cuda")
+    return _placed(model, files, policy, device, resharded=device.type == "cuda")
 
 
 def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedModel:
     """Return the model as it was before training, frozen, in the compute type: π_ref of a KL penalty, or a teacher."""
-    model: Any = _load(policy.model_name, compute_dtype(policy, device))
-    model.requires_grad_(False).eval()
-    return _placed(model, policy, device, resharded=True)
+    model, files = _build(policy.model_name, compute_dtype(policy, device))
+    model.requires_grad_(False)
+    model.train(False)
+    return _placed(model, files, policy, device, resharded=True)
 
 
 def packed_logprobs(
@@ -131,19 +143,29 @@ def _score(model: Any, packed: PackedBatch, **_: Any) -> tuple[Tensor, Tensor]:
     return scores_N, torch.zeros_like(scores_N)
 
 
-def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrainedModel:
-    path = Path(name).expanduser()
-    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
-        raise Unreadable(f"policy.model_name {name!r}: no such folder with a config.json in it")
-    source = str(path) if path.is_dir() else name
+def _build(
+    name: str, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
+) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from; where
+    transformers alone can read the files (quantized, or not safetensors), the whole model and None.
+
+    The parameters have type `dtype`, or `exact` where the files have no other.
+    """
     try:
-        _check_architecture(AutoConfig.from_pretrained(source), name)
-        kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
+        source, files = model_files(name, FIELD)
         options = {"num_labels": 1} if scoring else {}
-        model: Any = kind.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION, **options)
+        config = AutoConfig.from_pretrained(source, **options)
+        _check_architecture(config, name)
+        kind: Any = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
+        model: Any
+        if files is None or getattr(config, "quantization_config", None) is not None:
+            source, files = model_source(name, FIELD, weights=True), None
+            model = kind.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION, **options)
+        else:
+            dtype = exact if exact is not None and files.holds_only(exact) else dtype
+            model = skeleton(kind, config, dtype, IMPLEMENTATION)
     except Exception as error:
-        fault = fault_of_load("policy.model_name", name, error)
+        fault = fault_of_load(FIELD, name, error)
         if fault is None:
             raise
         raise fault from error
@@ -155,7 +177,7 @@ def _load(name: str, dtype: torch.dtype, *, scoring: bool = False) -> PreTrained
             module.p = 0.0  # the sampler has no dropout, and the ratio compares with the sampler
     # An instance attribute: FSDP's hooks run around it, as around any forward, so the LM head is gathered inside it.
     model.forward = partial(_score if scoring else _forward, model)
-    return model  # type: ignore[no-any-return]
+    return model, files
 
 
 def _check_architecture(config: PretrainedConfig, name: str) -> None:
@@ -172,22 +194,39 @@ def _check_architecture(config: PretrainedConfig, name: str) -> None:
         )
 
 
-def _placed(model: Any, policy: PolicySection, device: torch.device, resharded: bool) -> PreTrainedModel:
-    """Return the model on the device; sharded where sharding has an effect."""
-    dtype = compute_dtype(policy, device)
-    use_onednn_linear(model, device, dtype)
-    if not _needs_sharding(policy, device):
-        return model.to(device)  # type: ignore[no-any-return]
+def _placed(
+    model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device, resharded: bool
+) -> PreTrainedModel:
+    """Return the model on the device, with its weights; sharded where sharding has an effect."""
+    use_onednn_linear(model, device, compute_dtype(policy, device))
+    sharded = _needs_sharding(policy, device)
+    if sharded:
+        _shard(model, policy, device, resharded)
+    if files is not None:
+        with files:
+            offloaded = sharded and _offloads(policy, device)
+            fill(
+                model,
+                files,
+                torch.device("cpu") if offloaded else device,
+                f"{FIELD} {policy.model_name!r}",
+                device,
+            )
+    return model if sharded else model.to(device)  # type: ignore[no-any-return]
+
+
+def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: bool) -> None:
     options: dict[str, Any] = {
         "mesh": _mesh(device),
         "reshard_after_forward": resharded,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype(policy, device), reduce_dtype=torch.float32
+        ),
         "offload_policy": CPUOffloadPolicy() if _offloads(policy, device) else OffloadPolicy(),
     }
     for layer in _decoder_layers(model):
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    return model  # type: ignore[no-any-return]
 
 
 def _decoder_layers(model: Any) -> list[Any]:

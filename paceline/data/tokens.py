@@ -17,6 +17,7 @@ import numpy as np
 from paceline.data.messages import plain
 from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput, Unreadable
+from paceline.files.model_source import tokenizer_source
 from paceline.groups import IntArray
 from paceline.models import fault_of_load
 from paceline.spec import DataSection, PolicySection
@@ -36,7 +37,7 @@ def load_tokenizer(policy: PolicySection) -> Any:
     if name.startswith(("/", "./", "../")) and not Path(name).is_dir():
         raise Unreadable(f"policy.tokenizer_name (or model_name): no folder {name!r}; check the path")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
     except BaseException as error:
         fault = fault_of_load("the tokenizer of policy.tokenizer_name (or model_name)", name, error)
         if fault is None:

@@ -11,7 +11,7 @@ Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank (`dim`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidInput
@@ -51,10 +51,16 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Ten
     return (weight_OI.float() + (b_OR @ a_RI) * scaling).to(weight_OI.dtype)
 
 
-def fingerprint(state: Mapping[str, Tensor]) -> Tensor:
+def fingerprint(
+    state: Mapping[str, Tensor],
+    *,
+    identity: Callable[[Tensor], int] | None = None,
+    whole: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """[8] uint8 that two bases share if their weights are the same: XXH3 over names and bytes, rounded to bfloat16.
 
-    Rounded, since one side may have read the same files in another precision. Tied weights count once.
+    Rounded, since one side may have read the same files in another precision. Tied weights, which share their `identity`
+    (default: the address of their data), count once. `whole` returns a tensor that has all elements.
     """
     import torch
     import xxhash
@@ -62,10 +68,12 @@ def fingerprint(state: Mapping[str, Tensor]) -> Tensor:
     digest, seen = xxhash.xxh3_64(), set()
     for name in sorted(state):
         tensor = state[name]
-        if tensor.data_ptr() in seen:
+        key = identity(tensor) if identity else tensor.data_ptr()
+        if key in seen:
             continue
-        seen.add(tensor.data_ptr())
+        seen.add(key)
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        tensor = whole(tensor) if whole else tensor
         wire = tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
         digest.update(wire.contiguous().view(-1).view(torch.uint8).numpy().data)
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source
 from paceline.models import fault_of_load
 from paceline.onednn import is_faster, product
 from paceline.spec import PolicySection
@@ -146,7 +147,7 @@ def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel
     auto: Any = AutoModelForCausalLM
     lora = policy.lora_cfg
     if load_weights or lora.enabled:
-        module = auto.from_pretrained(policy.model_name, dtype=dtype).to(device)
+        module = auto.from_pretrained(model_source(policy.model_name, weights=True), dtype=dtype).to(device)
     else:
         with torch.device(device), no_init_weights():
             module = auto.from_config(config, dtype=dtype)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source
 from paceline.spec import PolicySection, RunSpec
 from rollout.vllm.process_guard import ProcessGuard
 from rollout.vllm.requests import LOWEST_TEMPERATURE
@@ -49,7 +50,7 @@ def engine_arguments(
         )
     settings, on_cpu = generation.vllm_cfg, device == "cpu"
     arguments: dict[str, Any] = {
-        "model": policy.model_name,
+        "model": model_source(policy.model_name, weights=load_weights),
         "skip_tokenizer_init": True,
         "load_format": "auto" if load_weights else "dummy",
         "dtype": str(generation_dtype(policy, device)).removeprefix("torch."),

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
+from paceline.files.model_source import model_source
 from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, empty_completion
@@ -318,6 +319,6 @@ def _generation_config(model_name: str) -> Any:
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(model_name)
+        return GenerationConfig.from_pretrained(model_source(model_name))
     except OSError:
         return None

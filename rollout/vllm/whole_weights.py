@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from paceline.files.model_source import model_source
 from paceline.spec import PolicySection
 from rollout.weights.adapter import AdapterSlot
 from rollout.weights.layout import WeightLayout, generation_dtype
@@ -47,7 +48,8 @@ class MergedAdapter:
 
     def __init__(self, policy: PolicySection, layout: WeightLayout, device: str) -> None:
         auto: Any = AutoModelForCausalLM
-        module = auto.from_pretrained(policy.model_name, dtype=generation_dtype(policy, device))
+        source = model_source(policy.model_name, weights=True)
+        module = auto.from_pretrained(source, dtype=generation_dtype(policy, device))
         module.requires_grad_(False)
         self._layout = layout
         self._tensors: dict[str, Tensor] = module.state_dict()

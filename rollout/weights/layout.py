@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source, tokenizer_source
 from paceline.models import resolved_dtype
 from paceline.spec import PolicySection
 
@@ -92,7 +93,7 @@ def meta_layout(config: PreTrainedConfig) -> WeightLayout:
 
 def read_config(policy: PolicySection) -> PreTrainedConfig:
     """Return the config of `policy.model_name`."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(policy.model_name)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(model_source(policy.model_name))
     return config
 
 
@@ -116,10 +117,12 @@ def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_co
     """Return the end-of-sequence tokens of all sources, because chat models often name them in one of them only."""
     found: set[int] = set()
     sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
-    folder = Path(policy.model_name)
+    folder = Path(model_source(policy.model_name))
     bare = folder.is_dir() and not any(folder.glob("tokenizer*"))
     if policy.tokenizer_name is not None or not bare:
-        tokenizer = AutoTokenizer.from_pretrained(policy.tokenizer_name or policy.model_name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_source(policy.tokenizer_name or policy.model_name)
+        )
         sources.append(tokenizer.eos_token_id)
     for ids in sources:
         found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])

@@ -10,17 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loaded_models import differing, save_model
 from safetensors.torch import save_file
 from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, run_case
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from learner.batch.examples import ExampleSource
 from learner.batch.validate_examples import check_rows
 from learner.collectives import FailedElsewhere, succeed_on_all_ranks
+from learner.model.adapter import adapter_weights
+from learner.model.policy import load_policy, load_reference
 from learner.objectives import objective_of
 from learner.step.trainer import Trainer
 from paceline.errors import InvalidInput, NonFiniteLoss, Unreadable
 from paceline.process import end_process
+from paceline.weights.lora_names import FINGERPRINT, fingerprint
 from services.demo.model import make_tokenizer
 
 
@@ -36,6 +41,7 @@ def main(model: Path, out: Path) -> None:
     for name, case in (("dapo", CASES["dapo"]), ("ppo", CASES["ppo"] | {"num_updates_per_step": 1})):
         (out / f"non_finite_{name}.{rank}.json").write_text(json.dumps(non_finite(model, rank, case)))
     (out / f"too_long.{rank}.txt").write_text(too_long(out))
+    (out / f"loading.{rank}.json").write_text(json.dumps(loading(out)))
     (out / f"elsewhere.{rank}.json").write_text(json.dumps(lacks_its_model(model, out, rank)))
     end_process()
 
@@ -51,6 +57,24 @@ def lacks_its_model(model: Path, out: Path, rank: int) -> list[str]:
         else:
             said.append("set up")
     return said
+
+
+def loading(out: Path) -> dict[str, list[str]]:
+    """Return what differs from transformers' own loading, in this rank's rows; rows are not divisible by ranks."""
+    found = {}
+    for kind in ("tied", "moe", "scaled"):
+        folder = save_model(kind, out / kind)  # transformers writes on rank 0 alone
+        dist.barrier()
+        policy = make_spec(folder, precision="bfloat16").policy
+        found[kind] = differing(load_policy(policy, CPU), folder, torch.float32)
+        found[f"{kind}, frozen"] = differing(load_reference(policy, CPU), folder, torch.bfloat16)
+    adapted = make_spec(out / "tied", precision="bfloat16", lora_cfg={"enabled": True}).policy
+    model = load_policy(adapted, CPU)
+    found["adapted"] = differing(model, out / "tied", torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(out / "tied")
+    same = torch.equal(adapter_weights(model)[FINGERPRINT], fingerprint(plain.state_dict()))
+    found["fingerprint"] = [] if same else ["differs"]
+    return found
 
 
 def too_long(out: Path) -> str:

@@ -46,6 +46,13 @@ def test_a_rank_that_cannot_read_its_model_leaves_nobody_in_a_collective(two_ran
     assert said == [["FailedElsewhere", "set up"], ["Unreadable", "set up"]]
 
 
+def test_every_rank_loads_its_rows_bit_for_bit(two_ranks: Path) -> None:
+    for rank in range(2):
+        found = json.loads((two_ranks / f"loading.{rank}.json").read_text())
+        assert len(found) == 8
+        assert not any(found.values()), found
+
+
 @pytest.mark.parametrize("name", ["dapo", "ppo"])
 def test_every_rank_stops_before_its_optimizer_names_the_broken_group_and_goes_on(
     name: str, two_ranks: Path

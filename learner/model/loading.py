@@ -1,0 +1,216 @@
+"""Loading a model's weights into modules that are already sharded, so that each rank reads its rows alone.
+
+The modules are built on the meta device, without memory; FSDP2 then decides which rows each rank has; `fill` reads those.
+transformers maps the names and layouts of the files to the modules' (experts that files store one by one, say) as its
+`from_pretrained` does, and asks for slices of the files only.
+
+Promise: every parameter and buffer has the bits that `from_pretrained` gives it. Nothing is drawn at random but the head of
+a reward model that has none yet: a tensor that is missing is an error that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.distributed.sharding_utils import DtensorShardOperation
+from transformers.modeling_utils import LoadStateDictConfig
+
+from learner.model.weight_files import WeightFiles
+from paceline.errors import InvalidInput
+
+BASE = re.compile(r"\.base_layer(?=\.)")
+"""Part of a name that an adapter adds to the layer below it."""
+SCORE = "score.weight"
+NAMES_SHOWN = 3
+
+
+def skeleton(kind: Any, config: Any, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Return the modules that `config` describes, of the auto class `kind`, on the meta device; tied weights are one object."""
+    with torch.device("meta"), init.meta_device_safe_creation_ops():
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.tie_weights()
+    return model
+
+
+@torch.no_grad()
+def fill(
+    model: Any,
+    files: WeightFiles,
+    device: torch.device,
+    what: str,
+    buffers_device: torch.device | None = None,
+) -> None:
+    """Read every parameter of `model` that is still on the meta device to `device`; not a collective call.
+
+    The buffers go to `buffers_device` (None: `device`). `what` names the model in messages. A head of one score that the files lack is drawn from torch's generator. Raises
+    InvalidInput when the files do not fit the model, and as `WeightFiles` does.
+    """
+    tied = _tied_places(model)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    info = _load(model, files, device)
+    _check(info, files, what)
+    missing = set(info.missing_keys)
+    for places in tied:
+        names = [_name(place) for place in places]
+        loaded = [place for place, name in zip(places, names, strict=True) if name not in missing]
+        if loaded:
+            _tie(places, loaded, files, what)
+            missing -= set(names)
+    if SCORE in missing:
+        _draw_score(model, device)
+        missing.discard(SCORE)
+    if missing:
+        shown = ", ".join(map(repr, sorted(missing)[:NAMES_SHOWN]))
+        more = f" and {len(missing) - NAMES_SHOWN} more" if len(missing) > NAMES_SHOWN else ""
+        raise InvalidInput(
+            f"{what}: {files.place} lacks tensor {shown}{more} of a {type(model).__name__}; copy the files again, or take "
+            "those of a whole model of this architecture"
+        )
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    _make_buffers(model, buffers_device or device, what)
+
+
+Place = tuple[str, nn.Module, str]
+"""Name of a module, the module, and the name of a parameter in it."""
+
+
+def _name(place: Place) -> str:
+    module, _, parameter = place
+    return f"{module}.{parameter}" if module else parameter
+
+
+def _tied_places(model: nn.Module) -> list[list[Place]]:
+    """Return the places of each parameter that has several."""
+    places: dict[int, list[Place]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((BASE.sub("", module_name), module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie(places: list[Place], loaded: list[Place], files: WeightFiles, what: str) -> None:
+    """Give all places the parameter that was read for one of them."""
+    (_, module, name), *others = loaded
+    parameter = getattr(module, name)
+    for other in others:
+        if not torch.equal(_local(parameter), _local(getattr(other[1], other[2]))):
+            raise InvalidInput(
+                f"{what}: {files.place} has different tensors {_name(loaded[0])!r} and {_name(other)!r}, which the config "
+                "ties; set tie_word_embeddings to false in config.json, or remove one of them"
+            )
+    for _, other_module, other_name in places:
+        setattr(other_module, other_name, parameter)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _BaseNames:
+    """The model as its files name it: without the adapter's own parameters, and with adapted layers under their own names."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            BASE.sub("", name): tensor
+            for name, tensor in self._model.state_dict().items()
+            if tensor.is_meta or (isinstance(tensor, DTensor) and tensor.to_local().is_meta)
+        }
+
+    def get_submodule(self, path: str) -> nn.Module:
+        module: nn.Module = self._model.get_submodule(path)
+        base = getattr(module, "base_layer", None)
+        return base if isinstance(base, nn.Module) else module
+
+
+def _load(model: Any, files: WeightFiles, device: torch.device) -> Any:
+    """Fill `model` by transformers' own loader, and return what it found."""
+    dtype = model.config.dtype
+    config = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+    )
+    info, _ = convert_and_load_state_dict_in_model(_BaseNames(model), files.tensors, config)  # type: ignore[arg-type]
+    return info
+
+
+def _check(info: Any, files: WeightFiles, what: str) -> None:
+    for name, found, expected in sorted(info.mismatched_keys, key=str):
+        raise InvalidInput(
+            f"{what}: tensor {name!r} in {files.place} has shape {tuple(found)}, config.json makes it {tuple(expected)}; "
+            "the two are not of one model"
+        )
+    for name, error in sorted(info.conversion_errors.items()):
+        raise InvalidInput(
+            f"{what}: tensor {name!r} cannot be made from {files.place}: {str(error).strip()[-300:]}"
+        )
+
+
+def _draw_score(model: Any, device: torch.device) -> None:
+    """Give the head of one score the weights that `from_pretrained` draws for one that is missing."""
+    reference = model.score.weight
+    drawn = nn.Linear(
+        reference.shape[1], reference.shape[0], bias=False, device="meta", dtype=reference.dtype
+    )
+    drawn.to_empty(device="cpu")
+    model._init_weights(drawn)
+    value = drawn.weight.detach()
+    if isinstance(reference, DTensor):
+        local = DtensorShardOperation(reference).shard_tensor(value, device=device)
+        assert local is not None
+        value = DTensor.from_local(
+            local, reference.device_mesh, reference.placements, run_check=False,
+            shape=reference.shape, stride=reference.stride(),
+        )  # fmt: skip
+    model.score.weight = nn.Parameter(value.to(device))
+
+
+def _make_buffers(model: Any, device: torch.device, what: str) -> None:
+    """Compute the buffers that no file has (rotary frequencies) on the CPU, as `from_pretrained` does."""
+    for owner, name, module in _modules_with_owner(model):
+        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not names:
+            continue
+        for buffer in names:
+            empty = torch.empty_like(module.get_buffer(buffer), device="cpu")
+            module.register_buffer(
+                buffer, empty.fill_(float("nan")) if empty.is_floating_point() else empty, persistent=False
+            )
+        for parameter in module.parameters():
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no value for it
+        with init.guard_torch_init_functions():
+            owner._init_weights(module)
+        for buffer in names:
+            value = module.get_buffer(buffer)
+            if value.is_floating_point() and value.isnan().any():
+                raise InvalidInput(
+                    f"{what}: transformers does not compute buffer {name}.{buffer} of a {type(module).__name__}, so this "
+                    "architecture cannot be loaded"
+                )
+            setattr(module, buffer, value.to(device))
+
+
+def _modules_with_owner(model: Any) -> Iterator[tuple[Any, str, nn.Module]]:
+    """Yield each module with its name and the closest transformers model around it, whose rules initialize it."""
+    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        around = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        yield next((models[path] for path in around if path in models), model), name, module

@@ -1,0 +1,258 @@
+"""The safetensors files of a model, of which each rank reads only its rows, from a local disk or an fsspec URL.
+
+Promise: a header is believed only where it agrees with the size of its file, so a damaged or truncated file is an error that
+names it; a slice costs host memory for its bytes alone, because it is read by ranges and never mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidInput, PacelineError, Unreadable
+from paceline.files.model_source import is_url, model_source
+from paceline.files.storage import open_url
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 << 20
+REMOTE_PART_BYTES = 32 << 20
+"""Bytes of one request to an object store; the requests of a slice travel side by side."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class WeightFiles:
+    """All tensors of a model, by their names in its files; a context manager that closes them."""
+
+    def __init__(self, paths: dict[str, list[str]], what: str) -> None:
+        """`paths` gives the names that each file must have; none: the file has all, whatever they are. `what` names the
+        model in messages. Raises InvalidInput for a damaged file or one that lacks a tensor, Unreadable where it cannot be
+        read now."""
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files: list[RangedFile] = []
+        self._what = what
+        for path, names in paths.items():
+            file = RangedFile(path, what)
+            self._files.append(file)
+            stored = dict(_stored_tensors(file))
+            for name in names:
+                if name not in stored:
+                    raise InvalidInput(f"{what}: {path} has no tensor {name!r}, which {INDEX} says is in it")
+            self.tensors |= stored
+
+    @property
+    def place(self) -> str:
+        """The file, or the folder of several files, for messages."""
+        first = self._files[0].path
+        return first if len(self._files) == 1 else os.path.dirname(first)
+
+    def holds_only(self, dtype: torch.dtype) -> bool:
+        """Return whether all floating-point tensors have this type, so that reading them as such loses nothing."""
+        found = {DTYPES[tensor.dtype] for tensor in self.tensors.values()}
+        return {stored for stored in found if stored.is_floating_point} <= {dtype}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+
+def find_weight_files(name: str, source: str, field: str) -> WeightFiles | None:
+    """Return the safetensors of the model `name`, whose other files are at `source`; None where it has none.
+
+    A hub model's are fetched into the hub's cache. Raises as `WeightFiles` does.
+    """
+    what = f"{field} {name!r}"
+    index = Path(_located(source, INDEX) or "")
+    if index.is_file():
+        files = _files_of_index(index, what)
+    elif is_url(name) or _located(source, SINGLE):
+        files = {SINGLE: []}
+    else:
+        return None
+    if is_url(name):
+        store, path = open_url(name.rstrip("/"), field)
+        if not index.is_file() and not store.exists(f"{path}/{SINGLE}"):
+            return None
+        return WeightFiles({f"{name.rstrip('/')}/{file}": names for file, names in files.items()}, what)
+    return WeightFiles({_located(source, file) or file: names for file, names in files.items()}, what)
+
+
+class RangedFile:
+    """A file that is read by ranges of bytes, from several threads at once."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self._what = path, what
+        self._descriptor = -1
+        try:
+            if is_url(path):
+                self._store, self._key = open_url(path, "the file")
+                self.size_bytes = int(self._store.size(self._key) or 0)
+            else:
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self.size_bytes = os.fstat(self._descriptor).st_size
+        except PacelineError:
+            raise
+        except Exception as error:  # the clients of object stores raise errors without a common base
+            raise self._unreadable(error) from error
+
+    def read(self, start: int, num_bytes: int) -> Tensor:
+        """Return [num_bytes] uint8. Raises Unreadable; InvalidInput where the file ends before."""
+        raw = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes == 0:
+            return raw
+        target = memoryview(raw.numpy().data)
+        try:
+            filled = self._fill(target, start) if self._descriptor >= 0 else self._fetch(target, start)
+        except Exception as error:
+            raise self._unreadable(error) from error
+        if filled != num_bytes:
+            raise self.damaged(f"it ends at byte {start + filled}, within a tensor")
+        return raw
+
+    def damaged(self, reason: str) -> InvalidInput:
+        """Return the error for a file with other content than a safetensors file has."""
+        return InvalidInput(f"{self._what}: {self.path} is damaged: {reason}; copy it again")
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _fill(self, target: memoryview, start: int) -> int:
+        filled = 0
+        while filled < len(target):
+            count = os.preadv(self._descriptor, [target[filled:]], start + filled)
+            if count == 0:
+                break
+            filled += count
+        return filled
+
+    def _fetch(self, target: memoryview, start: int) -> int:
+        starts = list(range(start, start + len(target), REMOTE_PART_BYTES))
+        ends = [min(begin + REMOTE_PART_BYTES, start + len(target)) for begin in starts]
+        filled = 0
+        for part in self._store.cat_ranges([self._key] * len(starts), starts, ends, on_error="raise"):
+            target[filled : filled + len(part)] = part
+            filled += len(part)
+        return filled
+
+    def _unreadable(self, error: Exception) -> Unreadable:
+        return Unreadable(f"{self._what}: {self.path} cannot be read: {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, with the part of safetensors' slices that transformers uses: nothing is read before it is indexed."""
+
+    file: RangedFile
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors' slices do."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return the type by its name in the file."""
+        return self.dtype
+
+    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
+        """Return a slice in the file's type: rows are a range of bytes, what is left out of other axes is read with them."""
+        slices: tuple[slice, ...] = () if isinstance(index, EllipsisType) else index
+        dtype = DTYPES[self.dtype]
+        begin, end, _ = (
+            slices[0].indices(self.shape[0]) if slices else (0, self.shape[0] if self.shape else 1, 1)
+        )
+        rows = max(end - begin, 0)
+        row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
+        raw = self.file.read(self.offset + begin * row_bytes, rows * row_bytes)
+        tensor = raw.view(dtype).view(rows, *self.shape[1:]) if self.shape else raw.view(dtype).view(())
+        return tensor[(slice(None), *slices[1:])] if slices[1:] else tensor
+
+
+def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors that a file's header lists. Raises InvalidInput where it disagrees with the file."""
+    length = int.from_bytes(file.read(0, min(8, file.size_bytes)).numpy().tobytes(), "little")
+    if file.size_bytes < 8 or length > min(file.size_bytes - 8, MAX_HEADER_BYTES):
+        raise file.damaged(f"{file.size_bytes} bytes cannot hold its header")
+    try:
+        header: dict[str, Any] = json.loads(file.read(8, length).numpy().tobytes())
+        header.pop("__metadata__", None)
+        entries = [
+            (str(name), entry["dtype"], tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]))
+            for name, entry in header.items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise file.damaged(f"its header cannot be read ({type(error).__name__})") from error
+    data = 8 + length
+    for name, dtype, shape, begin, end in entries:
+        if dtype not in DTYPES:
+            raise InvalidInput(f"{file.path}: tensor {name!r} has type {dtype!r}, which cannot be read here")
+        if end - begin != math.prod(shape) * DTYPES[dtype].itemsize or begin < 0 or min(shape, default=0) < 0:
+            raise file.damaged(
+                f"tensor {name!r} has bytes {begin} to {end}, its shape {shape} takes another number"
+            )
+        if data + end > file.size_bytes:
+            raise file.damaged(f"it has {file.size_bytes} bytes, tensor {name!r} ends at byte {data + end}")
+        yield name, StoredTensor(file, name, dtype, shape, data + begin)
+
+
+def _files_of_index(path: Path, what: str) -> dict[str, list[str]]:
+    """Return the tensors of each file that an index names."""
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        files: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or os.path.basename(file) != file or not file:
+                raise ValueError(f"file {file!r}")
+            files.setdefault(file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"{what}: {path} is damaged: {type(error).__name__}: {error}; copy it again"
+        ) from error
+    return files
+
+
+def _located(source: str, file: str) -> str | None:
+    """Return the path of a file in a local folder, or in the hub's cache, into which it is fetched; None where the model
+    has no such file."""
+    from transformers.utils.hub import cached_file
+
+    path: str | None = cached_file(source, file, _raise_exceptions_for_missing_entries=False)
+    return path
+
+
+def model_files(name: str, field: str) -> tuple[str, WeightFiles | None]:
+    """Return what `from_pretrained` takes for config and the like, and the weights. Raises as `model_source` and
+    `WeightFiles` do."""
+    source = model_source(name, field)
+    return source, find_weight_files(name, source, field)

@@ -1,0 +1,78 @@
+"""Where a model comes from: folders, URLs and their copies in the cache, names on the hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from uuid import uuid4
+
+import fsspec
+import pytest
+
+from paceline.errors import InvalidInput, Unreadable
+from paceline.files.model_source import model_source
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    url = f"memory://{uuid4().hex}/model"
+    put(url, "config.json", b"{}")
+    put(url, "vocab.txt", b"a")
+    put(url, "model.safetensors", b"weights")
+    put(url, "model.safetensors.index.json", b"{}")
+    return url
+
+
+def put(url: str, name: str, data: bytes) -> None:
+    fsspec.filesystem("memory").pipe_file(f"{url}/{name}", data)
+
+
+def names(folder: str) -> set[str]:
+    return {name for name in os.listdir(folder) if not name.startswith(".")}
+
+
+def test_folders_and_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert model_source(str(tmp_path)) == str(tmp_path)
+    assert model_source("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert model_source(f"~/{tmp_path.name}") == str(tmp_path)
+    with pytest.raises(Unreadable, match=r"value\.model_name './nowhere': no such folder"):
+        model_source("./nowhere", "value.model_name")
+
+
+def test_a_urls_small_files_are_copied_and_its_weights_when_they_are_wanted(url: str) -> None:
+    folder = model_source(url)
+    assert names(folder) == {"config.json", "vocab.txt", "model.safetensors.index.json"}
+    assert model_source(f"{url}/", weights=True) != folder  # another name is another copy
+    assert model_source(url, weights=True) == folder
+    assert Path(folder, "model.safetensors").read_bytes() == b"weights"
+
+
+def test_the_copy_follows_the_url(url: str) -> None:
+    folder = model_source(url)
+    before = Path(folder, "config.json").stat().st_ino
+    assert model_source(url) == folder
+    assert Path(folder, "config.json").stat().st_ino == before  # not copied again
+    put(url, "vocab.txt", b"b")
+    fsspec.filesystem("memory").rm_file(f"{url}/model.safetensors.index.json")
+    model_source(url)
+    assert Path(folder, "vocab.txt").read_bytes() == b"b"
+    assert names(folder) == {"config.json", "vocab.txt"}
+
+
+def test_a_cache_that_is_damaged_is_filled_again(url: str) -> None:
+    folder = Path(model_source(url))
+    (folder / ".listing.json").write_text("[")
+    (folder / "config.json").unlink()
+    assert (Path(model_source(url)) / "config.json").read_bytes() == b"{}"
+
+
+def test_urls_without_a_model(url: str) -> None:
+    with pytest.raises(
+        Unreadable, match=r"policy\.model_name 'memory://nothing': no such folder with a config"
+    ):
+        model_source("memory://nothing")
+    with pytest.raises(InvalidInput, match=r"policy\.model_name 'nope://x' cannot be used"):
+        model_source("nope://x")
