@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.data.tokens import check_same_tokenizer
-from paceline.errors import InvalidInput, Unreadable
+from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.groups import FloatArray, IntArray
 from paceline.models import check_head, fault_of_load, resolved_dtype

@@ -35,7 +35,7 @@ from learner.model.cpu_linear import use_onednn_linear
 from learner.model.loading import fill, skeleton
 from learner.model.logprobs import chunked_logprobs
 from learner.model.weight_files import WeightFiles, model_files
-from paceline.errors import InvalidInput, Unreadable
+from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.models import check_head, fault_of_load, resolved_dtype
 from paceline.spec import PolicySection
