@@ -52,7 +52,7 @@ def table(library: str) -> dict[str, ForeignName]:
     tree = _read(f"{library}.yaml")
     found = {}
     for name, entry in tree["names"].items():
-        fields = {"key": entry} if isinstance(entry, str) else _chosen(entry)
+        fields = {"key": entry} if isinstance(entry, str) else entry
         found[name] = ForeignName(tree["library"], name, **fields)
     return found
 
@@ -104,14 +104,6 @@ def _by_suffix(suffix: str) -> ForeignName | None:
 
 def _ending_with(suffix: str, library: str) -> list[ForeignName]:
     return [entry for name, entry in table(library).items() if name.endswith(f".{suffix}")]
-
-
-def _chosen(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry's fields. One with a key and a reason names a key that some versions of the spec have."""
-    if "key" in entry and "none" in entry:
-        without = "none" if entry["key"] in keys() else "key"
-        return {name: value for name, value in entry.items() if name != without}
-    return entry
 
 
 def _read(name: str) -> Any:
