@@ -27,7 +27,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips fuzz soak churn lint lint-python lint-protos lint-deploy protos clean
+.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips fuzz soak churn lint lint-python lint-protos lint-deploy protos pages clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,7 @@ lint-python: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m services.cli.reference --check
 
 # The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
 # therefore skips nothing.
@@ -96,6 +97,9 @@ lint-deploy: $(STAMP)
 
 protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 	$(BIN)/python -m protos.generate
+
+pages: $(STAMP) ## Generate the pages of keys, commands and foreign names in docs/
+	$(BIN)/python -m services.cli.reference
 
 clean: ## Remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

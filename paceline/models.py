@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput, Unreadable
+from paceline.hub_names import hub_remedy
 
 FILE_WORDS = ("mismatch", "PytorchStreamReader", "state_dict")
 """Words in torch's errors that are about the files of a model; its other errors are about the device."""
@@ -47,7 +48,8 @@ def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput |
         return None
     is_local = Path(name).expanduser().is_dir()
     if isinstance(error, OSError) or not (is_local or isinstance(error, ValueError)):
-        return Unreadable(f"{field} {name!r} cannot be loaded: {error_text(error)}")
+        remedy = "" if is_local else f"; {hub_remedy(name)}"
+        return Unreadable(f"{field} {name!r} cannot be loaded: {error_text(error)}{remedy}")
     return InvalidInput(
         f"{field} {name!r} cannot be loaded: {error_text(error)}; are its files complete? Copy or download them again"
     )

@@ -50,6 +50,7 @@ COVERED_BY = {
     "paceline/spec/base.py": "test_reading.py",
     "paceline/spec/data.py": "test_reading.py",
     "paceline/spec/distillation.py": "test_reading.py",
+    "paceline/spec/explaining/pages.py": "tests/services/cli/test_reference.py",
     "paceline/spec/grpo.py": "test_reading.py",
     "paceline/spec/policy.py": "test_reading.py",
     "paceline/spec/presets.py": "test_loss.py",

@@ -21,6 +21,7 @@ from paceline.data.column_scan import RowCheck, doubtful_rows, texts
 from paceline.data.messages import fault_of_messages
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
+from paceline.hub_names import hub_remedy
 from paceline.spec import DataSection
 
 
@@ -263,7 +264,8 @@ def _table(builder: str | None, name: str, split: str | None) -> Rows:
             loaded = datasets.load_dataset(name)
     except Exception as error:  # `datasets` raises dozens of kinds; each means that the set cannot be read
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Unreadable(f"cannot load the data set {name!r}: {reason}") from None
+        remedy = "" if Path(name).exists() else f"; {hub_remedy(name)}"
+        raise Unreadable(f"cannot load the data set {name!r}: {reason}{remedy}") from None
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"the data set {name!r} has the splits {sorted(loaded)}, not {split!r}")

@@ -70,7 +70,9 @@ def main() -> None:
     """Write the pages, or with --check exit with 1 when one is not current."""
     if "--check" in sys.argv[1:]:
         if wrong := stale():
-            raise SystemExit(f"docs are not current: {', '.join(wrong)}; run `python -m services.cli.reference`")
+            raise SystemExit(
+                f"docs are not current: {', '.join(wrong)}; run `python -m services.cli.reference`"
+            )
         return
     for name, text in generated().items():
         (DOCS / name).write_text(text, encoding="utf-8")

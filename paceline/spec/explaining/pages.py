@@ -46,7 +46,12 @@ def foreign_names() -> str:
         entries = list(table(library).values())
         named = [_entry(entry) for entry in entries if entry.key]
         without = [_entry(entry) for entry in entries if not entry.key]
-        parts += [f"## {entries[0].library}", "\n".join(named), f"### {entries[0].library}: no counterpart", "\n".join(without)]
+        parts += [
+            f"## {entries[0].library}",
+            "\n".join(named),
+            f"### {entries[0].library}: no counterpart",
+            "\n".join(without),
+        ]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

@@ -1,0 +1,29 @@
+"""What to do about a name that the hub did not give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.hub_names import hub_remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("models/foo", "it looks like a path and was taken for a name on the hub; write ./models/foo"),
+        ("a/b/c", "write ./a/b/c"),
+        ("mine/foo", "write ./mine/foo"),
+        ("./foo", "there is no such folder"),
+        ("/data/foo", "there is no such folder"),
+        ("Qwen/Qwen2.5-0.5B", "HF_HUB_OFFLINE=1"),
+        ("gpt2", "HF_HUB_OFFLINE=1"),
+    ],
+)
+def test_a_path_is_told_from_a_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert remedy in hub_remedy(name)

@@ -1,0 +1,61 @@
+"""The generated pages of the documentation are current and complete, and README lists every page."""
+
+from __future__ import annotations
+
+import re
+
+from paceline.spec.foreign.names import TABLES, table
+from paceline.spec.keys import keys
+from services.cli.main import COMMANDS
+from services.cli.reference import DOCS, generated, stale
+
+ROOT = DOCS.parent
+
+
+def test_the_pages_are_current() -> None:
+    assert stale() == [], "run `python -m services.cli.reference`"
+
+
+def test_every_key_has_its_line() -> None:
+    page = generated()["configuration.md"]
+    lacking = [path for path, key in keys().items() if key.section is None and f"- `{path}` (" not in page]
+    assert lacking == []
+    assert [
+        path for path, key in keys().items() if key.section is not None and f"\n## {path}\n" not in page
+    ] == []
+
+
+def test_every_command_and_every_foreign_name_has_its_line() -> None:
+    pages = generated()
+    assert [name for name in COMMANDS if f"## paceline {name}" not in pages["commands.md"]] == []
+    names = [name for library in TABLES for name in table(library)]
+    assert [name for name in names if f"- `{name}`:" not in pages["foreign_names.md"]] == []
+
+
+def test_lines_are_short() -> None:
+    long = [line for text in generated().values() for line in text.splitlines() if len(line) > 120]
+    assert [line for line in long if " " in line[2:]] == []
+
+
+def test_readme_lists_every_page() -> None:
+    listed = set(re.findall(r"\]\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert sorted({path.name for path in DOCS.glob("*.md")} - listed) == []
+
+
+def test_the_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
+    """Each quoted text is one of a module; `…` stands for a value."""
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## While it runs")[0]
+    quoted = [text for line in page.splitlines() for text in re.findall(r"^\| `([^`]+)` \|", line)]
+    code = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("paceline", "services")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    lacking = [
+        part
+        for text in quoted
+        for part in (re.sub(r"'\w+'|\bTRL's\b|GPU 0", "…", text)).split("…")
+        if part.strip(" ;:") and part.strip(" ;:") not in code
+    ]
+    assert len(quoted) > 5
+    assert lacking == []
