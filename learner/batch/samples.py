@@ -72,6 +72,11 @@ class TrainingSample:
                 )
 
     @property
+    def is_mismatched(self) -> bool:
+        """True for a completion of another prompt, which does not train (`PreferenceLabel.mismatched`)."""
+        return self.label is not None and self.label.mismatched
+
+    @property
     def num_trained_tokens(self) -> int:
         """Completion tokens that train."""
         return len(self.completion_ids) if self.trained_T is None else int(self.trained_T.sum())

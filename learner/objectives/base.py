@@ -126,10 +126,6 @@ class Objective(ABC):
     def dummy(self) -> list[TrainingSample]:
         """Return samples of one token that have everything that the loss or a reference reads; their weight is zero."""
 
-    def set_aside(self, batch: Sequence[TrainingSample]) -> tuple[list[TrainingSample], list[TrainingSample]]:
-        """Split a batch into (samples that train, samples that are only measured)."""
-        return list(batch), []
-
     @abstractmethod
     def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         """Return the micro-batch's share of the loss."""

@@ -63,11 +63,6 @@ class Kto(Objective):
     def dummy(self) -> list[TrainingSample]:
         return labeled_dummies()
 
-    def set_aside(self, batch: Sequence[TrainingSample]) -> tuple[list[TrainingSample], list[TrainingSample]]:
-        """Measure mismatched completions, and train the others."""
-        measured = [s for s in batch if s.label is not None and s.label.mismatched]
-        return [s for s in batch if s.label is None or not s.label.mismatched], measured
-
     def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         section = self._section
         log_ratios_S = completion_sums(tokens.current_N, tokens) - reference_sums(tokens, packed)

@@ -52,13 +52,6 @@ def with_advantages(
         return list(updates)
     if critic is not None:
         return _by_value_model(batch, updates, spec, device, critic)
-    return _from_rewards(batch, updates, spec, device)
-
-
-def _from_rewards(
-    batch: Sequence[TrainingSample], updates: Sequence[Update], spec: RunSpec, device: torch.device
-) -> list[Update]:
-    """Return the updates with advantages from the rewards of all ranks' sequences."""
     micro_batches = _real(updates)
     penalties = [_kl_penalties(micro, spec) for micro in micro_batches]
     rows, first = rows_of_all_ranks(_scores(batch, micro_batches, penalties, spec).to(device))

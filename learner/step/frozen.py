@@ -11,28 +11,30 @@ from torch import Tensor
 from learner.batch.samples import PackedBatch
 from learner.collectives import sum_over_ranks
 from learner.objectives.corrections import m2_limit_of, second_moments
+from learner.step.reference import Reference
 from learner.step.update import FrozenLogprobs, Update
 from paceline.spec import RunSpec
 
 
-def needs_proximal(spec: RunSpec) -> bool:
-    """Return whether log π_prox has to be computed before the first update."""
-    loss_fn = spec.loss_fn
-    several = spec.policy.num_updates_per_step > 1 and loss_fn.proximal_policy == "exact"
-    return spec.samples and (several or loss_fn.m2_threshold is not None or loss_fn.use_kl_in_reward)
-
-
+@torch.no_grad()
 def with_frozen_logprobs(
-    updates: Sequence[Update], ask: Callable[[PackedBatch], FrozenLogprobs]
+    updates: Sequence[Update],
+    spec: RunSpec,
+    current: Callable[[PackedBatch], tuple[Tensor, Tensor]],
+    reference: Reference,
 ) -> list[Update]:
-    """Return the updates with the frozen log-probabilities of each micro-batch, which `ask` gives."""
-    return [
-        replace(
-            update,
-            micro_batches=tuple(replace(micro, frozen=ask(micro.packed)) for micro in update.micro_batches),
-        )
-        for update in updates
-    ]
+    """Return the updates with the frozen log-probabilities of each micro-batch: log π_prox, which is `current` before the
+    first update, where the step needs it; log π_ref where each token needs it.
+    """
+    with_frozen = []
+    for update in updates:
+        micro_batches = []
+        for micro in update.micro_batches:
+            proximal_N = current(micro.packed)[0] if _needs_proximal(spec) else None
+            frozen = FrozenLogprobs(proximal_N, reference.logprobs(micro.packed))
+            micro_batches.append(replace(micro, frozen=frozen))
+        with_frozen.append(replace(update, micro_batches=tuple(micro_batches)))
+    return with_frozen
 
 
 def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device) -> list[Update]:
@@ -47,6 +49,13 @@ def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device
         torch.cat([torch.zeros(0, device=device), *moments]), spec.loss_fn.m2_threshold, sum_over_ranks
     )
     return [replace(update, m2_limit=limit) for update in updates]
+
+
+def _needs_proximal(spec: RunSpec) -> bool:
+    """Return whether log π_prox differs from log π in the step, or is needed before the loss."""
+    loss_fn = spec.loss_fn
+    several = spec.policy.num_updates_per_step > 1 and loss_fn.proximal_policy == "exact"
+    return spec.samples and (several or loss_fn.m2_threshold is not None or loss_fn.use_kl_in_reward)
 
 
 def given(values_N: Tensor | None) -> Tensor:

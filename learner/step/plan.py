@@ -3,7 +3,7 @@
 Promise: a group's update is the same whatever rank its sequences are on; every rank makes as many passes for an update as
 the others, with dummies of zero weight where it has nothing left; an update's counts are those of the global batch.
 
-All ranks call `plan_updates`, `plan_one` and `workload` together, each with its own part of the batch.
+All ranks call `plan_updates` and `workload` together, each with its own part of the batch.
 """
 
 from __future__ import annotations
@@ -25,24 +25,47 @@ NO_ADVANTAGE = 1e-8
 
 
 def plan_updates(
-    batch: Sequence[TrainingSample], step: int, spec: RunSpec, objective: Objective, device: torch.device
+    batch: Sequence[TrainingSample],
+    step: int,
+    spec: RunSpec,
+    objective: Objective,
+    device: torch.device,
+    num_updates: int,
 ) -> list[Update]:
-    """Return the batch of `step` as `policy.num_updates_per_step` updates of whole groups, in order of their id."""
-    count = spec.policy.num_updates_per_step
-    if count == 1:
-        return _plan(batch, step, [range(len(batch))], spec, objective, device)
-    group_ids = union_over_ranks([s.group_id for s in batch], device)
-    update_of = {group_id: i * count // len(group_ids) for i, group_id in enumerate(group_ids)}
-    parts = [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(count)]
-    return _plan(batch, step, parts, spec, objective, device)
-
-
-def plan_one(
-    batch: Sequence[TrainingSample], spec: RunSpec, objective: Objective, device: torch.device
-) -> Update:
-    """Return the batch as one update, for a measurement."""
-    (update,) = _plan(batch, 0, [range(len(batch))], spec, objective, device)
-    return update
+    """Return the batch of `step` as `num_updates` updates of whole groups, in order of their id."""
+    parts: Sequence[Sequence[int]]
+    parts = [range(len(batch))] if num_updates == 1 else _parts(batch, num_updates, device)
+    indices_UM: list[list[tuple[int, ...]]] = []
+    for part in parts:
+        lengths, budget_tokens = [batch[i].num_row_tokens for i in part], spec.policy.train_mb_tokens
+        if objective.keeps_prompts_whole:
+            packed = pack_whole(lengths, [batch[i].group_id for i in part], budget_tokens)
+        else:
+            packed = pack(lengths, budget_tokens)
+        indices_UM.append([tuple(part[i] for i in indices) for indices in packed])
+    counts_U4 = torch.tensor(
+        [
+            (sum(batch[i].num_trained_tokens for i in p), len(p), len(m), len({batch[i].group_id for i in p}))
+            for p, m in zip(parts, indices_UM, strict=True)
+        ],
+        device=device,
+    )
+    passes_U = max_over_ranks(counts_U4[:, 2].clone()).tolist()
+    updates = []
+    for indices_M, passes, (tokens, sequences, total, prompts) in zip(
+        indices_UM, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
+    ):
+        rows = [pack_samples([batch[i] for i in indices], device) for indices in indices_M]
+        micro_batches = [
+            MicroBatch(row, indices, ages_N=None if row.versions_N is None else step - row.versions_N)
+            for row, indices in zip(rows, indices_M, strict=True)
+        ]
+        micro_batches += [_dummy(objective, device) for _ in range(max(passes, 1) - len(micro_batches))]
+        max_tokens = spec.policy.generation.max_new_tokens
+        updates.append(
+            Update(tuple(micro_batches), Denominators(tokens, sequences, max_tokens, total, prompts))
+        )
+    return updates
 
 
 def workload(
@@ -81,59 +104,11 @@ def workload(
     return metrics
 
 
-def _plan(
-    batch: Sequence[TrainingSample],
-    step: int,
-    parts: Sequence[Sequence[int]],
-    spec: RunSpec,
-    objective: Objective,
-    device: torch.device,
-) -> list[Update]:
-    """Return one update for each part, of indices in the batch."""
-    packed = [_pack(batch, part, spec.policy.train_mb_tokens, objective) for part in parts]
-    counts_U4 = torch.tensor(
-        [
-            [
-                sum(batch[i].num_trained_tokens for i in part),
-                len(part),
-                len(micro_batches),
-                len({batch[i].group_id for i in part}),
-            ]
-            for part, micro_batches in zip(parts, packed, strict=True)
-        ],
-        device=device,
-    )
-    passes_U = max_over_ranks(counts_U4[:, 2].clone()).tolist()
-    updates = []
-    for part, micro_batches, passes, (tokens, sequences, total, prompts) in zip(
-        parts, packed, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
-    ):
-        passes_of_rank = [
-            _micro_batch(batch, tuple(part[i] for i in indices), step, device) for indices in micro_batches
-        ]
-        passes_of_rank += [_dummy(objective, device) for _ in range(max(passes, 1) - len(passes_of_rank))]
-        max_tokens = spec.policy.generation.max_new_tokens
-        updates.append(
-            Update(tuple(passes_of_rank), Denominators(tokens, sequences, max_tokens, total, prompts))
-        )
-    return updates
-
-
-def _pack(
-    batch: Sequence[TrainingSample], part: Sequence[int], budget_tokens: int, objective: Objective
-) -> list[list[int]]:
-    """Return indices in `part`, by micro-batch."""
-    lengths = [batch[i].num_row_tokens for i in part]
-    if objective.keeps_prompts_whole:
-        return pack_whole(lengths, [batch[i].group_id for i in part], budget_tokens)
-    return pack(lengths, budget_tokens)
-
-
-def _micro_batch(
-    batch: Sequence[TrainingSample], indices: tuple[int, ...], step: int, device: torch.device
-) -> MicroBatch:
-    packed = pack_samples([batch[i] for i in indices], device)
-    return MicroBatch(packed, indices, ages_N=None if packed.versions_N is None else step - packed.versions_N)
+def _parts(batch: Sequence[TrainingSample], num_updates: int, device: torch.device) -> list[list[int]]:
+    """Return the indices of each update's samples in the batch."""
+    group_ids = union_over_ranks([s.group_id for s in batch], device)
+    update_of = {group_id: i * num_updates // len(group_ids) for i, group_id in enumerate(group_ids)}
+    return [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(num_updates)]
 
 
 def _dummy(objective: Objective, device: torch.device) -> MicroBatch:

@@ -28,13 +28,13 @@ from learner.objectives import objective_of
 from learner.objectives.base import LossResult, TokenArrays
 from learner.step.assign_advantages import with_advantages
 from learner.step.critic import Critic
-from learner.step.frozen import needs_proximal, with_frozen_logprobs, with_m2_limit
+from learner.step.frozen import with_frozen_logprobs, with_m2_limit
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
 from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
-from learner.step.plan import plan_one, plan_updates, workload
+from learner.step.plan import plan_updates, workload
 from learner.step.reference import LocalReference, reference_of
 from learner.step.stopwatch import Stopwatch
-from learner.step.update import FrozenLogprobs, MicroBatch, Update
+from learner.step.update import MicroBatch, Update
 from paceline.errors import NonFiniteLoss
 from paceline.spec import RunSpec
 
@@ -72,13 +72,15 @@ class Trainer:
         factor = lr_factor(step, self.spec.max_num_steps, self.spec.policy.scheduler)
         lr = self.spec.policy.optimizer.lr * factor
         set_learning_rate(self.optimizer, lr)
-        batch, measured = self.objective.set_aside(batch)
-        updates = plan_updates(batch, step, self.spec, self.objective, self.device)
+        trained = [sample for sample in batch if not sample.is_mismatched]
+        num_updates = self.spec.policy.num_updates_per_step
+        updates = plan_updates(trained, step, self.spec, self.objective, self.device, num_updates)
         with watch.measure("frozen_s"):  # log-probabilities of frozen policies, advantages, limit and KL
-            updates = with_frozen_logprobs(updates, self._ask_frozen_policies)
-            updates = with_advantages(batch, updates, self.spec, self.device, self.critic)
+            updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
+            updates = with_advantages(trained, updates, self.spec, self.device, self.critic)
             updates = with_m2_limit(updates, self.spec, self.device)
-            updates = self._with_batch_kl(updates, measured)
+            if self.objective.measures_mismatched:
+                updates = self._with_batch_kl(updates, batch)
         sums: dict[str, float] = {}
         grad_norms = []
         self.skipped = []
@@ -106,7 +108,7 @@ class Trainer:
             "lr": lr,
             **learnt,
             **({"skipped_updates": float(len(self.skipped))} if self.skipped else {}),
-            **workload(batch, updates, step, self.spec, self.device),
+            **workload(trained, updates, step, self.spec, self.device),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
 
@@ -144,11 +146,13 @@ class Trainer:
 
         All ranks call it together, each with its share of the examples. No state changes, no random number is drawn.
         """
-        examples, measured = self.objective.set_aside(held_out)
-        updates = [plan_one(examples, self.spec, self.objective, self.device)]
+        measured = [sample for sample in held_out if not sample.is_mismatched]
+        updates = plan_updates(measured, 0, self.spec, self.objective, self.device, num_updates=1)
         self.model.train(False)  # an adapter may drop inputs while it is trained
-        updates = with_frozen_logprobs(updates, self._ask_frozen_policies)
-        (update,) = updates = self._with_batch_kl(updates, measured)
+        updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
+        if self.objective.measures_mismatched:
+            updates = self._with_batch_kl(updates, held_out)
+        (update,) = updates
         results = [self._loss(micro, update) for micro in update.micro_batches]
         self.model.train()
         sums = self._sum_metrics(results)
@@ -163,17 +167,10 @@ class Trainer:
         return 0 if self.critic is None else self.spec.value.policy_training_start_step
 
     @torch.no_grad()
-    def _ask_frozen_policies(self, packed: PackedBatch) -> FrozenLogprobs:
-        """Return log π_prox where it differs from log π or is needed before the loss, log π_ref where each token needs it."""
-        proximal_N = self._logprobs(packed)[0] if needs_proximal(self.spec) else None
-        return FrozenLogprobs(proximal_N, self.reference.logprobs(packed))
-
-    @torch.no_grad()
-    def _with_batch_kl(self, updates: Sequence[Update], measured: Sequence[TrainingSample]) -> list[Update]:
-        """Return the updates with the mean Σ_t log π - log π_ref of `measured` over the global batch, where the loss reads it."""
-        if not self.objective.measures_mismatched:
-            return list(updates)
-        update = plan_one(measured, self.spec, self.objective, self.device)
+    def _with_batch_kl(self, updates: Sequence[Update], batch: Sequence[TrainingSample]) -> list[Update]:
+        """Return the updates with the mean Σ_t log π - log π_ref over the mismatched samples of the global batch."""
+        measured = [sample for sample in batch if sample.is_mismatched]
+        (update,) = plan_updates(measured, 0, self.spec, self.objective, self.device, num_updates=1)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for micro in update.micro_batches:
             log_sum = self._logprobs(micro.packed)[0].sum(dtype=torch.float64)

@@ -23,7 +23,11 @@ def by_sample(batch: list[TrainingSample], spec: RunSpec) -> list[list[float]]:
     """The advantages of each sample's tokens."""
     result: list[list[float]] = [[] for _ in batch]
     for update in with_advantages(
-        batch, plan_updates(batch, 0, spec, objective_of(spec), CPU), spec, CPU, None
+        batch,
+        plan_updates(batch, 0, spec, objective_of(spec), CPU, spec.policy.num_updates_per_step),
+        spec,
+        CPU,
+        None,
     ):
         for micro in update.micro_batches:
             assert micro.advantages_N is not None
@@ -34,7 +38,7 @@ def by_sample(batch: list[TrainingSample], spec: RunSpec) -> list[list[float]]:
 
 def test_every_token_gets_the_advantage_of_its_sample() -> None:
     spec, batch = make_spec(Path("nowhere"), train_mb_tokens=24), make_batch()
-    planned = plan_updates(batch, 0, spec, objective_of(spec), CPU)
+    planned = plan_updates(batch, 0, spec, objective_of(spec), CPU, spec.policy.num_updates_per_step)
     (update,) = with_advantages(batch, planned, spec, CPU, None)
     assert len(update.micro_batches) > 1
     assert all(micro.advantages_N is None for micro in planned[0].micro_batches)
@@ -81,7 +85,7 @@ def test_a_sample_without_rewards_is_refused() -> None:
 
 def test_a_dummy_gets_zero() -> None:
     spec = make_spec(Path("nowhere"))
-    (update,) = with_advantages([], plan_updates([], 0, spec, objective_of(spec), CPU), spec, CPU, None)
+    (update,) = with_advantages([], plan_updates([], 0, spec, objective_of(spec), CPU, 1), spec, CPU, None)
     (micro,) = update.micro_batches
     assert micro.is_dummy
     assert micro.advantages_N is not None
@@ -90,5 +94,11 @@ def test_a_dummy_gets_zero() -> None:
 
 def test_examples_have_no_advantages() -> None:
     spec, batch = make_spec(Path("nowhere"), "sft"), make_batch(supervised=True)
-    (update,) = with_advantages(batch, plan_updates(batch, 0, spec, objective_of(spec), CPU), spec, CPU, None)
+    (update,) = with_advantages(
+        batch,
+        plan_updates(batch, 0, spec, objective_of(spec), CPU, spec.policy.num_updates_per_step),
+        spec,
+        CPU,
+        None,
+    )
     assert all(micro.advantages_N is None for micro in update.micro_batches)
