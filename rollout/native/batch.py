@@ -120,7 +120,7 @@ class DecodeBatch:
         for shared in _chunks(list(by_prompt.values())):
             self._prefill(shared)
         self._measure()
-        return self._remove_ended()
+        return self._take(self._ended(), None)
 
     def step(self) -> list[Ended]:
         """Sample one more token for every sequence. Return the sequences that end by it, which have left."""
@@ -133,7 +133,7 @@ class DecodeBatch:
         self._append(self.model.decode(ids_R, positions_R, self._cache), 0, num_rows)
         self._step += 1
         self._longest += 1
-        return self._remove_ended()
+        return self._take(self._ended(), None)
 
     def remove(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
         """Remove `sequences` unfinished, and return them with their tokens so far."""
@@ -234,7 +234,8 @@ class DecodeBatch:
         self._logprobs_SL[rows_R, total_R] = logprobs_R
         total_R += 1
 
-    def _remove_ended(self) -> list[Ended]:
+    def _ended(self) -> list[int]:
+        """Return the sequences, by index, that end with their newest token."""
         num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         last_R1 = self._tokens_SL[self._index_S[:num_rows], total_R - 1][:, None]
@@ -242,7 +243,7 @@ class DecodeBatch:
         ended = np.flatnonzero(ended_R.cpu().numpy()).tolist()
         if any(sequence.scanner is not None for sequence in self.sequences):
             ended = sorted({*ended, *self._stopped(last_R1[:, 0].tolist())})
-        return self._take(ended, None)
+        return ended
 
     def _stopped(self, last_ids: list[int]) -> list[int]:
         """Return the sequences, by index, whose newest token completes a stop string."""

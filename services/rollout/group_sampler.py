@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from paceline.data.tokens import encode_prompt
@@ -32,6 +33,7 @@ class GroupSampler:
     ):
         self._engine, self._tokenizer, self._data = engine, tokenizer, spec.data
         self._on_sample_end = on_sample_end
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.params = SamplingParams.from_spec(spec.policy.generation)
         strings = spec.policy.generation.stop_strings
         self.stop = StopStrings(strings, self._decode) if strings else None
@@ -42,7 +44,15 @@ class GroupSampler:
 
     async def sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
         """Return the prompt's tokens and the completions. Raises InvalidInput and the errors of `Engine.generate`."""
-        prompt_ids, begun = self._begun(lease, prefix)
+        earlier = None if prefix is None else _read_prefix(lease, prefix)
+        if earlier is not None:
+            prompt_ids, begun = earlier
+        else:
+            prompt, data = json.loads(lease.prompt_json), self._data
+            prompt_ids = encode_prompt(
+                self._tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs
+            )
+            begun = [None] * lease.num_generations
         completions = await gather_or_cancel(
             self._sample_completion(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
         )
@@ -59,27 +69,7 @@ class GroupSampler:
         """Return the text of a completion, without special tokens; one that a stop string ended ends with that string."""
         if self.stop is not None and completion.finish_reason == "stop":
             return self.stop.text(completion.token_ids)
-        return self._decode(completion.token_ids.tolist())
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def _begun(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, Sequence[Completion | None]]:
-        """Return the prompt's tokens, and the completions that an earlier worker began; unreadable ones begin anew."""
-        if prefix is not None:
-            reasons = lease.prefix_finish_reasons
-            try:
-                prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
-                if len(begun) == lease.num_generations:
-                    return prompt_ids, begun
-                log.error("group %d came with %d samples and begins anew", lease.group_id, len(begun))
-            except WireError as error:
-                log.error("group %d begins anew: %s", lease.group_id, error)
-        prompt = json.loads(lease.prompt_json)
-        prompt_ids = encode_prompt(
-            self._tokenizer, prompt, self._data.apply_chat_template, self._data.chat_template_kwargs
-        )
-        return prompt_ids, [None] * lease.num_generations
+        return str(self._decode(completion.token_ids.tolist()))
 
     async def _sample_completion(
         self, lease: pb.Lease, index: int, prompt_ids: IntArray, begun: Completion | None
@@ -101,3 +91,17 @@ class GroupSampler:
             return completion
         finally:
             self._on_sample_end(lease.group_id)
+
+
+def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Completion | None]] | None:
+    """Return the prompt's tokens and the completions that an earlier worker began; None where they cannot be used."""
+    reasons = lease.prefix_finish_reasons
+    try:
+        prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
+    except WireError as error:
+        log.error("group %d begins anew: %s", lease.group_id, error)
+        return None
+    if len(begun) != lease.num_generations:
+        log.error("group %d came with %d samples and begins anew", lease.group_id, len(begun))
+        return None
+    return prompt_ids, begun
