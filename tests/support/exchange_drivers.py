@@ -27,6 +27,7 @@ from services.coordinator.exchange.uploads.group_checks import Limits
 from services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
 from services.coordinator.ledger import pruning
 from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.segments import read_frame
 from services.coordinator.members.registry import Member
 
 OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
@@ -124,7 +125,7 @@ class World:
         with self.ledger.transaction():
             outcome = handle(self.exchange, arrived, self.now_s)
         self.notices += self.exchange.take_notices()
-        payloads = list(outcome.read())
+        payloads = [read_frame(frame) for frame in outcome.payloads]
         for lease in outcome.reply.lease.leases:
             if lease.prefix_frame:
                 reasons = lease.prefix_finish_reasons

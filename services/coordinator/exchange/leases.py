@@ -32,7 +32,12 @@ def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Excha
     slot first. Data that the requests share is read once and written once.
     """
     _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
-    leases = _NewLeases(exchange, run, [min(request.lease.room, MAX_ROOM) for request in requests])
+    free: list[tuple[sqlite3.Row, int]] = []
+    if run.prompts is not None and not exchange.paused(run):
+        group_size = run.spec.grpo.num_generations_per_prompt
+        num_groups = sum(max(1, min(request.lease.room, MAX_ROOM) // group_size) for request in requests)
+        free = _free_groups(exchange, run, num_groups + quarantine.num_reserved(exchange))
+    leases = _NewLeases(exchange, run, free)
     outcomes = [leases.answer(request) for request in requests]
     leases.write()
     return outcomes
@@ -41,22 +46,15 @@ def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Excha
 class _NewLeases:
     """The leases of one call: one worker after the other gets free groups, and all leases are written together."""
 
-    def __init__(self, exchange: Exchange, run: ActiveRun, rooms: Sequence[int]):
+    def __init__(self, exchange: Exchange, run: ActiveRun, free: list[tuple[sqlite3.Row, int]]):
         self._exchange, self._run = exchange, run
         self._group_size = run.group_size("train")
         self._val_size = run.spec.grpo.val_samples_per_prompt
         self._params = params_message(run.spec.policy.generation)
-        self._free: list[tuple[sqlite3.Row, int]] = []
+        self._free = free
         """Free groups to train, in the order of their slots, each with the step that it is for."""
         self._unwritten: list[NewLease] = []
         """Leases that are not in the ledger yet."""
-        if run.prompts is not None and not exchange.paused(run):
-            num_groups = sum(max(1, room // self._group_size) for room in rooms)
-            wanted = num_groups + quarantine.num_reserved(exchange)
-            self._free = _admitted(exchange, run, wanted)
-            if len(self._free) < wanted or exchange.ledger.free_slots.exist(run.run_id):
-                admit(exchange, run, max(wanted, ADMITTED_AT_ONCE))
-                self._free = _admitted(exchange, run, wanted)
 
     def answer(self, request: pb.ExchangeRequest) -> Outcome:
         """Return the answer to one worker; `write` records its leases."""
@@ -78,7 +76,12 @@ class _NewLeases:
         if quarantine.quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
-        leasable = self._leasable(version, num_groups + reserved) if num_groups else []
+        wanted = num_groups + reserved if num_groups else 0
+        leasable = list(
+            itertools.takewhile(
+                lambda free: may_lease(version.step, free[1], run.max_age), self._free[:wanted]
+            )
+        )
         steps = {row["group_id"]: step for row, step in leasable}
         free = [row for row, _ in leasable]
         for row in quarantine.choose(exchange, run, request.member_id, free, num_groups):
@@ -92,13 +95,6 @@ class _NewLeases:
         if self._unwritten:
             self._exchange.groups.lease(self._unwritten)
             self._unwritten.clear()
-
-    def _leasable(self, version: Version, number: int) -> list[tuple[sqlite3.Row, int]]:
-        """Return the first of the free groups, up to `number`, as far as the worker's version allows."""
-        max_age = self._run.max_age
-        return list(
-            itertools.takewhile(lambda free: may_lease(version.step, free[1], max_age), self._free[:number])
-        )
 
     def _add(
         self,
@@ -214,23 +210,26 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
             groups.restore_leases(run.run_id, member_id, sorted(held))
 
 
-def _admitted(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
-    """Return the first `number` free groups to train, each with its step.
+def _free_groups(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
+    """Return the first `number` free groups to train, each with its step. Prompts are admitted where groups are missing.
 
     in_order: the slot decides the step. ready_first: the number of groups ahead that are in no batch yet.
     """
     rows = exchange.group_queries.free_to_lease(run.run_id, number)
+    if len(rows) < number or exchange.ledger.free_slots.exist(run.run_id):
+        admit(exchange, run, max(number, ADMITTED_AT_ONCE))
+        rows = exchange.group_queries.free_to_lease(run.run_id, number)
     if run.spec.async_grpo.order == "in_order":
         return [(row, row["slot"] // run.batch) for row in rows]
     next_batch = exchange.ledger.run(run.run_id)["next_batch"]
-    admitted, last_slot, ahead = [], -2, 0
+    free, last_slot, ahead = [], -2, 0
     for row in rows:
         slot = row["slot"]
         # The group in the slot before is open itself; only a gap has to be counted.
         ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
         last_slot = slot
-        admitted.append((row, step_of_group(next_batch, ahead, run.batch)))
-    return admitted
+        free.append((row, step_of_group(next_batch, ahead, run.batch)))
+    return free
 
 
 def held_by(row: sqlite3.Row, attempt: int, member_id: str) -> bool:

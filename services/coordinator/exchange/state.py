@@ -30,7 +30,7 @@ from services.coordinator.ledger.batch_split import Splits
 from services.coordinator.ledger.group_queries import GroupQueries
 from services.coordinator.ledger.groups import Groups
 from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment, read_frame
+from services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment
 from services.coordinator.members.senders import Senders
 
 MAX_GROUP_ID = 2**63 - 1
@@ -59,14 +59,10 @@ class Outcome:
     payloads: list[Frame] = field(default_factory=list)
     empty: bool = False
 
-    @property
-    def is_stored(self) -> bool:
-        """Return whether a payload has to be read from the disk, which must not happen on the event loop."""
-        return any(isinstance(frame, StoredFrame) for frame in self.payloads)
-
-    def read(self) -> list[Buffer]:
-        """Return the payload frames, from memory or from the disk. Raises LedgerFault."""
-        return [read_frame(frame) for frame in self.payloads]
+    def in_memory(self) -> list[Buffer] | None:
+        """Return the payload frames; None when one has to be read from the disk, which must not happen on the event loop."""
+        frames = [frame for frame in self.payloads if not isinstance(frame, StoredFrame)]
+        return frames if len(frames) == len(self.payloads) else None
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,12 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the first batch that is not fixed, if it is complete; return False if it has to wait."""
     row = exchange.ledger.run(run.run_id)
     step = row["next_batch"]
-    in_order = run.spec.async_grpo.order == "in_order"
-    chosen = _in_order(exchange, run, step) if in_order else _ready_first(exchange, run, step, now_s)
-    if chosen is None:
+    chosen: list[sqlite3.Row] | None
+    if run.spec.async_grpo.order == "in_order":  # the groups whose slots belong to the step
+        chosen = exchange.group_queries.scored_in(run.run_id, step * run.batch, (step + 1) * run.batch)
+    else:
+        chosen = _ready_first(exchange, run, step, now_s)
+    if chosen is None or len(chosen) < run.batch:
         return False
     replaced = exchange.ledger.batches.last_replaced(run.run_id, step)
     revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
@@ -73,12 +76,6 @@ def take_apart(
     ledger.update_run(run.run_id, next_batch=step)
     ledger.invalidate(BATCH_DUE)
     exchange.slots_changed()
-
-
-def _in_order(exchange: Exchange, run: ActiveRun, step: int) -> list[sqlite3.Row] | None:
-    """Return the groups whose slots belong to the step, when all are scored."""
-    scored = exchange.group_queries.scored_in(run.run_id, step * run.batch, (step + 1) * run.batch)
-    return scored if len(scored) == run.batch else None
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:

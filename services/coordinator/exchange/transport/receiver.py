@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
@@ -26,12 +26,20 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Receiver:
-    """The first step of the pipeline, on the event loop; `deliver` takes the requests that are let in."""
+    """The first step of the pipeline, on the event loop. Of the requests that are let in, `check` takes results with
+    bulk, and `queue` the others.
+    """
 
-    def __init__(self, exchange: Exchange, socket: ExchangeSocket, deliver: Callable[[Waiting], None]):
+    def __init__(
+        self,
+        exchange: Exchange,
+        socket: ExchangeSocket,
+        check: Callable[[Waiting], None],
+        queue: Callable[[Sequence[Waiting]], None],
+    ):
         self._exchange = exchange
         self._socket = socket
-        self._deliver = deliver
+        self._check, self._queue = check, queue
         self._readable, self._room = asyncio.Event(), asyncio.Event()
         self.filter = RequestFilter(exchange)
         self.pending_bytes = 0
@@ -111,4 +119,6 @@ class Receiver:
             run = self._exchange.active
             arrived.limits = Limits.of(run.spec) if run is not None else None
             self.pending_bytes += waiting.size
-        self._deliver(waiting)
+            self._check(waiting)
+        else:
+            self._queue([waiting])

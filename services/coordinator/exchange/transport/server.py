@@ -26,7 +26,7 @@ import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.backoff import ExponentialBackoff
@@ -127,7 +127,6 @@ class ExchangeServer:
         self._act = act
         self._socket = ExchangeSocket(host, port)
         self.port = self._socket.port
-        self._receiver = Receiver(exchange, self._socket, self._deliver)
         self._handler = IsolatedHandler(exchange)
         self._parked = ParkedRequests(exchange)
         self._wake: set[str] = set()
@@ -151,11 +150,12 @@ class ExchangeServer:
         self._stores: PipelineThread[Waiting] = PipelineThread(
             "store",
             self._store,
-            self._on_stored,
+            self._queue,
             size=lambda waiting: waiting.size,
             portion_size=MAX_SYNC_BYTES,
         )
         self._checks: PipelineThread[Waiting] = PipelineThread("check", self._check)
+        self._receiver = Receiver(exchange, self._socket, self._checks.put, self._queue)
         self._syncs: PipelineThread[Done] = PipelineThread(
             "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
         )
@@ -190,17 +190,15 @@ class ExchangeServer:
         """Send what is queued, then close the socket."""
         self._socket.close()
 
-    def _deliver(self, waiting: Waiting) -> None:
-        """Put a received request into the queue of its next step."""
-        if waiting.arrived.has_bulk:
-            self._checks.put(waiting)
-            return
-        if waiting.kind == "lease":
-            self._leases.append(waiting)
-        elif waiting.kind in ("batch", "receipt"):
-            self._others.appendleft(waiting)  # the learner waits for these
-        else:
-            self._others.append(waiting)
+    def _queue(self, portion: Sequence[Waiting]) -> None:
+        """Queue requests that can be answered: uploads that are stored, and all others as they arrive."""
+        for waiting in portion:
+            if waiting.kind == "lease":
+                self._leases.append(waiting)
+            elif waiting.kind in ("batch", "receipt"):
+                self._others.appendleft(waiting)  # the learner waits for these
+            else:
+                self._others.append(waiting)
         self._bell.set()
 
     # Check and store
@@ -226,10 +224,6 @@ class ExchangeServer:
                     raise
             else:
                 return
-
-    def _on_stored(self, portion: list[Waiting]) -> None:
-        self._others.extend(portion)
-        self._bell.set()
 
     # Answer
 
@@ -269,7 +263,8 @@ class ExchangeServer:
                     kinds |= {"lease", "batch"}
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._leases and time.monotonic() < end_s:
-                    self._answer_leases(now_s, done.answers)
+                    for waiting, outcome in self._answer_leases(now_s):
+                        self._finish_request(waiting, outcome, now_s, done.answers)
                     self._send_synced()  # they should not have to wait for the end of this transaction
                     if not alone:
                         break
@@ -314,10 +309,11 @@ class ExchangeServer:
         while self._synced:
             done = self._synced.popleft()
             for waiting, outcome in done.answers:
-                if outcome.is_stored:
+                frames = outcome.in_memory()
+                if frames is None:
                     self._reads.put(ToRead(waiting, outcome))
                 else:
-                    self._socket.send(waiting.identity, outcome.reply, outcome.read())
+                    self._socket.send(waiting.identity, outcome.reply, frames)
             self._receiver.release(done.bulk_bytes)
             if done.notices:
                 self._notices.put_nowait(done.notices)
@@ -333,7 +329,7 @@ class ExchangeServer:
             except Exception as error:  # commits stay; the next notices are acted on
                 unforeseen.note("what follows from a commit", error)
 
-    def _answer_leases(self, now_s: float, answers: list[tuple[Waiting, Outcome]]) -> None:
+    def _answer_leases(self, now_s: float) -> list[tuple[Waiting, Outcome]]:
         """Answer the next requests for leases, of different workers."""
         by_member: dict[str, Waiting] = {}
         while (
@@ -347,8 +343,7 @@ class ExchangeServer:
             outcomes += handle_leases(self._exchange, [waiting.arrived for waiting in by_member.values()])
         if not outcomes:
             outcomes = [self._handler.handle(waiting, now_s) for waiting in by_member.values()]
-        for waiting, outcome in zip(by_member.values(), outcomes, strict=True):
-            self._finish_request(waiting, outcome, now_s, answers)
+        return list(zip(by_member.values(), outcomes, strict=True))
 
     def _answer_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
         """Answer some of the other requests, until `end_s` at most."""
