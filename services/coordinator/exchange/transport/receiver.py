@@ -11,6 +11,7 @@ from paceline.rate_limited_log import RateLimitedLog
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.state import Exchange
 from services.coordinator.exchange.transport.dispatch import is_introduction, turn_away
+from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 from services.coordinator.exchange.transport.request_filter import RequestFilter
 from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message, Waiting, parse
 from services.coordinator.exchange.uploads.group_checks import Limits
@@ -26,7 +27,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Receiver:
-    """The first step of the pipeline, on the event loop. Of the requests that are let in, `check` takes results with
+    """The first step of the pipeline, on the event loop. Of the requests that are let in, `checks` takes results with
     bulk, and `queue` the others.
     """
 
@@ -34,12 +35,12 @@ class Receiver:
         self,
         exchange: Exchange,
         socket: ExchangeSocket,
-        check: Callable[[Waiting], None],
+        checks: PipelineThread[Waiting],
         queue: Callable[[Sequence[Waiting]], None],
     ):
         self._exchange = exchange
         self._socket = socket
-        self._check, self._queue = check, queue
+        self._checks, self._queue = checks, queue
         self._readable, self._room = asyncio.Event(), asyncio.Event()
         self.filter = RequestFilter(exchange)
         self.pending_bytes = 0
@@ -119,6 +120,6 @@ class Receiver:
             run = self._exchange.active
             arrived.limits = Limits.of(run.spec) if run is not None else None
             self.pending_bytes += waiting.size
-            self._check(waiting)
+            self._checks.put(waiting)
         else:
             self._queue([waiting])

@@ -155,7 +155,7 @@ class ExchangeServer:
             portion_size=MAX_SYNC_BYTES,
         )
         self._checks: PipelineThread[Waiting] = PipelineThread("check", self._check)
-        self._receiver = Receiver(exchange, self._socket, self._checks.put, self._queue)
+        self._receiver = Receiver(exchange, self._socket, self._checks, self._queue)
         self._syncs: PipelineThread[Done] = PipelineThread(
             "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
         )
