@@ -122,6 +122,11 @@ class RolloutRun:
         return self._sampler.generated_tokens
 
     @property
+    def draining(self) -> bool:
+        """Return whether `drain` was called: no further lease is taken."""
+        return self._draining
+
+    @property
     def num_leases(self) -> int:
         """Return the number of leases: groups that are being generated or wait for the exchange's reply."""
         return len(self._running_by_group)

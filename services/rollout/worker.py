@@ -56,7 +56,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self._set_up_pause = pause or ExponentialBackoff()
         self.address = ""
         self.http_address = ""
-        self.endpoint = Endpoint(lambda: self._run)
+        self.endpoint = Endpoint(lambda: self.served)
         self.drained = asyncio.Event()
         self._host = host
         self._device = device
@@ -64,11 +64,24 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         """True when the service was started with --device cpu."""
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
+        self._ended_run: RolloutRun | None = None
+        """Run that is over; its engine serves callers until the next run is set up."""
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+
+    @property
+    def served(self) -> RolloutRun | None:
+        """The run that callers are answered from: the current one, else the last one."""
+        return self._run or self._ended_run
 
     async def work(self) -> None:
         """Work on the assigned run, until cancelled. An engine that dies ends the service, which leaves the pool with
         the reason; its supervisor starts it again."""
+        try:
+            await self._work_on_runs()
+        finally:
+            await self._close_ended_run()
+
+    async def _work_on_runs(self) -> None:
         while True:
             self.assigned.changed.clear()
             assignment = self.assigned.assignment
@@ -94,24 +107,39 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def drain(self, grace_s: float) -> int:
         """Finish what is possible in `grace_s` seconds and return the rest; return the number of unfinished leases."""
-        run = self._run
+        run = self.served
         returned = await run.drain(grace_s) if run is not None else 0
         self.drained.set()
         return returned
 
     async def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
+        await self._close_ended_run()
         run = await self._set_up(assignment)
-        self._run = run
+        self._run, is_over = run, False
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(run.engine.watch())
                 progress = tasks.create_task(run.weights.report_progress())
                 await self._report_ready()
                 await run.generate_forever()
+                if not run.draining:
+                    await self.assigned.changed.wait()  # the run is over; the next directive is on its way
                 watch.cancel()
                 progress.cancel()
+        except asyncio.CancelledError:
+            is_over = self.assigned.assignment is None
+            raise
         finally:
             self._run = None
+            if is_over and run.engine.version is not None:
+                run.weights.close()
+                self._ended_run = run
+            else:
+                await run.close()
+
+    async def _close_ended_run(self) -> None:
+        run, self._ended_run = self._ended_run, None
+        if run is not None:
             await run.close()
 
     async def _set_up(self, assignment: worker_pb2.RunAssignment) -> RolloutRun:
@@ -183,7 +211,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> rollout_pb2.GenerateResponse:
-        run = self._run
+        run = self.served
         if run is None or run.engine.version is None:
             raise Conflict("this worker holds no weights yet; try again when a run has started")
         _check_bounds(request, run.spec.policy.max_total_sequence_length)
@@ -230,7 +258,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.RolloutServiceStatusRequest, context: Context
     ) -> rollout_pb2.RolloutServiceStatusResponse:
         response = rollout_pb2.RolloutServiceStatusResponse(member_id=self.member_id)
-        run = self._run
+        run = self.served
         if run is not None:
             response.run_id = run.run_id
             response.num_running, response.num_waiting = run.engine.num_running, run.engine.num_waiting

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from exchange_drivers import make_spec
 
 from paceline.backoff import ExponentialBackoff
+from paceline.groups import Version
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
 from services.rollout.run import RolloutRun
@@ -85,3 +87,58 @@ async def test_a_worker_on_cpus_refuses_a_run_that_names_gpus(
         "the run asks for GPU 0 to 1 (cluster.rollout_gpus), and torch sees none"
         in reports[0].run_report.error
     )
+
+
+class EndedRun:
+    """Run that works until it is cancelled, with or without weights."""
+
+    draining = False
+
+    def __init__(self, version: Version | None) -> None:
+        self.run_id, self.began, self.closed = "test-1", asyncio.Event(), False
+        self.engine = SimpleNamespace(version=version, watch=self._forever)
+        self.weights = SimpleNamespace(report_progress=self._forever, close=lambda: None)
+
+    async def _forever(self) -> None:
+        await asyncio.Event().wait()
+
+    async def generate_forever(self) -> None:
+        self.began.set()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("version", [Version(1, 8), None])
+async def test_the_engine_of_a_run_that_is_over_serves_until_the_next_run(
+    version: Version | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [EndedRun(version), EndedRun(None)]
+    worker = RolloutWorker("127.0.0.1:1", "rollout-0", "cpu", 1.0, "127.0.0.1")
+    worker.membership._context.term()
+    given = iter(runs)
+
+    async def set_up(_: object) -> EndedRun:
+        return next(given)
+
+    async def report(_: object) -> None:
+        return None
+
+    monkeypatch.setattr(worker, "_set_up", set_up)
+    monkeypatch.setattr(worker.membership, "report", report)
+    working = asyncio.create_task(worker.work())
+    async with asyncio.timeout(PATIENCE_S):
+        for number, run in enumerate(runs):
+            assignment = worker_pb2.RunAssignment(run_id=f"test-{number}")
+            await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
+            await run.began.wait()
+            assert worker.served is run  # type: ignore[comparison-overlap]
+            assert runs[0].closed == (number == 1)
+            await worker._on_directive(worker_pb2.ConnectResponse(idle=worker_pb2.Idle()))
+            while worker._run is not None:  # noqa: ASYNC110 - the end of a run has no event
+                await asyncio.sleep(0)
+            assert run.closed == (run.engine.version is None)
+            assert (worker.served is None) == run.closed
+    working.cancel()
+    await asyncio.wait((working,))
+    assert all(run.closed for run in runs)
