@@ -18,6 +18,9 @@ import numpy as np
 import xxhash
 
 from paceline.data.column_scan import RowCheck, doubtful_rows, texts
+from paceline.data.csv_rows import CsvRows
+from paceline.data.files import FILE_KINDS, files_of, names_files
+from paceline.data.joined_rows import JoinedRows
 from paceline.data.messages import fault_of_messages
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
@@ -95,33 +98,46 @@ def open_prompts(data: DataSection, seed: int, *, validation: bool = False) -> P
 
 
 def open_rows(
-    name: str, split: str, field: str = "data.train", check: Callable[[dict[str, Any]], None] | None = None
+    name: str | tuple[str, ...],
+    split: str,
+    field: str = "data.train",
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Rows:
-    """Rows of the data set `name`; `check` raises DataError for a row that cannot be used. Of a table (all but JSONL),
-    the rows that a `RowCheck` scan passes are not checked one by one.
+    """Rows of the data set `name`, or of several files one after the other. `check` raises DataError for a row that cannot
+    be used. Of a table (Parquet, a folder, the hub) the rows that a `RowCheck` scan passes are not checked one by one.
 
     Raises DataError, naming `field`, or the line or row; Unreadable for what cannot be read now.
     """
+    parts: list[Rows] = []
+    names: list[str] = []
+    for one in (name,) if isinstance(name, str) else name:
+        is_table = Path(one).is_dir() or not names_files(one)
+        for path in [one] if is_table else map(str, files_of(one, field)):
+            rows = _table(None, one, split) if is_table else _file_rows(path, field, check)
+            if len(rows) == 0:
+                raise DataError(f"{field}: {path!r} has no rows; at least one is needed")
+            if check and isinstance(rows, _Table):
+                _check_table(rows, check, f"{field}: {path!r}")
+            parts.append(rows)
+            names.append(path)
+    return parts[0] if len(parts) == 1 else JoinedRows(parts, names)
+
+
+def _file_rows(name: str, field: str, check: Callable[[dict[str, Any]], None] | None) -> Rows:
+    """Return the rows of one file. Raises DataError, Unreadable."""
     path = Path(name)
-    rows: Rows
-    if path.suffix in (".jsonl", ".json") and path.is_file():
-        try:
-            rows = JsonLines(path, check)
-        except OSError as error:
-            raise Unreadable(f"{field}: {name!r} cannot be read: {error.strerror}") from None
-    elif path.suffix == ".parquet" and path.is_file():
-        rows = _table("parquet", name, None)
-    elif path.suffix in (".jsonl", ".json", ".parquet") and not path.exists():
-        raise Unreadable(
-            f"{field}: no file {name!r}; check the path (relative paths start at the spec's folder)"
-        )
-    else:
-        rows = _table(None, name, split)
-    if len(rows) == 0:
-        raise DataError(f"{field}: {name!r} has no rows; at least one is needed")
-    if check and isinstance(rows, _Table):
-        _check_table(rows, check, f"{field}: {name!r}")
-    return rows
+    try:
+        if path.suffix in (".jsonl", ".json"):
+            return JsonLines(path, check)
+        if path.suffix in (".csv", ".tsv"):
+            return CsvRows(path, check)
+    except OSError as error:
+        raise Unreadable(f"{field}: {name!r} cannot be read: {error.strerror}") from None
+    if path.suffix == ".parquet":
+        return _table("parquet", name, None)
+    raise DataError(
+        f"{field}: {name!r} is a file of a kind that cannot be read; the kinds are {', '.join(FILE_KINDS)}"
+    )
 
 
 class JsonLines:

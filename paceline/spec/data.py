@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from paceline.spec.base import PositiveFloat, PositiveInt, Section
 
@@ -22,9 +22,10 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 class DataSection(Section):
     """The source of prompts. Columns that are not named here go to the reward functions."""
 
-    train: str
-    """A .jsonl or .parquet file, a folder made by `datasets`, or a data set's name on the hub."""
-    validation: str | None = None
+    train: str | Annotated[tuple[str, ...], Field(min_length=1)]
+    """A .jsonl, .parquet, .csv or .tsv file, a glob (`data/*.parquet`) or an fsspec URL (`s3://bucket/*.jsonl`) of such
+    files, a list of these, a folder made by `datasets`, or a data set's name on the hub."""
+    validation: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """The same, for evaluation."""
     train_split: str = "train"
     """Split of a `datasets` folder or a hub data set."""

@@ -8,6 +8,7 @@ ones, so that every service reads the same.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 from pathlib import Path
@@ -85,8 +86,10 @@ def _check_paths(spec: RunSpec) -> None:
     """Raises SpecError for a path that no file system takes."""
     paths = {f"{section}.{key}": getattr(getattr(spec, section), key) for section, key in PATH_FIELDS}
     paths |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(spec.rewards)}
-    for name, path in paths.items():
-        if path is not None and (len(path) > MAX_PATH or not path.isprintable()):
+    for name, value in paths.items():
+        for path in value if isinstance(value, tuple) else (value,):
+            if path is None or (len(path) <= MAX_PATH and path.isprintable()):
+                continue
             raise SpecError(f"{name} is {path[:80]!r}: not a path of {MAX_PATH} printable characters at most")
 
 
@@ -225,6 +228,8 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
         if isinstance(value, str):
             is_output = (section, key) in OUTPUT_FIELDS
             tree[section][key] = _absolute_output(value) if is_output else _absolute(value, base)
+        elif isinstance(value, list | tuple):
+            tree[section][key] = [_absolute(item, base) if isinstance(item, str) else item for item in value]
     tree.setdefault("folder", str(base.resolve()))
     rewards = tree.get("rewards")
     if isinstance(rewards, list | tuple):
@@ -234,7 +239,8 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
 
 def _absolute(value: str, base: Path) -> str:
     """Return a path relative to `base` as an absolute one, and any other string (a name on the hub) unchanged."""
-    if value.startswith(("./", "../", "~")) or (base / value).exists():
+    is_glob = glob.has_magic(value) and "://" not in value and any(glob.iglob(str(base / value)))
+    if value.startswith(("./", "../", "~")) or (base / value).exists() or is_glob:
         return str((base / Path(value).expanduser()).resolve())
     return value
 

@@ -43,6 +43,7 @@ COMMANDS = {
     "drop": ("services.cli.runs:drop", "Take groups out of the batch that a paused run is to train next."),
     "members": ("services.cli.workers:members", "List the workers."),
     "generate": ("services.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
+    "chat": ("services.cli.chat:chat", "Talk to a trained model in this process, without services."),
     "samples": (
         "services.cli.samples:samples",
         "Show the completions of a step or an evaluation with their rewards, or export all.",

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
 from paceline.client import Client
 from services.cli import render
-from services.common.options import coordinator_option, json_option, print_json
+from services.cli.chat import changed, open_talk, spec_of_model
+from services.common.options import coordinator_option, directory_option, json_option, print_json
+
+if TYPE_CHECKING:
+    from paceline.groups import Completion
+    from paceline.spec import RunSpec
 
 
 @click.command()
@@ -35,7 +44,14 @@ def members(coordinator: str, as_json: bool) -> None:
 @click.option(
     "--seed", default=0, show_default=True, help="The same seed and weights give the same completions."
 )
+@click.option(
+    "--export",
+    "exported",
+    metavar="RUN|FOLDER",
+    help="Sample from this run's exported model, or this model folder, in this process: no service has to run.",
+)
 @coordinator_option
+@directory_option
 @json_option
 def generate(
     prompt: str,
@@ -43,10 +59,31 @@ def generate(
     temperature: float | None,
     max_new_tokens: int | None,
     seed: int,
+    exported: str | None,
     coordinator: str,
+    directory: Path,
     as_json: bool,
 ) -> None:
     """Ask the rollout worker with the newest weights for completions of PROMPT; as JSON lines with --json."""
+    if exported is not None:
+        spec = changed(spec_of_model(exported, directory), temperature, max_new_tokens)
+        for text, sampled in asyncio.run(_from_export(spec, prompt, n, seed)):
+            if as_json:
+                spans = [[s.start, s.end, s.session, s.step] for s in sampled.spans]
+                ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+                reason = sampled.finish_reason
+                print_json(
+                    {
+                        "text": text,
+                        "token_ids": ids,
+                        "logprobs": logprobs,
+                        "finish_reason": reason,
+                        "spans": spans,
+                    }
+                )
+            else:
+                click.echo(text)
+        return
     with Client(coordinator) as client:
         completions = client.generate(
             prompt, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
@@ -57,3 +94,16 @@ def generate(
             print_json(facts)
         else:
             click.echo(facts["text"])
+
+
+async def _from_export(spec: RunSpec, prompt: str, n: int, seed: int) -> list[tuple[str, Completion]]:
+    """Return text and completion of each of `n` samples; the prompt is encoded as a rollout worker does."""
+    from paceline.data.tokens import encode_prompt
+
+    talk = await open_talk(spec, seed)
+    try:
+        data = spec.data
+        ids = encode_prompt(talk.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs)
+        return [(talk.text(completion), completion) for completion in await talk.sample(ids, n)]
+    finally:
+        await talk.engine.close()

@@ -1,0 +1,222 @@
+"""`paceline chat` and `paceline generate --export`: the model of a run, in this process, without services."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.errors import InvalidInput, NotFound
+from paceline.spec import RunSpec
+from services.cli.records import opened_ledger
+from services.common.options import directory_option, find_run
+
+if TYPE_CHECKING:
+    from paceline.groups import Completion
+    from rollout.engine import Engine
+
+DEFAULT_NEW_TOKENS = 512
+UNFINISHED = "\ufffd"
+
+
+@click.command()
+@click.argument("model", metavar="RUN|FOLDER")
+@click.option("--system", help="System message at the beginning; default the run's.")
+@click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
+@click.option("--max-new-tokens", type=int, help="Longest answer; default the run's.")
+@click.option("--seed", default=0, show_default=True, help="The same seed gives the same answers.")
+@directory_option
+def chat(
+    model: str,
+    system: str | None,
+    temperature: float | None,
+    max_new_tokens: int | None,
+    seed: int,
+    directory: Path,
+) -> None:
+    """Talk to the exported model of a run (its id or its folder), or to a model folder. No service has to run.
+
+    A model without a chat template continues each line by itself. An empty line or the end of the input ends the chat.
+    """
+    spec = changed(spec_of_model(model, directory), temperature, max_new_tokens, system)
+    asyncio.run(_chat(spec, seed))
+
+
+def spec_of_model(model: str, directory: Path) -> RunSpec:
+    """Return the settings to sample with from a run's export or from a model folder. Raises NotFound, InvalidInput."""
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return _spec_of_folder(folder)
+    from paceline.spec.reading import spec_of_run
+
+    path, run_id = find_run(model, directory)
+    with opened_ledger(path) as opened:
+        spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
+        export = opened.export_path(run_id)
+    if not export or not (Path(export) / "config.json").is_file():
+        raise NotFound(
+            f"run {run_id} has exported no model yet; `paceline export {run_id} FOLDER` writes one from its newest "
+            "checkpoint, and `paceline chat FOLDER` talks to it"
+        )
+    if spec.has_scoring_head:
+        raise InvalidInput(f"run {run_id} has trained a reward model, which writes no text")
+    lora = spec.policy.lora_cfg.model_copy(update={"enabled": False})
+    policy = {"model_name": str(export), "tokenizer_name": None, "lora_cfg": lora}
+    generation = spec.policy.generation.model_copy(update={"max_batch_size": 16})
+    return spec.model_copy(
+        update={"policy": spec.policy.model_copy(update={**policy, "generation": generation})}
+    )
+
+
+def _spec_of_folder(folder: Path) -> RunSpec:
+    from transformers import AutoConfig
+
+    longest = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", None) or 4096
+    generation = {"max_new_tokens": min(DEFAULT_NEW_TOKENS, longest // 2), "max_batch_size": 16}
+    return RunSpec.model_validate(
+        {
+            "policy": {
+                "model_name": str(folder.resolve()),
+                "max_total_sequence_length": min(longest, 4096),
+                "generation": generation,
+            },
+            "data": {"train": "none"},
+            "rewards": [{"function": "exact_match"}],
+        }
+    )
+
+
+def changed(
+    spec: RunSpec, temperature: float | None, max_new_tokens: int | None, system: str | None = None
+) -> RunSpec:
+    """Return the spec with the options of the command line. Raises InvalidInput."""
+    if temperature is not None and temperature <= 0:
+        raise InvalidInput(f"--temperature is {temperature:g}, must be above 0; use 1e-4 for greedy decoding")
+    longest = spec.policy.max_total_sequence_length
+    if max_new_tokens is not None and not 0 < max_new_tokens < longest:
+        raise InvalidInput(
+            f"--max-new-tokens is {max_new_tokens}, must be from 1 to {longest - 1}: prompt and answer have "
+            f"{longest} tokens together"
+        )
+    given = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    generation = {key: value for key, value in given.items() if value is not None}
+    policy = {"generation": spec.policy.generation.model_copy(update=generation)}
+    data = {} if system is None else {"system_prompt": system}
+    return spec.model_copy(
+        update={
+            "policy": spec.policy.model_copy(update=policy),
+            "data": spec.data.model_copy(update=data),
+        }
+    )
+
+
+@dataclass
+class Talk:
+    """One conversation with a model. `show` gets each piece of an answer as it is sampled."""
+
+    engine: Engine
+    tokenizer: Any
+    spec: RunSpec
+    seed: int = 0
+    messages: list[dict[str, str]] = field(default_factory=list)
+    _turn: int = 0
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether prompts go through a chat template."""
+        return bool(self.tokenizer.chat_template) and self.spec.data.apply_chat_template != "never"
+
+    async def answer(self, line: str, show: Any = None) -> str:
+        """Return the model's answer to a line, after the conversation so far. Raises InvalidInput: it is too long."""
+        from paceline.data.tokens import encode_prompt, with_system_prompt
+
+        data, prompt = self.spec.data, line
+        if self.is_chat:
+            asked = [*self.messages, {"role": "user", "content": line}]
+            prompt = with_system_prompt(asked, data)
+        ids = encode_prompt(self.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs)
+        (completion,) = await self.sample(ids, 1, show)
+        text = self.text(completion)
+        if self.is_chat:
+            self.messages = [*asked, {"role": "assistant", "content": text}]
+        self._turn += 1
+        return text
+
+    async def sample(self, prompt_ids: Any, n: int, show: Any = None) -> list[Completion]:
+        """Return `n` completions of a prompt; `show` gets the pieces of a single one."""
+        from rollout.engine import GenerationRequest, SamplingParams, sample_seed
+        from rollout.stop_strings import StopStrings
+
+        generation = self.spec.policy.generation
+        stop = StopStrings(generation.stop_strings, self._decode) if generation.stop_strings else None
+        shown = 0
+
+        def progress(completion: Completion) -> None:
+            nonlocal shown
+            text = self._decode(completion.token_ids.tolist())
+            if not text.endswith(UNFINISHED) and len(text) > shown:
+                show(text[shown:])
+                shown = len(text)
+
+        requests = [
+            GenerationRequest(
+                f"chat/{self._turn}/{index}",
+                prompt_ids,
+                SamplingParams.from_spec(generation),
+                sample_seed(self.seed, self._turn, index),
+                on_progress=progress if show is not None and n == 1 else None,
+                stop=stop,
+            )
+            for index in range(n)
+        ]
+        completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))
+        if show is not None and n == 1:
+            show(self.text(completions[0])[shown:])
+        return completions
+
+    def text(self, completion: Completion) -> str:
+        """Return the text of a completion, without special tokens."""
+        return self._decode(completion.token_ids.tolist())
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+async def open_talk(spec: RunSpec, seed: int) -> Talk:
+    """Return a conversation with the model of `spec`, loaded in this process. Raises InvalidInput."""
+    import torch
+
+    from paceline.data.tokens import load_tokenizer
+    from rollout.engines import create_engine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = load_tokenizer(spec.policy)
+    engine = await asyncio.to_thread(create_engine, spec, device=device, load_weights=True)
+    await engine.ready()
+    return Talk(engine, tokenizer, spec, seed)
+
+
+async def _chat(spec: RunSpec, seed: int) -> None:
+    click.echo(f"loading {spec.policy.model_name}", err=True)
+    talk = await open_talk(spec, seed)
+    try:
+        if not talk.is_chat:
+            click.echo("the model has no chat template: it continues each line by itself", err=True)
+        while line := await asyncio.to_thread(_read_line):
+            try:
+                await talk.answer(line, lambda piece: click.echo(piece, nl=False))
+                click.echo()
+            except InvalidInput as error:
+                click.echo(f"{error}; begin a new chat", err=True)
+    finally:
+        await talk.engine.close()
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
