@@ -1,5 +1,8 @@
 """Checkpoints written while training goes on: the state is copied to host memory, then a thread writes the copy.
 
+Where nothing changes the state until the checkpoint is written (the last one, and those that the training waits for), it is
+written from the live tensors. So it is where the host has no memory for a copy; `begin` then returns once it is written.
+
 Invariants. One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at the
 same point, and `begin` returns when the copy is made, so that the written state is that after the step, whatever is
 trained meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs
@@ -10,6 +13,7 @@ reader takes for a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from typing import Any
@@ -18,12 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
 
 from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.checkpoints.verification import Location
 from learner.step.critic import Critic
 from paceline.files.storage import Folder
+from paceline.host_memory import available_bytes
+
+SPARE_BYTES = 1 << 30
+"""Memory that is left to the host beside the copy of a state."""
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
@@ -50,10 +61,13 @@ class CheckpointWriter:
         chain_hash: str = "",
         critic: Critic | None = None,
         reference: nn.Module | None = None,
+        *,
+        unchanged: bool = False,
     ) -> None:
         """Copy the state after `step` steps, and start to write it. A collective call, after `finish`.
 
-        Raises Conflict when that checkpoint exists and is complete.
+        `unchanged` promises that the state does not change before `finish`, so that no copy is made. Raises Conflict when that
+        checkpoint exists and is complete.
         """
         if self._thread is not None:
             raise RuntimeError("a checkpoint is still being written; finish it first")
@@ -62,7 +76,9 @@ class CheckpointWriter:
         with contextlib.suppress(OSError):
             # Not raised here, because it would separate the ranks; writing meets it again, on all of them.
             checkpoints.prepare(self._directory, self._session, step)
-        staged = BlockingAsyncStager().stage(checkpoints.whole_state(model, optimizer, critic, reference))
+        state = checkpoints.whole_state(model, optimizer, critic, reference)
+        has_room = unchanged or size_bytes(state) + SPARE_BYTES <= available_bytes()
+        staged = BlockingAsyncStager().stage(state) if has_room and not unchanged else state
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
         self.step = step
@@ -70,6 +86,9 @@ class CheckpointWriter:
         arguments = (staged, folder, step, chain_hash, torch.get_num_threads())
         self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint {step}")
         self._thread.start()
+        if not has_room:
+            log.info("no memory for a copy of the state: training waits for the checkpoint of step %d", step)
+            self._thread.join()
 
     @property
     def in_progress(self) -> bool:
@@ -110,3 +129,14 @@ class CheckpointWriter:
         except BaseException as error:  # `finish` raises it in the thread that can handle it
             self._error = error
         self.seconds = time.perf_counter() - self._started_s
+
+
+def size_bytes(state: Any) -> int:
+    """Return the bytes of all tensors in a state, of sharded ones those of this rank."""
+    if isinstance(state, dict):
+        return sum(size_bytes(part) for part in state.values())
+    if isinstance(state, list | tuple):
+        return sum(size_bytes(part) for part in state)
+    if isinstance(state, DTensor):
+        return int(state.to_local().nbytes)
+    return int(state.nbytes) if isinstance(state, torch.Tensor) else 0

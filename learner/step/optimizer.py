@@ -6,9 +6,11 @@ Promise: the learning rate is a function of the step alone, so a restart needs n
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
+from learner.step.bfloat16_adamw import Bfloat16AdamW
 from paceline.spec import OptimizerSection, SchedulerSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
@@ -16,19 +18,18 @@ INVERSE_SQRT_TIMESCALE = 10_000
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """Return fused AdamW (Loshchilov and Hutter 2019) with weight decay on matrices, none on norms and biases."""
+    """Return AdamW (Loshchilov and Hutter 2019) with weight decay on matrices, none on norms and biases: torch's fused one,
+    or one with moments in bfloat16."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+    filled = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.state_dtype == "bfloat16":
+        return Bfloat16AdamW(filled, foreach=False, **options)
+    return torch.optim.AdamW(filled, fused=True, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

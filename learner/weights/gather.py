@@ -46,12 +46,17 @@ def gather_export(
     model: nn.Module, device: torch.device, *, adapter_only: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of an export, as `gather_weights` gives them: the whole state dict with an adapter not yet merged
-    (`merged_export`), or with `adapter_only` the adapter alone. The ranks agree on `device`.
+    (`merged_export`), or with `adapter_only` the adapter alone. The ranks agree on `device`. Where this process holds the
+    whole model in host memory, they are the model's own tensors.
 
     Raises, on every rank and before anything travels, when rank 0 has no memory for it: Unavailable there, FailedElsewhere on
     the others. The model is unchanged.
     """
     tensors = named_weights(model) if adapter_only else _state(model)
+    if not has_adapter(model) and all(_is_whole_in_host_memory(tensor) for tensor in tensors.values()):
+        return {
+            name: tensor.detach() for name, tensor in tensors.items()
+        }  # the caller writes them before the next step
     copies = 2 if has_adapter(model) and not adapter_only else 1
     gathered: dict[str, torch.Tensor] = {}
 
@@ -69,6 +74,10 @@ def gather_export(
             "one of the newest checkpoint, on any machine"
         ) from error
     return _gather(tensors, None, gathered)
+
+
+def _is_whole_in_host_memory(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and tensor.device.type == "cpu"
 
 
 def _check_memory(tensors: dict[str, torch.Tensor], copies: int) -> None:

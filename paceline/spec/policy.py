@@ -36,6 +36,9 @@ class OptimizerSection(Section):
     """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, applied to matrices only."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the two moments in memory and in checkpoints. bfloat16 takes half of their memory, and rounds them
+    stochastically after every update, by numbers that follow from the update and the parameter alone."""
 
 
 class SchedulerSection(Section):

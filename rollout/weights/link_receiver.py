@@ -19,6 +19,7 @@ import torch
 
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.groups import Version
+from paceline.host_memory import available_bytes
 from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
 from paceline.weights.link import MEMBER, WeightLink, first_line, form_link
@@ -27,6 +28,9 @@ from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import Check, check_fits, empty_flat
 from paceline.weights.shared_memory_link import SharedLink
 
+SPARE_SHARE = 8
+"""Memory for the next version is kept where the host has this many times as much available; else it is allocated anew."""
+
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +38,7 @@ class WeightReceiver:
     """One member's receiving side.
 
     `on_weights(version, tensors)` returns when the engine samples with a copy of the tensors, whose memory then takes the
-    next version; an exception refuses the version. `on_ack(version, ok, message)` sends the answer to the learner.
+    next version, unless the host is short of memory; an exception refuses the version. `on_ack(version, ok, message)` sends the answer to the learner.
     `on_progress(version, received_bytes)` is called after each bucket. All three are called from the links' threads.
     `host` is the address at which the learner reaches this machine.
     """
@@ -178,7 +182,7 @@ class WeightReceiver:
                 if offer.run_id == self._run_id:
                     self._held, self._held_manifest = offer.version, manifest
                 # Only here is it certain that neither a link nor the engine uses these bytes any more.
-                self._spare = flat
+                self._spare = flat if SPARE_SHARE * flat.nbytes <= available_bytes() else None
         finally:
             self._swap.release()
 

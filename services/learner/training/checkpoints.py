@@ -168,8 +168,11 @@ class SessionCheckpoints:
             raise CheckpointFault(str(error), self._assignment.checkpoint_path) from error
         log.info("session %d goes on from step %d", self._assignment.session, self._assignment.start_step)
 
-    def begin(self, trainer: Trainer, step: int, chain: str) -> None:
-        """Copy the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile."""
+    def begin(self, trainer: Trainer, step: int, chain: str, *, unchanged: bool = False) -> None:
+        """Copy the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile.
+
+        `unchanged` promises that the state does not change before `finish`, so that no copy is made.
+        """
         if step == (self._assignment.start_step if self._assignment.checkpoint_path else -1):
             return  # the session began from this checkpoint
         if step == self._writer.step:
@@ -177,7 +180,13 @@ class SessionCheckpoints:
         self.finish()
         self.saving = True
         self._writer.begin(
-            step, trainer.model, trainer.optimizer, chain, trainer.critic, trainer.synced_reference
+            step,
+            trainer.model,
+            trainer.optimizer,
+            chain,
+            trainer.critic,
+            trainer.synced_reference,
+            unchanged=unchanged,
         )
         self.saving = False
 
@@ -222,7 +231,7 @@ class SessionCheckpoints:
             if pause_s:
                 pause(pause_s)
                 self._writer.step = -1
-                self.begin(trainer, step, chain)
+                self.begin(trainer, step, chain, unchanged=True)
         raise Unavailable(f"the checkpoint of step {step}, the last one, could not be written; see the log")
 
     def keep_only(self, paths: list[str]) -> None:

@@ -227,7 +227,7 @@ class LearnerRun:
             self._exports.carry_out_orders(self._trainer.model, self.step)
         if agreed.stopping and not agreed.run_ended:
             self._rank.stop()
-            self._begin_save()
+            self._begin_save(unchanged=True)
             self._checkpoints.finish()
 
     def _is_one_batch(self, batch: RankBatch) -> bool:
@@ -268,7 +268,7 @@ class LearnerRun:
         if self._spec.checkpointing.enabled and (
             last or self.step % self._spec.checkpointing.save_period == 0
         ):
-            self._begin_save()
+            self._begin_save(unchanged=last)
 
     def _validate(self) -> dict[str, float]:
         """Return the objective on the held-out examples, where the spec wants it for the current version."""
@@ -283,11 +283,11 @@ class LearnerRun:
 
     # After a step
 
-    def _begin_save(self) -> None:
-        self._checkpoints.begin(self._trainer, self.step, self._chain)
+    def _begin_save(self, *, unchanged: bool) -> None:
+        self._checkpoints.begin(self._trainer, self.step, self._chain, unchanged=unchanged)
 
     def _save_ordered(self) -> None:
-        self._begin_save()
+        self._begin_save(unchanged=True)
         failure = self._checkpoints.finish()
         for order in self._rank.orders.take_checkpoints():
             if failure:

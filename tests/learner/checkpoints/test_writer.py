@@ -13,7 +13,7 @@ import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
 from learner.checkpoints import checkpoint
-from learner.checkpoints.writer import CheckpointWriter
+from learner.checkpoints.writer import SPARE_BYTES, CheckpointWriter, size_bytes
 from learner.step.trainer import Trainer
 from paceline.errors import Conflict, Unavailable
 
@@ -108,3 +108,44 @@ def test_a_failure_is_raised_where_it_can_be_answered_and_leaves_nothing_complet
     (tmp_path / "1-1").unlink()
     writer.begin(2, trainer.model, trainer.optimizer)
     assert writer.finish() is not None
+
+
+def test_a_state_that_does_not_change_is_written_without_a_copy(
+    trainer: Trainer, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(*_: Any) -> Any:
+        raise AssertionError("the state was copied")
+
+    monkeypatch.setattr("learner.checkpoints.writer.BlockingAsyncStager", copied)
+    writer = CheckpointWriter(tmp_path, session=3)
+    writer.begin(1, trainer.model, trainer.optimizer, "c4a1", unchanged=True)
+    saved = writer.finish()
+    assert saved is not None
+    again = Trainer(make_spec(policy), CPU)
+    checkpoint.load(
+        saved.path, expected_sha256=saved.manifest_sha256, model=again.model, optimizer=again.optimizer
+    )
+    assert all(
+        torch.equal(tensor, again.model.state_dict()[name]) for name, tensor in weights(trainer).items()
+    )
+
+
+def test_training_waits_for_the_files_where_the_host_has_no_memory_for_a_copy(
+    trainer: Trainer, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = checkpoint.whole_state(trainer.model, trainer.optimizer)
+    parameters = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert size_bytes(state) > 3 * parameters, "weights and two moments"
+    monkeypatch.setattr(
+        "learner.checkpoints.writer.available_bytes", lambda: SPARE_BYTES + size_bytes(state) - 1
+    )
+    before = weights(trainer)
+    writer = CheckpointWriter(tmp_path, session=3)
+    writer.begin(1, trainer.model, trainer.optimizer, "c4a1")
+    assert writer.ready, "it is written when begin returns"
+    trainer.train_step(make_batch(), 1)
+    saved = writer.finish()
+    assert saved is not None
+    again = Trainer(make_spec(policy), CPU)
+    checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=again.model)
+    assert all(torch.equal(tensor, again.model.state_dict()[name]) for name, tensor in before.items())
