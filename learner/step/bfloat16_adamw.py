@@ -52,7 +52,7 @@ class Bfloat16AdamW(torch.optim.AdamW):
         update = int(state["step"].item())
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{index}/{update}".encode()))
         whole = [_local(each) for each in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
-        for parts in zip(*(each.view(-1).split(PART_NUMEL) for each in whole), strict=True):
+        for parts in zip(*(torch.split(each.view(-1), PART_NUMEL) for each in whole), strict=True):
             _update_part(*parts, group=group, update=update, generator=generator)
 
 

@@ -13,13 +13,23 @@ MARKS = {"ok": "✓", "absent": "·", "fault": "✗"}
 
 
 @click.command()
+@click.argument("spec", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @directory_option
 @json_option
-def doctor(directory: Path, as_json: bool) -> None:
-    """Say what this machine has, what is missing and how to get it; exit status 1 if something has to be fixed."""
-    from services.local.machine_checks import examine
+def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_json: bool) -> None:
+    """Say what this machine has, what is missing and how to get it; exit status 1 if something has to be fixed.
 
+    With SPEC also whether its GPUs are there, and the memory that its services take by an estimate.
+    """
+    from paceline.spec.reading import load_spec
+    from services.local.machine_checks import examine
+    from services.local.spec_checks import examine_spec
+
+    wanted = load_spec(spec, overrides) if spec else None
     findings = examine(directory)
+    if wanted is not None:
+        findings += examine_spec(wanted)
     for finding in findings:
         if as_json:
             print_json(dataclasses.asdict(finding))

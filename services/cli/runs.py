@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
+from paceline.address import checked_address
 from paceline.client import Client
+from paceline.spec import RunSpec
 from services.cli import render
 from services.cli.offline import DEFAULT_DIRECTORY, runs_of
 from services.cli.watching import follow
@@ -21,8 +23,13 @@ from services.common.options import coordinator_option, find_run, json_option, p
 @json_option
 def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: str, as_json: bool) -> None:
     """Queue a run from a YAML spec, with overrides such as grpo.max_num_steps=50."""
+    from paceline.spec.reading import load_spec
+
+    loaded = load_spec(spec, overrides)
+    if warning := _shortage_here(loaded, coordinator):
+        click.echo(f"warning: {warning}", err=True)
     with Client(coordinator) as client:
-        facts = render.run_facts(client.submit(spec, overrides))
+        facts = render.run_facts(client.submit(loaded))
         if as_json:
             print_json(facts)
         else:
@@ -113,6 +120,16 @@ def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> 
         return
     named = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
     click.echo(f"dropped {named} of run {run}, which is {facts['state']}; `paceline resume {run}` goes on")
+
+
+def _shortage_here(spec: RunSpec, coordinator: str) -> str:
+    """Return a warning when this machine, where the coordinator and its workers are, has too little memory for the run."""
+    from paceline.host_memory import available_bytes
+    from paceline.memory_estimate import shortage
+    from paceline.weights.link import is_loopback
+
+    host = checked_address(coordinator).rpartition(":")[0].strip("[]")
+    return shortage(spec, available_bytes()) if is_loopback(host) else ""
 
 
 def _say(facts: render.Facts, as_json: bool) -> None:

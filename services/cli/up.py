@@ -15,6 +15,8 @@ import click
 from paceline.client import Client
 from paceline.errors import PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
+from paceline.host_memory import available_bytes
+from paceline.memory_estimate import shortage
 from paceline.spec import ClusterSection, RunSpec
 from services.cli.left_runs import left_runs
 from services.cli.watching import follow
@@ -151,6 +153,8 @@ def run_here(
         )
     if spec is not None and sizes is not named:
         spec = _with_division(spec, sizes)
+    if spec is not None and (warning := shortage(spec, available_bytes())):
+        say(f"warning: {warning}")
     allowed = _function_folders(functions_from, specs)
     options = {"coordinator": ["--min-free-mb", str(min_free_mb), *allowed], "reward": allowed}
     cluster = LocalCluster(

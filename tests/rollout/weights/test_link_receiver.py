@@ -118,6 +118,20 @@ def test_versions_arrive_one_after_another_over_one_link(engine: Engine, sender:
     assert engine.receiver.held == (0, 2)
 
 
+def test_memory_for_the_next_version_is_kept_where_the_host_has_plenty(
+    engine: Engine, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_bytes = 4 << 20
+    monkeypatch.setattr("rollout.weights.link_receiver.available_bytes", lambda: 8 * size_bytes)
+    deliver(engine, sender, 1, "a", 1.0)
+    assert engine.receiver._spare is not None
+    monkeypatch.setattr("rollout.weights.link_receiver.available_bytes", lambda: 8 * size_bytes - 1)
+    deliver(engine, sender, 2, "b", 2.0)
+    assert engine.receiver._spare is None
+    deliver(engine, sender, 3, "c", 3.0)
+    assert [value for _, value in engine.served] == [1.0, 2.0, 3.0]
+
+
 def test_sender_that_dies_half_way_leaves_the_old_weights(engine: Engine, sender: Sender) -> None:
     deliver(engine, sender, 1, "a", 1.0)
     while not engine.progress.empty():

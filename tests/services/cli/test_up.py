@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from command_line import paceline
+from model_shapes import HALF_BILLION
 
 from paceline.client import Client
 from services.local.cluster import LocalCluster
@@ -122,3 +124,28 @@ def test_a_directory_that_cannot_be_made_is_one_sentence(place: str, tmp_path: P
     result = paceline("serve", "coordinator", "--directory", str(directory), "--port", "0")
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: --directory {directory} cannot be made: ")
+
+
+def test_too_little_memory_is_a_warning_with_numbers(
+    up: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HALF_BILLION))
+    monkeypatch.setattr("services.cli.up.available_bytes", lambda: 6 * 10**9)
+    result = up(f"policy.model_name={tmp_path}", "cluster.device=cpu")
+    assert result.exit_code == 0, result.output
+    assert "warning: a model of 494 M parameters takes an estimated 1 learner rank with " in result.stderr
+    assert "6.0 GB are free here" in result.stderr
+    assert "warning" not in up().stderr, "the model's config.json is not here"
+
+
+def test_submit_warns_where_the_workers_are_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HALF_BILLION))
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    monkeypatch.setattr("paceline.host_memory.available_bytes", lambda: 6 * 10**9)
+    model = f"policy.model_name={tmp_path}"
+    assert "6.0 GB are free here" in paceline("submit", tmp_path / "spec.yaml", model).stderr
+    monkeypatch.setattr(Client, "submit", interrupted)
+    elsewhere = paceline("submit", tmp_path / "spec.yaml", model, coordinator="192.0.2.1:1")
+    assert "are free here" not in elsewhere.stderr

@@ -37,7 +37,9 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench whose model counts as sharded, so that an export gathers a copy."""
+    monkeypatch.setattr(gather, "_is_whole_in_host_memory", lambda tensor: False)
     return Bench(tmp_path)
 
 
@@ -76,6 +78,19 @@ def test_an_export_without_memory_fails_whoever_asked_for_it_alone(
             bench.ordered().result(0)
     monkeypatch.setattr(exports, "export_policy", lambda path, *_, **__: path.mkdir(parents=True))
     assert bench.ordered().result(0).endswith("exports/now"), "the next one is written"
+
+
+def test_a_model_that_is_whole_in_host_memory_is_exported_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, written = Bench(tmp_path), []
+    monkeypatch.setattr(gather, "_allocate", lambda *_: pytest.fail("it took memory for a copy"))
+    monkeypatch.setattr(exports, "export_policy", lambda path, tensors, *_, **__: written.append(tensors))
+    bench.ordered().result(0)
+    state = bench.model.state_dict()
+    assert written[0].keys() == state.keys()
+    assert all(tensor.data_ptr() == state[name].data_ptr() for name, tensor in written[0].items())
+    assert not any(tensor.requires_grad for tensor in written[0].values())
 
 
 def test_an_export_asks_for_memory_before_it_takes_any(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
