@@ -49,8 +49,19 @@ weights: {max_wait_s: 120}
 """
 
 
-def make_run(folder: Path, prompt_tokens: int) -> None:
-    """Write model, data, reward and spec."""
+def make_run(folder: Path, prompt_tokens: int, model: Path) -> None:
+    """Write data, reward and spec, and the model unless it is there."""
+    if not (model / "config.json").is_file():
+        make_model(model)
+    prompt = " ".join(f"w{number}" for number in range(10, 10 + prompt_tokens))
+    rows = [json.dumps({"prompt": f"{prompt} w{number}"}) for number in range(64)]
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "spec.yaml").write_text(SPEC.replace("./model", str(model.resolve())))
+
+
+def make_model(folder: Path) -> None:
+    """Write a model of random weights, with a tokenizer of one word for each token."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -60,17 +71,12 @@ def make_run(folder: Path, prompt_tokens: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2").save_pretrained(
-        folder / "model"
+        folder
     )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     config = Qwen2Config(**SHAPE, eos_token_id=1, pad_token_id=2, bos_token_id=None)
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-    prompt = " ".join(f"w{number}" for number in range(10, 10 + prompt_tokens))
-    rows = [json.dumps({"prompt": f"{prompt} w{number}"}) for number in range(64)]
-    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "spec.yaml").write_text(SPEC)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def proportional_bytes(process: psutil.Process) -> int:
@@ -108,13 +114,29 @@ def by_role(command: psutil.Process) -> dict[str, int]:
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--steps", default=3, show_default=True, help="Steps to train.")
 @click.option("--prompt-tokens", default=100, show_default=True, help="Length of the prompts.")
+@click.option(
+    "--model",
+    "keep",
+    type=click.Path(path_type=Path),
+    help="Folder to keep the model in; else it is removed.",
+)
 @click.option("--spare-gb", default=1.5, show_default=True, help="Memory to leave to the host.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(overrides: tuple[str, ...], steps: int, prompt_tokens: int, spare_gb: float, as_json: bool) -> None:
+def main(
+    overrides: tuple[str, ...],
+    steps: int,
+    prompt_tokens: int,
+    keep: Path | None,
+    spare_gb: float,
+    as_json: bool,
+) -> None:
     """Measure the peak of all processes of a run."""
     with tempfile.TemporaryDirectory(prefix="model-memory-") as name:
         folder = Path(name)
-        subprocess.run([sys.executable, __file__, "--make", str(folder), str(prompt_tokens)], check=True)
+        model = keep or folder / "model"
+        subprocess.run(
+            [sys.executable, __file__, "--make", str(folder), str(prompt_tokens), str(model)], check=True
+        )
         started_s = time.monotonic()
         up = [
             sys.executable,
@@ -169,6 +191,6 @@ def main(overrides: tuple[str, ...], steps: int, prompt_tokens: int, spare_gb: f
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--make"]:
-        make_run(Path(sys.argv[2]), int(sys.argv[3]))
+        make_run(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
     else:
         main()
