@@ -33,6 +33,8 @@ class LeftRuns:
     """Runs that have not ended and whose spec this version cannot read, with the reason and what helps."""
     failed: dict[str, Failed] = field(default_factory=dict)
     """Runs that `resume` would queue again."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Sequence number of the newest event of each of these runs."""
 
     def advice(self, resumed: Sequence[str] = ()) -> list[str]:
         """Return a sentence for each run that needs a person, without those that are `resumed` now."""
@@ -77,6 +79,8 @@ def left_runs(ledger_path: Path) -> LeftRuns:
     with contextlib.closing(ledger), explained(ledger.db, ledger.path):
         for row in ledger.runs():
             run_id = row["run_id"]
+            if row["state"] == "failed" or row["state"] not in ENDED_STATES:
+                left.events[run_id] = ledger.last_event(run_id)
             if row["state"] == "failed":
                 left.failed[run_id] = Failed(row["message"], row["spec_yaml"])
             elif row["state"] not in ENDED_STATES:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from services.common.curve import scaled, sparkline
 from services.coordinator.ledger.groups import OPEN_STATES
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ RUN_COLUMNS = ("run", "state", "steps", "open groups", "trained tokens", "age", 
 MEMBER_COLUMNS = ("member", "role", "address", "http", "version", "session", "holds", "silent")
 STYLES = {"warning": "yellow", "evaluation": "green", "state": "bold", "session": "cyan", "member": "cyan"}
 """Colour of an event's line on a terminal, by kind."""
+
+STEP_COLUMNS = 80
+CURVE_COLUMNS = 40
 
 VERBS = {"succeeded": "has", "failed": "has", "cancelled": "was"}
 
@@ -112,17 +116,13 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
             shown = [f"{name} {_number(content[name], '.4f')}" for name in measured if name in content]
             return f"validation of version {content['step']}: {', '.join(shown)}"
         case "evaluation":
-            failed = f", {content['failed']} failed" if content.get("failed") else ""
-            return (
-                f"evaluation of version {content['step']}: reward {_number(content.get('reward'), '.3f')} over "
-                f"{content.get('samples', 0)} prompts{failed}, length {_number(content.get('completion_length'), '.1f')}"
-            )
+            return _evaluation_line(content)
         case "state":
             message = f": {content['message']}" if content.get("message") else ""
             return f"the run {VERBS.get(content['state'], 'is')} {content['state']}{message}"
         case "session":
             where = f" at step {content['step']}" if content.get("step") else ""
-            return f"learner session {content['session']} begins{where}"
+            return f"learner session {content['session']} begins{where} and loads the model"
         case "member":
             return f"{content['member_id']} ({content['role']}) {content['what']}"
         case "checkpoint":
@@ -134,32 +134,65 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def step_line(metrics: Mapping[str, Any]) -> str:
-    """Return a line for a trained step: reward (or loss), length, pace, the learner's wait for data, and the age of its
-    groups."""
+    """Return a line of at most STEP_COLUMNS for a trained step: reward (or loss), length, pace, the learner's time and its
+    wait for data, and the age of its groups. The last ones are left out where they do not fit.
+
+    A run with rollouts shows its reward also in a step in which no function gave one.
+    """
     parts = [f"step {metrics['step']:>4}"]
-    if "reward" in metrics:
-        parts.append(f"reward {_number(metrics['reward'], '6.3f')}")
+    if "reward" in metrics or "completion_length" in metrics:
+        parts.append(f"reward {_number(metrics.get('reward'), '6.3f')}")
     elif "loss" in metrics:
         parts.append(f"loss {_number(metrics['loss'], '7.4f')}")
         parts += [f"accuracy {_number(metrics['accuracy'], '5.3f')}"] if "accuracy" in metrics else []
     if "completion_length" in metrics:
-        parts.append(f"length {_number(metrics['completion_length'], '6.1f')}")
-    if "rollout/tokens_per_s" in metrics:
-        pace = metrics["rollout/tokens_per_s"] or None  # 0 until the workers' first report
-        parts.append(f"{_number(pace, '7.0f')} tok/s")
+        parts.append(f"len {_number(metrics['completion_length'], '4.0f')}")
+    if metrics.get("rollout/tokens_per_s"):  # 0 until the workers' first report
+        parts.append(f"{_number(metrics['rollout/tokens_per_s'], '5.0f')} tok/s")
     if "step_s" in metrics:
-        parts.append(f"train {_number(metrics['step_s'], '5.2f')} s")
+        parts.append(f"train {_number(metrics['step_s'], '4.1f')}s")
     if "learner_wait_s" in metrics:
-        parts.append(f"wait {_number(metrics['learner_wait_s'], '5.2f')} s")
+        parts.append(f"wait {_number(metrics['learner_wait_s'], '4.1f')}s")
     ages = {int(key.removeprefix("age/")): n for key, n in metrics.items() if key.startswith("age/") and n}
     if ages:
         mean = sum(age * n for age, n in ages.items()) / sum(ages.values())
-        parts.append(f"age {mean:.1f} (max {max(ages)})")
+        parts.append(f"age {mean:.1f}")
+    while len("  ".join(parts)) > STEP_COLUMNS:
+        parts.pop()
     return "  ".join(parts)
 
 
-def outcome(facts: Facts, evaluations: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Return the last lines about a run; `evaluations` are the contents of those events, oldest first."""
+def _evaluation_line(content: Mapping[str, Any]) -> str:
+    """Return a line for an evaluation by rollout workers: total reward, then the functions where there are several."""
+    when = "before training" if content["step"] == 0 else f"after step {content['step'] - 1}"
+    parts = [f"reward {_with_error(content, 'reward', 'reward_stderr')}"]
+    names = [name.removeprefix("reward/") for name in content if name.startswith("reward/")]
+    if len(names) > 1:
+        parts += [
+            f"{name} {_with_error(content, f'reward/{name}', f'reward_stderr/{name}')}" for name in names
+        ]
+    parts += [
+        f"{name} {_number(value, '.3f')}" for name, value in content.items() if name.startswith("pass@")
+    ]
+    parts.append(f"{content.get('prompts', content.get('samples', 0))} prompts")
+    parts += [f"{content['failed']} failed"] if content.get("failed") else []
+    parts.append(f"length {_number(content.get('completion_length'), '.1f')}")
+    return f"evaluation of version {content['step']} ({when}): {', '.join(parts)}"
+
+
+def _with_error(content: Mapping[str, Any], name: str, error: str) -> str:
+    margin = f" ± {_number(content[error], '.3f')}" if error in content else ""
+    return _number(content.get(name), ".3f") + margin
+
+
+def outcome(
+    facts: Facts,
+    evaluations: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    rewards: Sequence[float] = (),
+) -> str:
+    """Return the last lines about a run; `evaluations` are the contents of those events, oldest first, and `rewards` those
+    of the steps."""
     tokens = facts["tokens"]
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
@@ -167,6 +200,9 @@ def outcome(facts: Facts, evaluations: Sequence[Mapping[str, Any]], summary: Map
         f"tokens: {tokens.get('trained', 0):,} trained, {tokens.get('dropped', 0):,} dropped, "
         f"{tokens.get('wasted', 0):,} wasted",
     ]
+    if len(rewards) > 1:
+        curve = sparkline(scaled(list(rewards)), CURVE_COLUMNS)
+        lines.append(f"reward of the steps: {curve}  {rewards[0]:.3f} to {rewards[-1]:.3f}")
     for name in ("reward", "accuracy", "loss"):
         values = [content[name] for content in evaluations if content.get(name) is not None]
         if len(values) > 1:

@@ -11,6 +11,7 @@ from paceline.client import Client
 from paceline.spec import RunSpec
 from services.cli import render
 from services.cli.offline import DEFAULT_DIRECTORY, runs_of
+from services.cli.progress import Shown, shown_options
 from services.cli.watching import follow
 from services.common.options import coordinator_option, find_run, json_option, print_json, recorded_option
 
@@ -20,8 +21,8 @@ from services.common.options import coordinator_option, find_run, json_option, p
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--watch", "and_watch", is_flag=True, help="Follow the run until it ends.")
 @coordinator_option
-@json_option
-def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: str, as_json: bool) -> None:
+@shown_options
+def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: str, shown: Shown) -> None:
     """Queue a run from a YAML spec, with overrides such as grpo.max_num_steps=50."""
     from paceline.spec.reading import load_spec
 
@@ -30,7 +31,7 @@ def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: 
         click.echo(f"warning: {warning}", err=True)
     with Client(coordinator) as client:
         facts = render.run_facts(client.submit(loaded))
-        if as_json:
+        if shown.as_json:
             print_json(facts)
         else:
             click.echo(f"run {facts['run_id']} is {facts['state']}: {facts['directory']}")
@@ -38,7 +39,7 @@ def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: 
                 for warning in facts["warnings"]:
                     click.echo(f"warning: {warning}", err=True)
         if and_watch:
-            follow(client, facts["run_id"], as_json=as_json)
+            follow(client, facts["run_id"], shown=shown)
 
 
 @click.command()
@@ -63,8 +64,8 @@ def runs(coordinator: str, directory: Path | None, as_json: bool) -> None:
 @click.option("--after", default=0, help="Show only events after this sequence number.")
 @coordinator_option
 @recorded_option
-@json_option
-def watch(run: str, after: int, coordinator: str, directory: Path | None, as_json: bool) -> None:
+@shown_options
+def watch(run: str, after: int, coordinator: str, directory: Path | None, shown: Shown) -> None:
     """Follow a run until it ends; exit status 1 if it does not succeed. JSON lines with --json.
 
     RUN is its id or its folder. Of a directory, or a folder, it shows what is on record.
@@ -73,7 +74,7 @@ def watch(run: str, after: int, coordinator: str, directory: Path | None, as_jso
         path, run = find_run(run, DEFAULT_DIRECTORY)
         directory = path.parent
     with runs_of(coordinator, directory) as source:
-        follow(source, run, after=after, as_json=as_json)
+        follow(source, run, after=after, shown=shown)
 
 
 @click.command()

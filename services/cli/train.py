@@ -16,9 +16,10 @@ from paceline.client import Client
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.run import Algorithm
+from services.cli.progress import Shown, shown_options
 from services.cli.up import run_here
 from services.cli.watching import follow
-from services.common.options import directory_option, json_option
+from services.common.options import directory_option
 
 
 def load_for(algorithm: str, spec: str, overrides: tuple[str, ...]) -> RunSpec:
@@ -48,7 +49,7 @@ def _command(algorithm: str) -> click.Command:
         "--coordinator", metavar="HOST:PORT", help="Queue the run there instead of starting services here."
     )
     @directory_option
-    @json_option
+    @shown_options
     def train(**options: Any) -> None:
         _train(algorithm, **options)
 
@@ -61,14 +62,14 @@ def _train(
     overrides: tuple[str, ...],
     coordinator: str | None,
     directory: Path,
-    as_json: bool,
+    shown: Shown,
 ) -> None:
     wanted = load_for(algorithm, spec, overrides)
     if coordinator is None:
-        run_here(wanted, directory, host="127.0.0.1", port=None, keep=False, as_json=as_json)
+        run_here(wanted, directory, host="127.0.0.1", port=None, keep=False, shown=shown)
         return
     with Client(coordinator) as client:
-        follow(client, client.submit(wanted).run_id, as_json=as_json)
+        follow(client, client.submit(wanted).run_id, shown=shown)
 
 
 grpo, sft, dpo, kto, orpo, rm, distillation = (_command(algorithm) for algorithm in get_args(Algorithm))

@@ -19,12 +19,12 @@ from paceline.host_memory import available_bytes
 from paceline.memory_estimate import shortage
 from paceline.spec import ClusterSection, RunSpec
 from services.cli.left_runs import left_runs
+from services.cli.progress import Shown, shown_options
 from services.cli.watching import follow
 from services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
 from services.common.options import (
     directory_option,
     functions_from_option,
-    json_option,
     token_file_option,
 )
 from services.local.cluster import GRACE_S, LocalCluster
@@ -70,7 +70,7 @@ INTERRUPTED = 130
 )
 @functions_from_option
 @token_file_option
-@json_option
+@shown_options
 def up(
     spec: str | None,
     overrides: tuple[str, ...],
@@ -82,7 +82,7 @@ def up(
     min_free_mb: int,
     functions_from: tuple[Path, ...],
     grace_s: float,
-    as_json: bool,
+    shown: Shown,
 ) -> None:
     """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
 
@@ -102,7 +102,7 @@ def up(
         min_free_mb=min_free_mb,
         functions_from=functions_from,
         grace_s=grace_s,
-        as_json=as_json,
+        shown=shown,
     )
 
 
@@ -113,7 +113,7 @@ def run_here(
     host: str,
     port: int | None,
     keep: bool,
-    as_json: bool,
+    shown: Shown,
     resumed: tuple[str, ...] = (),
     min_free_mb: int = MIN_FREE_MB,
     functions_from: tuple[Path, ...] = (),
@@ -176,10 +176,11 @@ def run_here(
             client.resume(run_id)
         run_ids = [client.submit(spec).run_id] if spec else list(going_on)
         if spec and going_on:
-            say(f"{next(iter(going_on))} is still open and goes first; `paceline cancel` ends it")
+            first = next(iter(going_on))
+            say(f"{first} is still open and goes first; `paceline cancel {first}` ends it")
         cluster.start_workers()
         try:
-            succeeded = [_follow(client, run_id, as_json) for run_id in run_ids]
+            succeeded = [_follow(client, run_id, left.events.get(run_id, 0), shown) for run_id in run_ids]
         except KeyboardInterrupt:
             say(f"stopping; `paceline up --directory {directory}` goes on with the open runs")
             raise click.exceptions.Exit(INTERRUPTED) from None
@@ -214,10 +215,10 @@ def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
         raise click.exceptions.Exit(INTERRUPTED) from None
 
 
-def _follow(client: Client, run_id: str, as_json: bool) -> bool:
+def _follow(client: Client, run_id: str, earlier: int, shown: Shown) -> bool:
     """Show a run until it has ended; return whether it succeeded. A run that did not succeed does not stop the others."""
     try:
-        follow(client, run_id, as_json=as_json)
+        follow(client, run_id, earlier=earlier, shown=shown)
     except click.exceptions.Exit:
         return False
     return True

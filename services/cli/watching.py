@@ -1,76 +1,69 @@
-"""Progress of a run on the screen: one line for each event, and on a terminal a progress bar below."""
+"""`follow`: a run on the screen until it has ended, and its outcome."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-from collections.abc import Callable, Iterator
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.client import Client, Event
+from paceline.client import ENDED_STATES, Client
 from services.cli import render
-from services.common.options import print_json
+from services.cli.progress import Course, Shown, screen
 
 if TYPE_CHECKING:
     from services.cli.offline import RecordedRuns
 
 
-def follow(client: Client | RecordedRuns, run_id: str, *, after: int = 0, as_json: bool = False) -> None:
-    """Print a run's events until it has ended. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable.
+def follow(
+    source: Client | RecordedRuns,
+    run_id: str,
+    *,
+    shown: Shown,
+    after: int = 0,
+    earlier: int = 0,
+) -> None:
+    """Print a run's events after the sequence number `after` until it has ended. Those up to `earlier` are summed up in a
+    line. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable.
 
     Of a directory's records it prints what is there, also of a run that has not ended.
     """
-    total_steps = client.get(run_id).max_num_steps
-    evaluations: list[dict[str, Any]] = []
-    with _screen(run_id, total_steps, as_json) as show:
-        for event in client.watch(run_id, after):
-            if event.kind == "evaluation":
-                evaluations.append(event.content)
+    facts = render.run_facts(source.get(run_id))
+    is_live = isinstance(source, Client) and facts["state"] not in ENDED_STATES
+    course = Course(facts["max_num_steps"], live_from=facts["step"] if is_live else math.inf)
+    told, is_queued = "", facts["state"] == "queued"
+    with screen(run_id, course, shown, earlier) as show:
+        for event in source.watch(run_id, after):
             show(event)
-    facts = render.run_facts(client.get(run_id))
-    if not as_json:
-        click.echo(render.outcome(facts, evaluations, _summary(facts)))
+            if event.kind != "state" or event.sequence <= earlier:
+                continue
+            told = str(event.content.get("message", ""))
+            if (
+                event.content.get("state") == "queued"
+                and is_queued
+                and (advice := queued_behind(source, run_id))
+            ):
+                click.echo(advice, err=True)
+    facts = render.run_facts(source.get(run_id))
+    if not shown.as_json:
+        once = facts | ({"message": ""} if facts["message"] == told else {})
+        click.echo(render.outcome(once, course.evaluations, _summary(facts), course.rewards))
     if facts["state"] != "succeeded":
         raise click.exceptions.Exit(1)
 
 
-@contextlib.contextmanager
-def _screen(run_id: str, total_steps: int, as_json: bool) -> Iterator[Callable[[Event], None]]:
-    if as_json:
-        yield lambda event: print_json(
-            {"run_id": run_id, "sequence": event.sequence, "kind": event.kind, "content": event.content}
-        )
-    elif not sys.stdout.isatty():
-        yield lambda event: click.echo(render.event_line(event.kind, event.content))
-    else:
-        from rich.text import Text
-
-        with _progress() as progress:
-            task = progress.add_task(run_id, total=total_steps)
-
-            def show(event: Event) -> None:
-                line = render.event_line(event.kind, event.content)
-                progress.console.print(Text(line, style=render.STYLES.get(event.kind, "")))
-                if event.kind == "step":
-                    progress.update(task, completed=event.content["step"] + 1)
-
-            yield show
-
-
-def _progress() -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps"),
-        TimeElapsedColumn(),
-    )
+def queued_behind(source: Client | RecordedRuns, run_id: str) -> str:
+    """Return which open run is in front of a queued one, and how to end it; empty if none is."""
+    for run in source.runs():
+        facts = render.run_facts(run)
+        if facts["run_id"] == run_id:
+            return ""
+        if facts["state"] not in ENDED_STATES:
+            steps = f"{facts['state']}, step {facts['step']} of {facts['max_num_steps']}"
+            return f"{run_id} waits for {facts['run_id']} ({steps}); `paceline cancel {facts['run_id']}` ends that run"
+    return ""
 
 
 def _summary(facts: render.Facts) -> dict[str, Any]:

@@ -174,6 +174,11 @@ class Ledger(LedgerFile):
                 counters[name] = counters.get(name, 0) + amount
         return counters
 
+    def last_event(self, run_id: str) -> int:
+        """Return the sequence number of the newest event of a run; 0 without any."""
+        row = self.db.execute("SELECT MAX(sequence) FROM events WHERE run_id = ?", (run_id,)).fetchone()
+        return int(row[0] or 0)
+
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
         """Append to the run's events, which Watch streams."""
         self.db.execute(

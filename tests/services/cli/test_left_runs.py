@@ -101,7 +101,7 @@ class Recorded:
     def resume(self, run_id: str) -> None:
         self.calls.append(("resume", run_id))
 
-    def follow(self, client: Any, run_id: str, *, as_json: bool) -> None:
+    def follow(self, client: Any, run_id: str, *, earlier: int, shown: Any) -> None:
         self.calls.append(("follow", run_id))
         if run_id in self.failing:
             raise click.exceptions.Exit(1)

@@ -222,9 +222,9 @@ def test_watch_shows_how_a_run_ended(cluster: LocalCluster, spec_path: Path) -> 
     text = paceline("watch", "sums-1", coordinator=at)
     assert text.exit_code == 1, "the run did not succeed"
     lines = text.stdout.splitlines()
-    assert lines[0] == "the run is queued"
-    assert "the run was cancelled: cancelled by request" in lines
-    assert lines[-2] == "sums-1 cancelled after 0 of 100 steps: cancelled by request"
+    assert lines[0] == "sums-1  the run is queued"
+    assert "sums-1  the run was cancelled: cancelled by request" in lines
+    assert lines[-2] == "sums-1 cancelled after 0 of 100 steps"
     as_json = paceline("watch", "sums-1", "--json", coordinator=at)
     events = [json.loads(line) for line in as_json.stdout.splitlines()]
     first = events[0]
@@ -265,7 +265,7 @@ def test_doctor_fails_where_nothing_can_be_written() -> None:
     )
 
 
-def test_a_step_fits_a_line_of_100_columns() -> None:
+def test_a_step_fits_a_line_of_80_columns() -> None:
     metrics = {
         "step": 11,
         "reward": 0.5123,
@@ -278,10 +278,15 @@ def test_a_step_fits_a_line_of_100_columns() -> None:
         "age/3": 0.0,
     }
     line = render.event_line("step", metrics)
-    assert line == (
-        "step   11  reward  0.512  length 1414.2   123457 tok/s  train  0.31 s  wait 12.03 s  age 0.5 (max 2)"
+    assert (
+        line
+        == (
+            "step   11  reward  0.512  len 1414  123457 tok/s  train  0.3s  wait 12.0s"  # age 0.5 would pass column 80
+        )
     )
-    assert len(line) <= 100
+    assert render.event_line("step", metrics | {"rollout/tokens_per_s": 0.0}).endswith("wait 12.0s  age 0.5")
+    long = metrics | {"step": 123456, "reward": -1234.5, "step_s": 1234.5, "learner_wait_s": 1234.5}
+    assert len(render.event_line("step", long)) <= 80
 
 
 @pytest.mark.parametrize(
@@ -291,17 +296,35 @@ def test_a_step_fits_a_line_of_100_columns() -> None:
         (
             "step",
             {"step": 3, "reward": float("nan"), "rollout/tokens_per_s": 0.0},
-            "step    3  reward      -        - tok/s",
+            "step    3  reward      -",
         ),
+        ("step", {"step": 3, "loss": 0.5, "completion_length": 8.0}, "step    3  reward      -  len    8"),
         (
             "evaluation",
             {"step": 12, "reward": 0.75, "samples": 256, "failed": 2, "completion_length": 5.0},
-            "evaluation of version 12: reward 0.750 over 256 prompts, 2 failed, length 5.0",
+            "evaluation of version 12 (after step 11): reward 0.750, 256 prompts, 2 failed, length 5.0",
+        ),
+        (
+            "evaluation",
+            {
+                "step": 12,
+                "reward": 0.75,
+                "reward_stderr": 0.05,
+                "reward/math": 0.5,
+                "reward_stderr/math": 0.1,
+                "reward/format": 1.0,
+                "pass@4/math": 0.625,
+                "prompts": 64,
+                "samples": 256,
+                "completion_length": 5.0,
+            },
+            "evaluation of version 12 (after step 11): reward 0.750 ± 0.050, math 0.500 ± 0.100, format 1.000, "
+            "pass@4/math 0.625, 64 prompts, length 5.0",
         ),
         (
             "evaluation",
             {"step": 0, "reward": None},
-            "evaluation of version 0: reward - over 0 prompts, length -",
+            "evaluation of version 0 (before training): reward -, 0 prompts, length -",
         ),
         ("state", {"state": "failed", "message": "no data"}, "the run has failed: no data"),
         ("checkpoint", {"step": 50, "path": "/c", "seconds": 1.25}, "checkpoint after step 49 in 1.2 s: /c"),
@@ -312,7 +335,7 @@ def test_a_step_fits_a_line_of_100_columns() -> None:
         ),
         ("warning", {"message": "scoring failed"}, "warning: scoring failed"),
         ("member", {"member_id": "r-0", "role": "rollout", "what": "joined"}, "r-0 (rollout) joined"),
-        ("session", {"session": 2}, "learner session 2 begins"),
+        ("session", {"session": 2}, "learner session 2 begins and loads the model"),
         ("novel", {"a": 1}, 'novel: {"a": 1}'),
     ],
 )

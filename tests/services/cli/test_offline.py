@@ -60,7 +60,7 @@ def test_runs_of_a_directory_are_listed(directory: Path) -> None:
 def test_a_recorded_run_is_shown_and_its_state_is_the_exit_status(directory: Path) -> None:
     ended = paceline("watch", "sums-1", "--directory", directory)
     assert ended.exit_code == 0, ended.output
-    assert "evaluation of version 2: reward 0.875" in ended.stdout
+    assert "evaluation of version 2 (after step 1): reward 0.875" in ended.stdout
     assert "sums-1 succeeded after 2 of 2 steps" in ended.stdout
     paused = paceline("watch", directory / "sums-2")
     assert paused.exit_code == 1

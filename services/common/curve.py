@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import isfinite
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -10,6 +11,15 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 def sparkline(values: list[float], width: int) -> str:
     """Return one line of at most `width` characters for values in [0, 1]; neighbours are averaged if there are more."""
     return "".join(BLOCKS[round(_clamped(value) * (len(BLOCKS) - 1))] for value in _averaged(values, width))
+
+
+def scaled(values: list[float]) -> list[float]:
+    """Return finite values mapped to [0, 1] from the least to the greatest; those in [0, 1] stay as they are."""
+    finite = [value for value in values if isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    if low >= 0.0 and high <= 1.0:
+        return finite
+    return [(value - low) / (high - low) if high > low else 0.5 for value in finite]
 
 
 def chart(values: list[float], *, width: int = 60, height: int = 10, label: str = "step") -> str:

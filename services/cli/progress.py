@@ -1,0 +1,189 @@
+"""Progress of a run on the screen: one line for each event, and on a terminal a bar with the reward's curve below.
+
+Elsewhere each line begins with the time and the run, and a step's line ends with the time that is left, because such lines
+are read from the log of a container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import click
+
+from paceline.client import Event
+from services.cli import render
+from services.common.curve import scaled, sparkline
+from services.common.options import json_option, print_json
+
+ALWAYS = frozenset({"warning", "state"})
+"""Kinds of events that are shown although the user wants a quiet screen."""
+
+BAR_CURVE_COLUMNS = 16
+INTERVALS = 20
+"""Newest steps whose pace gives the time that is left."""
+
+Show = Callable[[Event], None]
+
+
+class Shown(NamedTuple):
+    """What the user wants to see."""
+
+    as_json: bool = False
+    """JSON lines instead of text."""
+    quiet: bool = False
+    """Only warnings, changes of state and the outcome."""
+    bar: bool = True
+    """A progress bar, where the output is a terminal."""
+
+
+def shown_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add --json, --quiet and --no-progress to a command that takes them as `shown`."""
+
+    @functools.wraps(command)
+    def with_shown(*args: Any, as_json: bool, quiet: bool, no_progress: bool, **options: Any) -> None:
+        command(*args, shown=Shown(as_json, quiet, not no_progress), **options)
+
+    for option in (
+        click.option(
+            "--no-progress", is_flag=True, help="Print lines only, without a bar, also on a terminal."
+        ),
+        click.option(
+            "--quiet", "-q", is_flag=True, help="Print only warnings, changes of state and the outcome."
+        ),
+        json_option,
+    ):
+        with_shown = option(with_shown)
+    return with_shown
+
+
+class Course:
+    """The run so far, as its events tell it."""
+
+    def __init__(
+        self, total_steps: int, *, live_from: float = 0, clock: Callable[[], float] = time.monotonic
+    ):
+        """Events from the step `live_from` on happen now; infinity: none does."""
+        self.total_steps = total_steps
+        self._live_from = live_from
+        self.step = 0
+        """Trained steps."""
+        self.rewards: list[float] = []
+        """Rewards (of a run on examples: losses) of the steps that had one."""
+        self.evaluations: list[dict[str, Any]] = []
+        self._clock = clock
+        self._times_s: deque[float] = deque(maxlen=INTERVALS + 1)
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether the newest event has happened just now."""
+        return self.step >= self._live_from
+
+    def note(self, event: Event) -> None:
+        """Note an event; the pace is that of the live ones."""
+        if event.kind == "evaluation":
+            self.evaluations.append(event.content)
+        if event.kind != "step":
+            return
+        self.step = int(event.content["step"]) + 1
+        samples = "reward" in event.content or "completion_length" in event.content
+        value = event.content.get("reward" if samples else "loss")
+        if value is not None:
+            self.rewards.append(float(value))
+        if self.step > self._live_from:
+            self._times_s.append(self._clock())
+
+    def left(self) -> str:
+        """Return the time that is left, as text; empty while it is unknown."""
+        intervals, steps = len(self._times_s) - 1, self.total_steps - self.step
+        if intervals < 1 or steps <= 0:
+            return ""
+        return render.duration(steps * (self._times_s[-1] - self._times_s[0]) / intervals)
+
+    def curve(self, columns: int) -> str:
+        """Return the values of the steps as one line of characters."""
+        return sparkline(scaled(self.rewards), columns)
+
+
+@contextlib.contextmanager
+def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Iterator[Show]:
+    """Give a function that shows an event. Events with sequence numbers up to `earlier` were shown before: one line stands
+    for all of them."""
+    with contextlib.ExitStack() as stack:
+        if shown.as_json:
+            say = None
+        elif sys.stdout.isatty() and shown.bar and not shown.quiet:
+            say = stack.enter_context(_bar(run_id, course))
+        else:
+            say = _plain(run_id, course)
+        summarized = False
+
+        def show(event: Event) -> None:
+            nonlocal summarized
+            is_old = event.sequence <= earlier
+            course.note(event)
+            if say is None:
+                content = {"kind": event.kind, "content": event.content}
+                print_json({"run_id": run_id, "sequence": event.sequence} | content)
+                return
+            if is_old:
+                return
+            if not summarized and course.step and earlier:
+                done = course.step - (event.kind == "step")
+                say(None, f"{done} steps were trained before  {course.curve(render.CURVE_COLUMNS)}")
+            summarized = True
+            if not shown.quiet or event.kind in ALWAYS:
+                say(event, render.event_line(event.kind, event.content))
+
+        yield show
+
+
+def _plain(run_id: str, course: Course) -> Callable[[Event | None, str], None]:
+    """Return a function that prints a line; off a terminal with time, run and the time that is left."""
+    is_terminal = sys.stdout.isatty()
+
+    def say(event: Event | None, line: str) -> None:
+        left = course.left() if event is not None and event.kind == "step" else ""
+        if is_terminal:
+            click.echo(line)
+        else:
+            now = f"{time.strftime('%H:%M:%S')} " if course.is_live else ""
+            click.echo(f"{now}{run_id}  {line}{f'  ETA {left}' if left else ''}")
+
+    return say
+
+
+@contextlib.contextmanager
+def _bar(run_id: str, course: Course) -> Iterator[Callable[[Event | None, str], None]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[curve]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task(run_id, total=course.total_steps, curve="loading", left="")
+
+        def say(event: Event | None, line: str) -> None:
+            style = render.STYLES.get(event.kind, "") if event is not None else ""
+            progress.console.print(Text(line, style=style))
+            if event is None or event.kind == "step":
+                left = course.left()
+                progress.update(
+                    task,
+                    completed=course.step,
+                    curve=course.curve(BAR_CURVE_COLUMNS),
+                    left=f"{left} left" if left else "",
+                )
+
+        yield say
