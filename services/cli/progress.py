@@ -18,8 +18,8 @@ import click
 
 from paceline.client import Event
 from services.cli import render
-from services.common.curve import scaled, sparkline
 from services.common.options import json_option, print_json
+from services.common.reporting.curve import scaled, sparkline
 
 ALWAYS = frozenset({"warning", "state"})
 """Kinds of events that are shown although the user wants a quiet screen."""

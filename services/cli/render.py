@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from services.common.curve import scaled, sparkline
+from services.common.reporting.curve import scaled, sparkline
 from services.coordinator.ledger.groups import OPEN_STATES
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from paceline.client import Client, Event
 from paceline.errors import PacelineError
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
-from services.common.curve import chart, sparkline
+from services.common.reporting.curve import chart, sparkline
 from services.demo.task import write_data
 from services.local.cluster import LocalCluster
 

@@ -32,6 +32,7 @@ from services.common.assigned_run import AssignedRun
 from services.common.gpus import refuse_cpu, usable_gpus
 from services.common.logged_metrics import LoggedMetrics
 from services.common.membership import Membership
+from services.common.reporting.progress_log import ProgressLog
 from services.common.run_setup import spec_of
 from services.common.trainer_state import TRAINER_STATE
 
@@ -73,6 +74,7 @@ class RewardWorker:
         self._reference: ReferenceScorer | None = None
         self._stopping = asyncio.Event()
         self._scored = 0
+        self._progress = ProgressLog(log)
         self._logged = LoggedMetrics()
         """Values that reward functions logged since the last heartbeat."""
         self._unavailable = 0
@@ -218,6 +220,15 @@ class RewardWorker:
             )
             await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
         self._scored += 1
+        self._progress.note(
+            lambda sums, s: (
+                f"run {run_id}: {sums['groups']:.0f} groups in {s:.0f} s, {sums['scored']:.0f} of them scored, "
+                f"{sums['work_s'] / sums['groups']:.2f} s for one"
+            ),
+            groups=1,
+            scored=not score.error,
+            work_s=score.score_s,
+        )
 
     async def _turn_comes(self) -> bool:
         """Wait for a free process; return False when the worker has to stop before. After True the caller has to give

@@ -27,6 +27,7 @@ from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine, GenerationRequest
 from rollout.engines import create_engine
 from services.common.membership import Membership
+from services.common.reporting.progress_log import ProgressLog
 from services.rollout.group_sampler import GroupSampler
 from services.rollout.hang_probe import answers, until_hung
 from services.rollout.pace import Pace
@@ -82,6 +83,7 @@ class RolloutRun:
         self._no_external = asyncio.Event()
         self._no_external.set()
         self._pace = Pace()
+        self._progress = ProgressLog(log)
         self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample)
         self.params, self.stop = self._sampler.params, self._sampler.stop
         self._unexpected = 0
@@ -306,6 +308,16 @@ class RolloutRun:
         if reply.status == pb.REPLY_STATUS_INVALID:
             log.error("group %d was refused: %s", lease.group_id, reply.message)
             await self._return_lease(lease, error=reply.message, reason="invalid_result")
+            return
+        newest = max((completion.version_steps().max(initial=-1) for completion in completions), default=-1)
+        self._progress.note(
+            lambda sums, s: (
+                f"run {self.run_id}: {sums['groups']:.0f} groups with {sums['tokens']:,.0f} tokens in {s:.0f} s "
+                f"({sums['tokens'] / s:,.0f} tokens/s), the last by version {newest}"
+            ),
+            groups=1,
+            tokens=group.num_tokens,
+        )
 
     async def _return_lease(
         self,

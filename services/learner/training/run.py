@@ -8,6 +8,7 @@ threads, from a staged copy, while the next step trains. No step waits for a rol
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from protos.paceline.v1 import worker_pb2
 from services.common.gpus import refuse_cpu
+from services.common.reporting.progress_log import ProgressLog
 from services.common.run_setup import failed_set_up, spec_of
 from services.learner.context import RankContext
 from services.learner.training.agreement import StepAgreement
@@ -66,6 +68,7 @@ class LearnerRun:
         )
         self.publishing = Publishing(assignment, self._spec, rank, self._reports.warn)
         """The run's weights on their way to the members; takes the control plane's messages about them."""
+        self._progress = ProgressLog(log)
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None
         self._longest = 0
@@ -265,10 +268,24 @@ class LearnerRun:
             metrics["publish_wait_s"] = time.perf_counter() - started_s
         tokens = sum(len(sample.completion_ids) for sample in samples)
         self._batches.send_receipt(batch, self.step - 1, tokens, metrics)
+        self._log_progress(metrics)
         if self._spec.checkpointing.enabled and (
             last or self.step % self._spec.checkpointing.save_period == 0
         ):
             self._begin_save(unchanged=last)
+
+    def _log_progress(self, metrics: dict[str, float]) -> None:
+        if self._rank.rank != 0:
+            return
+        loss, step, total = metrics.get("loss", math.nan), self.step, self._spec.max_num_steps
+        self._progress.note(
+            lambda sums, s: (
+                f"run {self.run_id}: {step} of {total} steps, {sums['steps']:.0f} of them in the last {s:.0f} s with "
+                f"{sums['tokens']:,.0f} tokens, loss {loss:.4g}"
+            ),
+            steps=1,
+            tokens=metrics["tokens"],
+        )
 
     def _validate(self) -> dict[str, float]:
         """Return the objective on the held-out examples, where the spec wants it for the current version."""

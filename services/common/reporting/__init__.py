@@ -1,0 +1,1 @@
+"""Reports for people: curves made of characters, lines in logs."""
