@@ -78,12 +78,6 @@ def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
     exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
 
 
-def has_ended(exchange: Exchange, run: ActiveRun, kind: str) -> bool:
-    """Return whether the evaluation of a class has its result."""
-    row = exchange.ledger.evaluations.get(run.run_id, int(kind.split(":")[1]))
-    return row is not None and bool(row["done"])
-
-
 def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     """Record the result when every group of the evaluation is scored or dropped."""
     step = int(kind.split(":")[1])

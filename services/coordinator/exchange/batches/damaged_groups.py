@@ -10,7 +10,6 @@ from __future__ import annotations
 import sqlite3
 
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.batches.selection import take_apart
 from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.groups import State
@@ -40,7 +39,7 @@ def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None
         return
     if row["state"] == State.BATCHED:
         take_apart(exchange, run, row["step"], [row["group_id"]], f"damaged: {damaged}")
-    if row["class"] != "train" and evaluation.has_ended(exchange, run, row["class"]):
+    if row["class"] != "train" and exchange.ledger.evaluations.has_ended(run.run_id, row["class"]):
         exchange.drop(run, row, "damaged")  # its result is on record, and nobody would generate it again
         return
     if row["state"] in (State.GENERATED, State.SCORED, State.BATCHED):

@@ -31,6 +31,11 @@ class Evaluations:
         ).fetchone()
         return row
 
+    def has_ended(self, run_id: str, kind: str) -> bool:
+        """Return whether the evaluation of a class of groups has its result."""
+        row = self.get(run_id, int(kind.split(":")[1]))
+        return row is not None and bool(row["done"])
+
     # Pending ones
 
     def first_pending(self, run_id: str) -> sqlite3.Row | None:
