@@ -1,7 +1,33 @@
 """Paceline: asynchronous, off-policy GRPO as plain services.
 
 The core that all packages share: `RunSpec`, the wire, and the client. Nothing in this package imports torch or one of
-the services at import time.
+the services at import time. The names of `__all__` are loaded when they are first used, `train` and `LocalCluster` from
+the services (docs/python.md).
 """
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_PLACES = {
+    "Client": "paceline.client",
+    "Event": "paceline.client",
+    "RunState": "paceline.client",
+    "RunSpec": "paceline.spec",
+    "PacelineError": "paceline.errors",
+    "LocalCluster": "services.local.cluster",
+    "TrainedRun": "services.local.one_call",
+    "train": "services.local.one_call",
+}
+__all__ = ["Client", "Event", "LocalCluster", "PacelineError", "RunSpec", "RunState", "TrainedRun", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,7 +36,27 @@ if TYPE_CHECKING:
     from protos.paceline.v1.worker_pb2 import Member
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
-ENDED_STATES = ("succeeded", "failed", "cancelled")
+
+
+class RunState(StrEnum):
+    """State of a run; each equals its name as text (`"running"`)."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @classmethod
+    def of(cls, run: Run) -> RunState:
+        """Return the state of a run's message."""
+        from protos.paceline.v1 import run_pb2
+
+        return cls(run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
+
+
+ENDED_STATES = (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED)
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 OPENING_S = 3600.0
 """Seconds in which a submitted run's data set has to be opened."""
@@ -251,6 +272,40 @@ class Client:
                 raise Unavailable(f"the client of {self.address} is closed")
             pause_s = min(2 * pause_s, 1.0)
 
+    def events(
+        self, run_id: str, *, kind: str | None = None, after: int = 0, quiet_s: float = 0.5
+    ) -> list[Event]:
+        """Return the events of a run so far, oldest first, of one `kind` or all.
+
+        `watch` gives those to come as well. Of a run that goes on, the list ends when no event came for `quiet_s` seconds.
+        Raises NotFound.
+        """
+        import grpc
+
+        from paceline.run_records import parsed, until_quiet
+        from protos.paceline.v1.run_pb2 import WatchRequest
+
+        self.get(run_id)  # looks for a coordinator that is away, and raises NotFound
+        first_s = quiet_s if after else self._timeout_s
+        try:
+            stream = self._runs.Watch(WatchRequest(run_id=run_id, after=after))
+            answers = until_quiet(stream, quiet_s, first_s)
+        except grpc.RpcError as error:
+            raise self._translated(error) from None
+        events = [Event(answer.sequence, answer.kind, parsed(answer.json)) for answer in answers]
+        return [event for event in events if kind in (None, event.kind)]
+
+    def metrics(self, run_id: str) -> list[dict[str, Any]]:
+        """Return the metrics of each trained step, with its number as `step`: rows for a DataFrame. Raises NotFound."""
+        return [event.content for event in self.events(run_id, kind="step")]
+
+    def samples(self, run_id: str, step: int) -> list[dict[str, Any]]:
+        """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions and
+        rewards. They are read from the coordinator's directory, which has to be on this machine. Raises NotFound."""
+        from paceline.run_records import samples
+
+        return samples(Path(self.get(run_id).directory), run_id, step)
+
     # Workers
 
     def members(self) -> list[Member]:
@@ -383,9 +438,7 @@ class Client:
 
 def state_name(run: Run) -> str:
     """Return a run's state in lower case: queued, running, paused, succeeded, failed or cancelled."""
-    from protos.paceline.v1.run_pb2 import RunState
-
-    return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+    return RunState.of(run).value
 
 
 def status_name(error: grpc.RpcError) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import linecache
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 from reward.runner import RewardRunner
 from services.cli.train import load_for
+from services.local.one_call import TrainedRun, assembled
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -62,6 +64,56 @@ async def score(
     assert result.rewards_CF is not None
     rewards: list[list[float]] = result.rewards_CF.tolist()
     return rewards
+
+
+def notebook_cells(path: Path) -> list[str]:
+    """Source of the code cells, registered as an interactive session does, so that functions have their source."""
+    cells = ["".join(cell["source"]) for cell in read_json(path)["cells"] if cell["cell_type"] == "code"]
+    for number, source in enumerate(cells):
+        lines = source.splitlines(keepends=True)
+        linecache.cache[f"<cell {number}>"] = (len(source), None, lines, f"<cell {number}>")
+    return cells
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads(path.read_text())
+    return tree
+
+
+def run_notebook(path: Path) -> dict[str, Any]:
+    """Execute the code cells in their order; return the notebook's names."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, source in enumerate(notebook_cells(path)):
+        exec(compile(source, f"<cell {number}>", "exec"), names)
+    return names
+
+
+async def test_the_notebook_makes_a_run_whose_functions_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[RunSpec] = []
+
+    def train(*, rewards: Any, data: Any, directory: Path, **sections: Any) -> TrainedRun:
+        made.append(assembled(None, (), sections, rewards, data, None, directory.resolve()))
+        return TrainedRun("run-1", tmp_path, tmp_path, [{"step": 0, "reward": 0.5}], [], {})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("services.local.one_call.train", train)
+    monkeypatch.setattr("services.local.one_call.samples", lambda *_: [{"prompt": "1+1=", "completions": []}])
+    monkeypatch.setattr("services.demo.model.make_model", lambda *_, **__: None)
+    run_notebook(EXAMPLES / "notebook" / "train.ipynb")
+    (spec,) = made
+    assert len(open_prompts(spec.data, 0)) == 100
+    assert await score(spec, "1+1=", ["2", "3"], {"answer": "2"}) == [[1.0, 1.0], [0.0, 1.0]]
+
+
+@pytest.mark.slow
+def test_the_notebook_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_notebook(EXAMPLES / "notebook" / "train.ipynb")
+    assert [row["step"] for row in names["result"].metrics] == [0, 1, 2, 3]
+    assert (names["result"].export_path / "config.json").is_file()
+    assert len(names["group"]["completions"]) == 4
 
 
 def test_the_arithmetic_specs_are_the_demos() -> None:
