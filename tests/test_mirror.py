@@ -85,6 +85,7 @@ COVERED_BY = {
     "services/cli/doctor.py": "test_main.py",
     "services/cli/lazy.py": "test_main.py",
     "services/cli/render.py": "test_main.py",
+    "services/cli/report_page.py": "test_plot.py",
     "services/cli/replay.py": "tests/e2e/test_replay.py",
     "services/cli/runs.py": "test_main.py",
     "services/cli/serve.py": "test_main.py",

@@ -49,6 +49,7 @@ COMMANDS = {
         "Show the completions of a step or an evaluation with their rewards, or export all.",
     ),
     "metrics": ("services.cli.metrics:metrics", "Show or export the metrics of a run."),
+    "plot": ("services.cli.plot:plot", "Write an HTML page with the curves of runs."),
     "ledger": ("services.cli.records:ledger", "Verify or back up the record of every group."),
     "export": (
         "services.cli.records:export",

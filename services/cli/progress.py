@@ -103,7 +103,8 @@ class Course:
         intervals, steps = len(self._times_s) - 1, self.total_steps - self.step
         if intervals < 1 or steps <= 0:
             return ""
-        return render.duration(steps * (self._times_s[-1] - self._times_s[0]) / intervals)
+        left_s = steps * (self._times_s[-1] - self._times_s[0]) / intervals
+        return render.duration(left_s) if left_s >= 1 else ""
 
     def curve(self, columns: int) -> str:
         """Return the values of the steps as one line of characters."""

@@ -150,9 +150,9 @@ def step_line(metrics: Mapping[str, Any]) -> str:
     if metrics.get("rollout/tokens_per_s"):  # 0 until the workers' first report
         parts.append(f"{_number(metrics['rollout/tokens_per_s'], '5.0f')} tok/s")
     if "step_s" in metrics:
-        parts.append(f"train {_number(metrics['step_s'], '4.1f')}s")
+        parts.append(f"train {_number(metrics['step_s'], '3.1f')}s")
     if "learner_wait_s" in metrics:
-        parts.append(f"wait {_number(metrics['learner_wait_s'], '4.1f')}s")
+        parts.append(f"wait {_number(metrics['learner_wait_s'], '3.1f')}s")
     ages = {int(key.removeprefix("age/")): n for key, n in metrics.items() if key.startswith("age/") and n}
     if ages:
         mean = sum(age * n for age, n in ages.items()) / sum(ages.values())

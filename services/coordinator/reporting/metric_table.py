@@ -44,6 +44,7 @@ REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fix
            "below 0.5; near 1 the prompts are too hard or too easy, and `grpo.use_dynamic_sampling` helps"),
     Metric("unscored_fraction", "share", "completions for which every reward function returned None", "0, or as the data has it"),
     Metric("reward/<function>", "reward", "mean of one function, before its weight, over the completions that it scored"),
+    Metric("logged/<name>", "", "mean of the values that reward functions gave to `log_metric` since the step before"),
     Metric("reward_std/<function>", "reward", "standard deviation of one function over the completions that it scored",
            "0 means that the function tells no completions apart"),
 ))  # fmt: skip

@@ -281,10 +281,12 @@ def test_a_step_fits_a_line_of_80_columns() -> None:
     assert (
         line
         == (
-            "step   11  reward  0.512  len 1414  123457 tok/s  train  0.3s  wait 12.0s"  # age 0.5 would pass column 80
+            "step   11  reward  0.512  len 1414  123457 tok/s  train 0.3s  wait 12.0s"  # age 0.5 would pass column 80
         )
     )
     assert render.event_line("step", metrics | {"rollout/tokens_per_s": 0.0}).endswith("wait 12.0s  age 0.5")
+    usual = metrics | {"rollout/tokens_per_s": 12345.6, "learner_wait_s": 2.0}
+    assert render.event_line("step", usual).endswith("  12346 tok/s  train 0.3s  wait 2.0s  age 0.5")
     long = metrics | {"step": 123456, "reward": -1234.5, "step_s": 1234.5, "learner_wait_s": 1234.5}
     assert len(render.event_line("step", long)) <= 80
 
