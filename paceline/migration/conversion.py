@@ -12,13 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.spec.foreign.names import ForeignName, look_up, table
+from paceline.spec.foreign.names import EXAMPLES, ForeignName, key_for, look_up, table
 from paceline.spec.keys import keys
-
-EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
-"""Algorithms that train on a data set's examples."""
-RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
-"""Keys of `grpo` by their names in the sections of EXAMPLES."""
 
 
 @dataclass
@@ -59,14 +54,7 @@ class Conversion:
 
     def place(self, key: str) -> str:
         """Return our key for the algorithm; empty if that algorithm has none."""
-        section, _, name = key.partition(".")
-        if self.algorithm in EXAMPLES and section == "grpo":
-            key = f"{self.algorithm}.{RENAMED.get(name, name)}"
-        elif self.algorithm in ("dpo", "kto") and key == "loss_fn.reference_policy_kl_penalty":
-            key = f"{self.algorithm}.reference_policy_kl_penalty"
-        elif self.algorithm in EXAMPLES and section in ("loss_fn", "async_grpo", "rewards", "value"):
-            return ""
-        return key if key in keys() else ""
+        return key_for(key, self.algorithm)
 
     def leave_out(self, name: str, reason: str) -> None:
         """Record that a setting was left out, if it is set."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.migration.conversion import EXAMPLES, Conversion, plain, whole
+from paceline.migration.conversion import Conversion, plain, whole
+from paceline.spec.foreign.names import EXAMPLES
 
 DATA = {
     "OpenMathInstruct-2": ("nvidia/OpenMathInstruct-2", "problem", "expected_answer"),

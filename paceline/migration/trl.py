@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.migration.conversion import EXAMPLES, Conversion, listed, plain, whole
+from paceline.migration.conversion import Conversion, listed, plain, whole
+from paceline.spec.foreign.names import EXAMPLES
 
 BUILT_IN = {
     "accuracy_reward": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},
@@ -137,10 +138,10 @@ def _rewards(done: Conversion) -> None:
 
 
 def _objective(done: Conversion) -> None:
-    low = done.take("epsilon", 0.2)
-    if "epsilon" in done.settings:
-        done.put("loss_fn.ratio_clip_min", low)
-        done.put("loss_fn.ratio_clip_max", done.take("epsilon_high", low))
+    _clip(done)
+    if done.take("multi_objective_aggregation") == "normalize_then_sum":
+        done.take("scale_rewards")
+        done.put("grpo.advantage", "gdpo")
     every = done.take("ref_model_sync_steps", 512)
     if done.take("sync_ref_model") and done.settings.get("beta"):
         updates = done.tree.get("policy", {}).get("num_updates_per_step", 1)
@@ -163,6 +164,19 @@ def _objective(done: Conversion) -> None:
     done.notes.append(
         "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; TRL's order is 0"
     )
+
+
+def _clip(done: Conversion) -> None:
+    """Set the bounds of the ratio; TRL's cispo bounds the ratio itself by epsilon_high and has no lower bound."""
+    low, high = done.take("epsilon"), done.take("epsilon_high")
+    if done.settings.get("loss_type") == "cispo":
+        if high is not None and high > 1:
+            done.put("loss_fn.ratio_clip_max", high - 1)
+        return
+    if low is not None:
+        done.put("loss_fn.ratio_clip_min", low)
+    if high is not None or low is not None:
+        done.put("loss_fn.ratio_clip_max", low if high is None else high)
 
 
 def _evaluation(done: Conversion) -> None:

@@ -70,7 +70,7 @@ def parse_spec(tree: dict[str, Any], base: Path | None = None, *, stored: bool =
     try:
         return RunSpec.model_validate(tree, context=STORED if stored else None)
     except ValidationError as error:
-        raise SpecError(explain(error)) from None
+        raise SpecError(explain(error, tree.get("algorithm", "grpo"))) from None
 
 
 def submitted_spec(text: str) -> RunSpec:

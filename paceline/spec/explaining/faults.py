@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from paceline.spec.explaining.nearest import MAX_GUESSES, nearest
 from paceline.spec.explaining.values import value_fault
-from paceline.spec.foreign.names import ForeignName, look_up
+from paceline.spec.foreign.names import EXAMPLES, ForeignName, key_for, look_up
 from paceline.spec.keys import ITEM, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
@@ -21,61 +21,67 @@ MAX_LEVELS = 8
 """Levels of an unknown section that are looked into."""
 
 
-def explain(error: ValidationError) -> str:
-    """Return one line per fault of a spec, at most FAULTS_SHOWN."""
+def explain(error: ValidationError, algorithm: object = "grpo") -> str:
+    """Return one line per fault of a spec of that algorithm, at most FAULTS_SHOWN."""
     items = error.errors()
     lines: list[str] = []
     for item in items[:FAULTS_SHOWN]:
-        lines += _explain_one(item)
+        lines += _explain_one(item, str(algorithm))
     left = len(items) - FAULTS_SHOWN + max(0, len(lines) - FAULTS_SHOWN)
     more = [f"and {left} more faults"] if left > 0 else []
     return "\n".join([*lines[:FAULTS_SHOWN], *more])
 
 
-def unknown_key(location: tuple[Any, ...], value: Any) -> list[str]:
+def unknown_key(location: tuple[Any, ...], value: Any, algorithm: str = "grpo") -> list[str]:
     """Return the lines for a key that no section has; `value` is what stands there."""
     head = _typed(location)
     typed = _leaves(head, value)
     found = {path: look_up(_without_indices(path)) for path in typed}
     if any(found.values()) and not _misspelt_section(location, value):
         answers = {
-            path: _foreign(path, entry) if entry else _own(location, path) for path, entry in found.items()
+            path: _foreign(path, entry, algorithm) if entry else _own(location, path)
+            for path, entry in found.items()
         }
         return [f"{path}: unknown key; {answer}" for path, answer in _once(answers).items()]
     path = typed[0] if len(typed) == 1 else head
     return [f"{path}: unknown key; {_own(location, path)}"]
 
 
-def _explain_one(item: Any) -> list[str]:
+def _explain_one(item: Any, algorithm: str) -> list[str]:
     location, value = item["loc"], item["input"]
     typed, message = _typed(location), str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        return unknown_key(location, value)
+        return unknown_key(location, value, algorithm)
     if item["type"] == "missing":
         whole = dotted(location) in keys()
         return [f"{typed}: missing; {'every spec has to set it' if whole else 'the list is too short'}"]
     if item["type"] == "value_error":
         return [f"{typed}: {message}" if typed else message]
-    if isinstance(value, dict) and (foreign := _foreign_below(typed, value)):
+    if isinstance(value, dict) and (foreign := _foreign_below(typed, value, algorithm)):
         return foreign
     return [f"{typed}: {value_fault(dotted(location), item)} (got {reprlib.repr(value)})"]
 
 
-def _foreign_below(typed: str, value: dict[Any, Any]) -> list[str]:
+def _foreign_below(typed: str, value: dict[Any, Any], algorithm: str) -> list[str]:
     """Return the lines for keys of other libraries below one of our plain values (`algorithm.adv_estimator`)."""
     entries = {path: look_up(path) for path in _leaves(typed, value)}
-    return [f"{path}: unknown key; {_foreign(path, entry)}" for path, entry in entries.items() if entry]
+    return [
+        f"{path}: unknown key; {_foreign(path, entry, algorithm)}" for path, entry in entries.items() if entry
+    ]
 
 
-def _foreign(path: str, entry: ForeignName) -> str:
-    """Return the clause for a name of another library."""
+def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
+    """Return the clause for a name of another library, with our key for the algorithm, or for the one that `path` names."""
     if not entry.key:
         return f"there is none, because {entry.none}"
     if entry.place:
         rest = path.removeprefix(entry.name.removesuffix(".*")).lstrip(".")
         return f"{entry.place}; write {entry.key}.{rest}" if rest else entry.place
     name = path if entry.name.endswith(".*") else entry.name
-    clause = f"{entry.library}'s {name!r} is {entry.key} here"
+    whose = f"{entry.library}'s {name!r}" if entry.library else repr(name)
+    section = path.partition(".")[0]
+    key = key_for(entry.key, section if section in EXAMPLES else algorithm) or entry.key
+    clause = f"{whose} is {key} here"
     return f"{clause}; {entry.note}" if entry.note else clause
 
 

@@ -44,14 +44,10 @@ def foreign_names() -> str:
     parts = [NAMES]
     for library in TABLES:
         entries = list(table(library).values())
+        title = entries[0].library or "Words of many libraries"
         named = [_entry(entry) for entry in entries if entry.key]
         without = [_entry(entry) for entry in entries if not entry.key]
-        parts += [
-            f"## {entries[0].library}",
-            "\n".join(named),
-            f"### {entries[0].library}: no counterpart",
-            "\n".join(without),
-        ]
+        parts += [f"## {title}", "\n".join(named), f"### {title}: no counterpart", "\n".join(without)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

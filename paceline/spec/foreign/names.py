@@ -1,7 +1,7 @@
 """The dictionary of other libraries' names, and the look-up of a name that a user typed.
 
 The tables are `trl.yaml`, `nemo_rl.yaml`, `verl.yaml` and `prime_rl.yaml` beside this file, one entry for each name at the
-place where its library has it; `values.yaml` holds values by our key. A test keeps every key that they name among those of
+place where its library has it, and `common.yaml` for words of many; `values.yaml` holds values by our key. A test keeps every key that they name among those of
 the spec.
 """
 
@@ -18,10 +18,16 @@ import yaml
 from paceline.spec.keys import keys
 
 Rule = Literal["", "computed", "by_hand"]
-TABLES = ("nemo_rl", "trl", "verl", "prime_rl")
+TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
 """In the order of precedence: NeMo RL first, because its sections have the names of ours."""
 MIN_SUFFIX = 5
 """Letters of the end of a name that stands for the whole one (`rollout.n`); shorter ones mean too many things."""
+
+
+EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
+"""Algorithms that train on a data set's examples."""
+RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
+"""Keys of `grpo` by their names in the sections of EXAMPLES."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class ForeignName:
     """One entry of the dictionary."""
 
     library: str
-    """Library as a person calls it: `NeMo RL`."""
+    """Library as a person calls it: `NeMo RL`; empty for a common word."""
     name: str
     """Dotted name there; with `.*` every key below it."""
     key: str = ""
@@ -62,6 +68,18 @@ def values() -> dict[str, dict[Any, Any]]:
     """Return for each of our keys the values of other libraries, and ours or a clause."""
     found: dict[str, dict[Any, Any]] = _read("values.yaml")
     return found
+
+
+def key_for(key: str, algorithm: str) -> str:
+    """Return our `key` in the section of an algorithm, where `grpo` and `loss_fn` stand for it; empty if it has none."""
+    section, _, name = key.partition(".")
+    if algorithm in EXAMPLES and section == "grpo":
+        key = f"{algorithm}.{RENAMED.get(name, name)}"
+    elif algorithm in ("dpo", "kto") and key == "loss_fn.reference_policy_kl_penalty":
+        key = f"{algorithm}.reference_policy_kl_penalty"
+    elif algorithm in EXAMPLES and section in ("loss_fn", "async_grpo", "rewards", "value"):
+        return ""
+    return key if key in keys() else ""
 
 
 def look_up(path: str) -> ForeignName | None:

@@ -60,7 +60,14 @@ def test_defaults_that_differ_are_written() -> None:
         ({"epsilon": 0.1}, "loss_fn", {"ratio_clip_min": 0.1, "ratio_clip_max": 0.1}),
         ({"epsilon": 0.1, "epsilon_high": 0.3}, "loss_fn", {"ratio_clip_min": 0.1, "ratio_clip_max": 0.3}),
         ({"loss_type": "bnpo"}, "loss_fn", {"reduction": "bnpo"}),
-        ({"loss_type": "cispo"}, "loss_fn", {"preset": "cispo"}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "loss_fn", {"preset": "cispo", "ratio_clip_max": 4.0}),
+        ({"epsilon_high": 0.28}, "loss_fn", {"ratio_clip_max": 0.28}),
+        (
+            {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"},
+            "grpo",
+            {"advantage": "dr_grpo"},
+        ),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "grpo", {"advantage": "gdpo"}),
         ({"scale_rewards": False}, "grpo", {"advantage": "dr_grpo"}),
         ({"scale_rewards": "batch"}, "grpo", {"advantage": "trl_batch"}),
         (
