@@ -165,6 +165,4 @@ def _data(done: Conversion) -> None:
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
         files = listed(done.take(theirs))
         if files:
-            done.put(ours, files[0])
-        if len(files) > 1:
-            done.left_out.append(f"{theirs} ({', '.join(map(str, files[1:]))}): {ours} names one source")
+            done.put(ours, files[0] if len(files) == 1 else files)

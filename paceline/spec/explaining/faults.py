@@ -26,7 +26,7 @@ def explain(error: ValidationError, algorithm: object = "grpo") -> str:
     items = error.errors()
     lines: list[str] = []
     for item in items[:FAULTS_SHOWN]:
-        lines += _explain_one(item, str(algorithm))
+        lines += [line for line in _explain_one(item, str(algorithm)) if line not in lines]
     left = len(items) - FAULTS_SHOWN + max(0, len(lines) - FAULTS_SHOWN)
     more = [f"and {left} more faults"] if left > 0 else []
     return "\n".join([*lines[:FAULTS_SHOWN], *more])
@@ -57,9 +57,22 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
         return [f"{typed}: missing; {'every spec has to set it' if whole else 'the list is too short'}"]
     if item["type"] == "value_error":
         return [f"{typed}: {message}" if typed else message]
+    union = _union_above(location)
+    typed = typed if union is None else _typed(union)
     if isinstance(value, dict) and (foreign := _foreign_below(typed, value, algorithm)):
         return foreign
+    if union is not None:  # one fault for each of its members: say what the key takes, once
+        return [f"{typed}: has to be {keys()[dotted(union)].type_text} (got {reprlib.repr(value)})"]
     return [f"{typed}: {value_fault(dotted(location), item)} (got {reprlib.repr(value)})"]
+
+
+def _union_above(location: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the position of the key of which pydantic names a union's member (`data.train.str`); None for others."""
+    for length in range(1, len(location)):
+        key = keys().get(dotted(location[:length]))
+        if key is not None and key.section is None and isinstance(location[length], str):
+            return location[:length]
+    return None
 
 
 def _foreign_below(typed: str, value: dict[Any, Any], algorithm: str) -> list[str]:

@@ -111,13 +111,11 @@ def test_the_overrides_of_a_verl_script_become_a_spec_and_an_adapter(tmp_path: P
     assert (spec.loss_fn.reference_policy_kl_penalty, spec.loss_fn.reference_policy_kl_type) == (0.002, "k3")
     assert (spec.grpo.max_num_epochs, spec.grpo.val_period, spec.checkpointing.save_period) == (15, 5, 20)
     assert (spec.policy.generation.top_k, spec.policy.optimizer.lr, spec.grpo.advantage) == (0, 1e-6, "trl")
-    assert (spec.data.train, spec.data.validation) == (
-        str(Path("~/data/train.parquet").expanduser()),
-        "a.parquet",
-    )
+    assert spec.data.train == str(Path("~/data/train.parquet").expanduser())
+    assert spec.data.validation == ("a.parquet", "b.parquet")
     assert [reward.function for reward in spec.rewards] == [f"{tmp_path}/verl_rewards.py:reward"]
     compile(done.files["verl_rewards.py"], "verl_rewards.py", "exec")
-    assert "# Left out: data.val_files (b.parquet): data.validation names one source" in text
+    assert "# Left out: data.truncation ('error'): prompts that are too long are dropped" in text
 
 
 def test_a_supervised_recipe_of_trl_becomes_a_spec(tmp_path: Path) -> None:

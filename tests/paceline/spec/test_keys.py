@@ -18,7 +18,7 @@ def test_types_are_words() -> None:
         "policy.optimizer.betas": "2 values (number)",
         "policy.generation.top_p": "number > 0, ≤ 1",
         "cluster.learner_gpus": "list (integer ≥ 0)",
-        "data.validation": "text or null",
+        "data.validation": "text or list (text) or null",
         "policy.precision": "`auto`, `float32`, `bfloat16`",
         "loss_fn.geometric_mask": "2 values (number > 0) or null",
         "rewards": "list of sections",

@@ -32,7 +32,8 @@ def refusal(override: str) -> str:
             "policy.scheduler: is a section: keys with values, such as name: … (got 'cosine')",
         ),
         ("policy.generation.vllm_kwargs=3", "policy.generation.vllm_kwargs: has to be a mapping (got 3)"),
-        ("data.train=3", "data.train: has to be a text (got 3)"),
+        ("data.train=3", "data.train: has to be text or list (text) (got 3)"),
+        ("data.prompt_key=3", "data.prompt_key: has to be a text (got 3)"),
         (
             "policy.precision=bf16",
             "policy.precision: has to be one of 'auto', 'float32', 'bfloat16'; write bfloat16 (got 'bf16')",
