@@ -61,8 +61,9 @@ def make_run(folder: Path, prompt_tokens: int, model: Path) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """Write a model of random weights, with a tokenizer of one word for each token."""
+    """Write a model of random weights (a small block of numbers, repeated), with a tokenizer of one word for each token."""
     import torch
+    from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -73,10 +74,20 @@ def make_model(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2").save_pretrained(
         folder
     )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    config = Qwen2Config(**SHAPE, eos_token_id=1, pad_token_id=2, bos_token_id=None)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    config = Qwen2Config(**SHAPE, eos_token_id=1, pad_token_id=2, bos_token_id=None, dtype="bfloat16")
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    block = (0.02 * torch.randn(65_521, generator=torch.Generator().manual_seed(0))).bfloat16()
+    tensors = {
+        name: torch.ones(tensor.shape, dtype=torch.bfloat16)
+        if name.endswith("norm.weight")
+        else block.repeat(-(-tensor.numel() // len(block)))[: tensor.numel()].view(tensor.shape).clone()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # it is the embedding
+    }
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def proportional_bytes(process: psutil.Process) -> int:
