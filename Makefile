@@ -75,6 +75,7 @@ lint-python: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m services.cli.reference --check
+	$(BIN)/python -m services.coordinator.reporting.metric_table --check
 
 # The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
 # therefore skips nothing.
@@ -98,8 +99,9 @@ lint-deploy: $(STAMP)
 protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 	$(BIN)/python -m protos.generate
 
-pages: $(STAMP) ## Generate the pages of keys, commands and foreign names in docs/
+pages: $(STAMP) ## Generate the pages of keys, commands, foreign names and metrics in docs/
 	$(BIN)/python -m services.cli.reference
+	$(BIN)/python -m services.coordinator.reporting.metric_table
 
 clean: ## Remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
