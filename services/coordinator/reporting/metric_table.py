@@ -194,7 +194,7 @@ Every step of a run writes one line to `metrics.jsonl` in the run's directory, w
 1970) and the metrics below. The same scalars are TensorBoard events (`logger.tensorboard`), named `<kind>/<name>`:
 
 ```bash
-tensorboard --logdir runs
+tensorboard --logdir runs        # completions of evaluations are among its texts
 python -c "import pandas; print(pandas.read_json('runs/my-run-1/metrics.jsonl', lines=True).tail())"
 paceline plot my-run-1
 ```

@@ -69,6 +69,22 @@ class MetricsFiles:
             ]
             self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
+    def write_text(self, tag: str, step: int, text: str) -> None:
+        """Write a text (Markdown) for TensorBoard; nothing if it is empty or there is no TensorBoard."""
+        if self._events is None or not text:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+        plugin = SummaryMetadata.PluginData(plugin_name="text")
+        value = Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)
+        self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
+
     def close(self) -> None:
         """Flush and close the files."""
         self._lines.close()

@@ -23,6 +23,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Members
 from services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
 from services.coordinator.reporting.no_signal import no_signal
+from services.coordinator.reporting.text_samples import evaluation_text
 from services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
 from services.coordinator.reporting.weight_otel import WeightMeters
 from services.coordinator.text_limits import bounded_metrics, one_line, seconds
@@ -107,6 +108,7 @@ class RunLog:
                 case "evaluated":
                     self._ledger.add_event(run.run_id, "evaluation", notice.content)
                     self._record("eval", notice.content["step"], _numbers(notice.content))
+                    self._write_text(run, notice.content)
                 case "warning":
                     log.warning("run %s: %s", run.run_id, one_line(notice.content["message"]))
                     self._ledger.add_event(run.run_id, "warning", notice.content)
@@ -238,6 +240,13 @@ class RunLog:
         for member in self._members.all():
             logged.add(member.logged.take())
         return logged.means()
+
+    def _write_text(self, run: ActiveRun, result: dict[str, Any]) -> None:
+        """Write some completions of an evaluation for TensorBoard."""
+        if self._recorder is not None and run.spec.logger.tensorboard:
+            functions = [reward.label for reward in run.spec.rewards]
+            text = evaluation_text(self._ledger, run.run_id, f"eval:{result['requested_step']}", functions)
+            self._recorder.write_text("eval/samples", result["step"], text)
 
     def _record(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         if self._recorder is not None:
