@@ -188,10 +188,12 @@ class Talk:
 async def open_talk(spec: RunSpec, seed: int) -> Talk:
     """Return a conversation with the model of `spec`, loaded in this process. Raises InvalidInput."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from paceline.data.tokens import load_tokenizer
     from rollout.engines import create_engine
 
+    disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(spec.policy)
     engine = await asyncio.to_thread(create_engine, spec, device=device, load_weights=True)

@@ -16,10 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_policy import CPU, make_batch, make_spec, whole
 
+from learner.batch.samples import TrainingSample
 from learner.checkpoints import checkpoint
+from learner.checkpoints.manifest import read_manifest
 from learner.step.trainer import Trainer
 from learner.weights.gather import gather_weights
 from paceline.errors import Conflict
+from paceline.files.storage import Folder
 from paceline.process import end_process
 
 
@@ -75,6 +78,8 @@ def main(policy: Path, of_one: Path, of_one_sha256: str, out: Path) -> None:
     if rank == 0:
         save_file(wholes, out / "from_one.safetensors")
 
+    check_synced_reference(policy, own, out)
+
     # Rank 1 reads every second file: the damage is in one that only one of the two looks into.
     if rank == 0:
         damaged = out / "checkpoints/1-2/__1_0.distcp"
@@ -91,6 +96,39 @@ def main(policy: Path, of_one: Path, of_one_sha256: str, out: Path) -> None:
         json.dumps({"gathered": len(gathered), "refused": reason, "drawn": drawn})
     )
     end_process()
+
+
+def check_synced_reference(policy: Path, own: list[TrainingSample], out: Path) -> None:
+    """Each rank mixes its shard of the policy into the reference, and a checkpoint has the result."""
+    loss_fn = {
+        "reference_policy_kl_penalty": 0.1,
+        "reference_policy_sync_steps": 1,
+        "reference_policy_sync_mix": 1.0,
+    }
+    spec = make_spec(policy, train_mb_tokens=12, loss_fn=loss_fn)
+    trainer = Trainer(spec, CPU)
+    trainer.train_step(own, 0)
+    checkpoint.save(
+        out / "synced",
+        session=1,
+        step=1,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        reference=trainer.synced_reference,
+    )
+    dist.barrier()
+    resumed = Trainer(spec, CPU)
+    checkpoint.load(
+        out / "synced/1-1",
+        expected_sha256=read_manifest(Folder(out / "synced/1-1"))[1],
+        model=resumed.model,
+        optimizer=resumed.optimizer,
+        reference=resumed.synced_reference,
+    )
+    assert resumed.synced_reference is not None
+    references = dict(resumed.synced_reference.named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(local(references[name]), local(parameter))
 
 
 def save_local(trainer: Trainer, path: Path) -> None:

@@ -47,6 +47,8 @@ REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fix
     Metric("logged/<name>", "", "mean of the values that reward functions gave to `log_metric` since the step before"),
     Metric("reward_std/<function>", "reward", "standard deviation of one function over the completions that it scored",
            "0 means that the function tells no completions apart"),
+    Metric("logged/<name>", "its own", "mean of the values that reward functions logged by `log_metric(name, value)` and that "
+           "arrived since the step before", "absent where none arrived"),
 ))  # fmt: skip
 
 COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and the learner.", (
