@@ -193,7 +193,7 @@ async def open_talk(spec: RunSpec, seed: int) -> Talk:
     from paceline.data.tokens import load_tokenizer
     from rollout.engines import create_engine
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(spec.policy)
     engine = await asyncio.to_thread(create_engine, spec, device=device, load_weights=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.client import Client, Event, RunState
+from paceline.client import ENDED_STATES, Client, Event, RunState
 from paceline.errors import InvalidInput, PacelineError
 from paceline.files.whole_file import write_whole
 from paceline.run_records import samples
@@ -99,6 +99,11 @@ def train(
         connect(cluster.address) as client,
     ):
         cluster.on_failure = client.close
+        for earlier in client.runs():
+            if RunState.of(earlier) not in ENDED_STATES:
+                say(
+                    f"run {earlier.run_id} is still open and goes first; `paceline cancel {earlier.run_id}` ends it"
+                )
         run_id = client.submit(spec).run_id
         say(f"run {run_id}, {client.get(run_id).max_num_steps} steps; logs in {directory}/logs")
         try:

@@ -65,19 +65,18 @@ class RunQueue:
         data, warnings = await self._openings.open(
             submission or uuid.uuid4().hex, partial(checked_data, spec)
         )
+        resolved = ""
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(spec_to_yaml, spec)
-            log.info(
-                "%g epochs of %d rows are %d steps", spec.max_num_epochs, data.num_rows, spec.max_num_steps
-            )
+            resolved = f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
         async with self._lock:
             run_id = self._ledger.run_of_submission(submission) if submission else None
             if run_id is not None:
                 return run_id
-            run_id = self._add_run(spec, text, submission, warnings)
+            run_id = self._add_run(spec, text, submission, warnings, resolved)
         log.info("run %s is queued", run_id)
         await self._watchers.notify()
         return run_id
@@ -93,13 +92,17 @@ class RunQueue:
         finally:
             self._to_read -= 1
 
-    def _add_run(self, spec: RunSpec, text: str, submission: str, of_data: Sequence[str]) -> str:
+    def _add_run(
+        self, spec: RunSpec, text: str, submission: str, of_data: Sequence[str], resolved: str
+    ) -> str:
+        """Add a run to the ledger; `resolved` is the event's message on its number of steps."""
         warnings = [*spec.warnings, *of_data]
         with self._ledger.transaction():
             run_id = f"{spec.name}-{self._ledger.num_runs() + 1}"
             directory = self._directory / run_id
             self._ledger.add_run(run_id, text, str(directory), spec.max_num_steps, warnings)
             queued = {"state": "queued"} | ({"submission": submission} if submission else {})
+            queued |= {"message": resolved} if resolved else {}
             self._ledger.add_event(run_id, "state", queued)
             for warning in warnings:
                 self._ledger.add_event(run_id, "warning", {"message": warning})

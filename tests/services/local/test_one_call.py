@@ -67,6 +67,9 @@ class Services:
             run_id=run_id, state=state, directory=str(self.directory), max_num_steps=2, message="why"
         )
 
+    def runs(self) -> list[run_pb2.Run]:
+        return [run_pb2.Run(run_id="old-1", state=run_pb2.RUN_STATE_QUEUED)]
+
     def cancel(self, run_id: str) -> None:
         self.calls.append(f"cancel {run_id}")
 
@@ -101,7 +104,8 @@ def test_a_run_gives_its_metrics_and_its_model(tmp_path: Path, monkeypatch: pyte
     assert result.evaluations == [{"step": 2, "reward": 0.75}]
     assert result.export_path == Path("/models/run-1")
     assert services.calls == ["begin", "begin", "end", "end"]
-    assert lines[1:] == ["step 1: reward 0.25", "step 2: reward 0.5", "evaluation of version 2: 0.75"]
+    assert lines[0].startswith("run old-1 is still open and goes first")
+    assert lines[2:] == ["step 1: reward 0.25", "step 2: reward 0.5", "evaluation of version 2: 0.75"]
     assert services.spec is not None
     assert services.spec.grpo.max_num_steps == 2
     assert [reward.label for reward in services.spec.rewards] == ["length", "exact_match"]

@@ -77,3 +77,6 @@ async def test_epochs_become_the_steps_of_the_data_set(plane: Plane) -> None:
     stored = spec_from_yaml((await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run.spec_yaml)
     assert stored.max_num_steps == run.max_num_steps
     assert stored.max_num_epochs == 1.5
+    (event,) = plane.coordinator.ledger.events(run.run_id, 0, 1)
+    expected = f"{run.max_num_steps} steps; max_num_epochs is 1.5, the data has {rows} rows"
+    assert json.loads(event["json"])["message"] == expected
