@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
+from paceline.error_texts import error_text
 from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Completion, Group, IntArray
 from paceline.spec import RunSpec
@@ -291,7 +292,7 @@ class RolloutRun:
         if self._unexpected > MAX_UNEXPECTED or not await answers(self.engine, probe, PROBE_S):
             raise error
         log.error("group %d was not generated", lease.group_id, exc_info=error)
-        await self._return_lease(lease, error=f"{type(error).__name__}: {error}")
+        await self._return_lease(lease, error=error_text(error), reason="")
 
     async def _submit(
         self, lease: pb.Lease, prompt_ids: IntArray, completions: list[Completion], generate_s: float
@@ -328,6 +329,8 @@ class RolloutRun:
         error: str = "",
         reason: str = "bad_prompt",
     ) -> None:
+        """Return a lease, with what was generated or with an error. Without a reason for it further attempts may succeed;
+        after `bad_prompt` none would."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,

@@ -36,7 +36,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     if request.task.HasField("held"):  # it does not know of tasks whose reply was lost
         held = list(request.task.held.group_ids)
         exchange.groups.release_unknown_tasks(run.run_id, request.member_id, held)
-    if request.member_id in exchange.overdue:
+    if request.member_id in exchange.overdue or exchange.scoring_withheld(run):
         return Outcome(reply, empty=True)
     payloads: list[Frame] = []
     room = min(request.task.room, MAX_ROOM)
@@ -136,9 +136,9 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     if row["class"] != "train":
         evaluation.finish_if_done(exchange, run, row["class"])
     elif run.spec.grpo.use_dynamic_sampling and not has_variance(totals_C):
-        exchange.drop(run, row, "no_variance")
-    elif exchange.ledger.run(run.run_id)["dropped_in_a_row"]:
-        exchange.ledger.update_run(run.run_id, dropped_in_a_row=0)
+        exchange.drop(run, row, "no_variance", totals=totals_C.tolist())
+    else:
+        exchange.end_drops_in_a_row(run)
     return exchange.committed(request)
 
 
@@ -188,15 +188,16 @@ def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
+    score = request.score
+    if exchange.scoring_withheld(run):  # the group is scored again after `resume`, by the corrected function
+        exchange.groups.release_scorer(run.run_id, score.group_id, request.member_id, score.attempt)
+        return exchange.committed(request)
     failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures
     exchange.groups.fail_scoring(run.run_id, row["group_id"], failures)
     exchange.ledger.count(run.run_id, "failures:reward_failed")
-    exchange.notice(
-        "warning",
-        message=f"scoring group {row['group_id']} failed ({failures} of {allowed}): {cut(request.score.error)}",
-    )
+    exchange.note_failure(row, "scoring", "reward_failed", cut(score.error), failures, allowed)
     if failures >= allowed:
-        exchange.drop(run, row, "reward_failed")
+        exchange.drop(run, row, "reward_failed", error=cut(score.error))
         if row["class"] != "train":
             evaluation.finish_if_done(exchange, run, row["class"])
     return exchange.committed(request)

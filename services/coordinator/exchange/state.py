@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
 from services.coordinator.exchange.lease_ages import LeaseAges
 from services.coordinator.ledger.batch_split import Splits
 from services.coordinator.ledger.group_queries import GroupQueries
@@ -70,7 +72,7 @@ class Notice:
     """An event of a transaction that others act on after its commit."""
 
     kind: str
-    """`step` (a step was trained), `failed` (the run cannot go on as it is), `paused` (until a person resumes it),
+    """`step` (a step was trained), `paused` (until a person resumes the run),
     `evaluated`, `pinned` (a worker keeps its version), `metrics` (of a learner's step), `warning`."""
     content: dict[str, Any]
     run_id: str = ""
@@ -148,6 +150,9 @@ class Exchange:
         self.training: Training | None = None
         """Step of the newest session that asked for a part (`services.coordinator.exchange.batches.session_faults`)."""
 
+        self.failure_counts = FailureCounts()
+        self.drops_in_a_row = DropsInARow()
+
         self._freed = False
         self._unopened_said_s = -math.inf
         """Time of the last warning of a segment that cannot be opened."""
@@ -220,12 +225,23 @@ class Exchange:
         row = self.ledger.run(run.run_id)
         return bool(row["state"] == "paused" and row["message"])
 
-    def pause(self, run: ActiveRun, message: str) -> None:
-        """Pause the run for a reason that needs a person; a part of the transaction that found the reason."""
+    def scoring_withheld(self, run: ActiveRun) -> bool:
+        """Return whether the run is paused because its reward functions fail: they score what is generated once a person
+        has resumed it.
+        """
+        return self.withheld(run) and self.ledger.drop_reason_of_pause(run.run_id) == "reward_failed"
+
+    def pause(self, run: ActiveRun, message: str, drop_reason: str = "") -> None:
+        """Pause the run for a reason that needs a person; a part of the transaction that found the reason. `drop_reason` is
+        that of the groups whose drops are the reason.
+        """
         if self.withheld(run):
             return
         self.ledger.update_run(run.run_id, state="paused", message=message)
-        self.ledger.add_event(run.run_id, "state", {"state": "paused", "message": message})
+        content = {"state": "paused", "message": message}
+        self.ledger.add_event(
+            run.run_id, "state", content | ({"drop_reason": drop_reason} if drop_reason else {})
+        )
         self.notice("paused", message=message)
 
     def sessions(self, run: ActiveRun) -> range:
@@ -260,22 +276,52 @@ class Exchange:
         """Return whether the next batch was asked for and cannot be fixed yet."""
         return self.ledger.run(run.run_id)["next_batch"] in self.first_asked_s
 
-    def drop(self, run: ActiveRun, row: sqlite3.Row, reason: str, tokens: int | None = None) -> None:
-        """End a group as dropped(reason) and free its slot; its tokens move in the books."""
+    def drop(
+        self,
+        run: ActiveRun,
+        row: sqlite3.Row,
+        reason: str,
+        tokens: int | None = None,
+        *,
+        error: str = "",
+        totals: Collection[float] = (),
+    ) -> None:
+        """End a group as dropped(reason) and free its slot; its tokens move in the books. `error` is the text of its
+        failure, `totals` the rewards of its completions. Pauses the run after too many drops in a row.
+        """
         self._drop(run.run_id, row, reason, row["tokens"] if tokens is None else tokens)
-        if row["class"] != "train":
-            return
-        if reason == "by_request":
+        if row["class"] != "train" or reason == "by_request":
             return
         in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"] + 1
         self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
-        # At every multiple of the limit, not once: a crash may have lost the notice before it was acted on.
-        if in_a_row % (run.spec.grpo.max_generation_batches * run.batch) == 0:
+        drops = self.drops_in_a_row
+        drops.add(row["group_id"], reason, error, totals)
+        if drops.is_of_one_cause(run.batch):
+            self.pause(run, drops.explain(run.run_id), reason)
+        elif in_a_row >= run.spec.grpo.max_generation_batches * run.batch:
+            self.pause(run, drops.explain_limit(in_a_row, reason, run.run_id), reason)
+
+    def note_failure(
+        self, row: sqlite3.Row, work: str, reason: str, error: str, failures: int, allowed: int
+    ) -> None:
+        """Leave a warning that an attempt at a group's `work` failed, unless equal failures have been reported: they are
+        counted.
+        """
+        if failures < allowed:
+            if self.failure_counts.failed(error):
+                message = f"{work} group {row['group_id']} failed ({failures} of {allowed}): {error}"
+                self.notice("warning", message=message)
+        elif number := self.failure_counts.dropped(error):
+            alike = f", the {number}th for this cause" if number > 1 else ""
             self.notice(
-                "failed",
-                message=f"{in_a_row} groups in a row were dropped, the last as {reason!r}, without one that could "
-                "train (grpo.max_generation_batches); look at the rewards and the data",
+                "warning", message=f"group {row['group_id']} was dropped as {reason!r}{alike}: {error}"
             )
+
+    def end_drops_in_a_row(self, run: ActiveRun) -> None:
+        """Note that a group can train."""
+        self.drops_in_a_row.reset()
+        if self.ledger.run(run.run_id)["dropped_in_a_row"]:
+            self.ledger.update_run(run.run_id, dropped_in_a_row=0)
 
     def _drop(self, run_id: str, row: sqlite3.Row, reason: str, tokens: int) -> None:
         group_id = row["group_id"]
@@ -327,6 +373,7 @@ class Exchange:
             self.reserved.clear()
             self.offered.clear()
             self.overdue.clear()
+            self.failure_counts, self.drops_in_a_row = FailureCounts(), DropsInARow()
 
     # Replies
 

@@ -131,17 +131,15 @@ def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Ro
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
     """Count an attempt that failed because of the group's data; others may still succeed, up to the budget."""
-    returned, allowed = request.lease_return, run.spec.grpo.max_generation_failures
-    failures, reason = row["generation_failures"] + 1, returned.data_error_reason or "bad_prompt"
-    error = returned.data_error[:MAX_ERROR_CHARS]
+    returned, reason = request.lease_return, request.lease_return.data_error_reason or "bad_prompt"
+    # A worker that names `bad_prompt` knows that every attempt would fail alike.
+    allowed = 1 if returned.data_error_reason == "bad_prompt" else run.spec.grpo.max_generation_failures
+    failures, error = row["generation_failures"] + 1, returned.data_error[:MAX_ERROR_CHARS]
     exchange.groups.fail_generation(run.run_id, row["group_id"], failures)
     exchange.ledger.count(run.run_id, f"failures:{reason}")
-    exchange.notice(
-        "warning",
-        message=f"generating group {row['group_id']} failed ({failures} of {allowed}): {error}",
-    )
+    exchange.note_failure(row, "generating", reason, error, failures, allowed)
     if failures >= allowed:
-        exchange.drop(run, row, reason)
+        exchange.drop(run, row, reason, error=error)
         if row["class"] != "train":
             evaluation.finish_if_done(exchange, run, row["class"])
     return exchange.committed(request)

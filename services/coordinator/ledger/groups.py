@@ -222,6 +222,14 @@ class Groups:
         )
         _check(changed, [group_id], State.LEASED)
 
+    def clear_failures(self, run_id: str) -> None:
+        """Set the failed attempts of open groups to none, because a person has removed the cause."""
+        self._db.execute(
+            "UPDATE groups SET generation_failures = 0, score_failures = 0 WHERE run_id = ?"
+            " AND state IN ('admitted', 'leased', 'generated') AND generation_failures + score_failures > 0",
+            (run_id,),
+        )
+
     # Generation: admitted or leased → generated, and back
 
     def commit(self, run_id: str, group_id: int, generated: Generated) -> None:

@@ -209,6 +209,13 @@ class Ledger(LedgerFile):
         )
         return row is not None and bool(json.loads(row["json"]).get("retried"))
 
+    def drop_reason_of_pause(self, run_id: str) -> str:
+        """Return the reason of the dropped groups that have paused a run; empty where others have, or nothing."""
+        row = self._first_of(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'state' ORDER BY sequence DESC", run_id
+        )
+        return str(json.loads(row["json"]).get("drop_reason", "")) if row is not None else ""
+
     def data_fingerprint(self, run_id: str) -> str:
         """Return the fingerprint of the data set that the run began with; empty where it is not on record."""
         row = self._first_of(

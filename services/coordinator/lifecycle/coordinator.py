@@ -148,16 +148,14 @@ class Coordinator:
     # Events of the pool and of the exchange
 
     async def act_on(self, notices: list[Notice]) -> None:
-        """Act on a commit: pause a run that cannot go on, end a finished run, update the roster, notify watchers."""
+        """Act on a commit: summarize a run that was paused, end a finished run, update the roster, notify watchers."""
         run = self.exchange.active
         if run is None:
             return
         for notice in notices:
-            if notice.kind == "failed" and notice.run_id == run.run_id:
-                await self.pause_on_fault(run.run_id, notice.content["message"])
-                break
-            if notice.kind == "paused":
+            if notice.kind == "paused" and notice.run_id == run.run_id:
                 log.warning("run %s is paused: %s", run.run_id, one_line(notice.content["message"]))
+                self.run_log.summarize(run.run_id)
         self.pool.assignments.roster.update()
         await self.watchers.notify()
         await self._finish_if_done()

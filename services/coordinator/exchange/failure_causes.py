@@ -1,0 +1,133 @@
+"""Failures of groups by their cause: equal ones are reported together, and groups that are dropped one after the other for
+one cause pause the run.
+
+A cause is what an error's text has in common with those of other groups: without numbers, quoted values and excerpts of
+the prompt, but with the function's file and line. All of it is in memory, so a restart of the coordinator counts anew.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+
+BATCHES_OF_ONE_CAUSE = 2
+"""Batches' worth of groups in a row whose drop for one cause pauses the run."""
+
+MIN_OF_ONE_CAUSE = 4
+"""Fewest groups in a row for that."""
+
+FAILED = ("bad_prompt", "invalid_result", "reward_failed")
+"""Reasons of drops that a person can remove the cause of while the run is paused."""
+
+MAX_CAUSES = 256
+"""Causes that are counted at a time."""
+
+EXCERPT = re.compile(r",? for the (?:prompt|messages|completion) .*", re.DOTALL)
+VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|(?<!\.py:)(?<![\w.])\d[\d,.]*")
+
+
+def cause_of(error: str) -> str:
+    """Return what errors of one cause have in common."""
+    return VALUES.sub("…", EXCERPT.sub("", error))[:500]
+
+
+class FailureCounts:
+    """Failures of one run by cause. A warning is due for the first failure, the first drop, and every ten-fold of drops."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, int] = {}
+        self._drops: dict[str, int] = {}
+
+    def failed(self, error: str) -> bool:
+        """Count a failure that does not drop its group; return whether a warning is due."""
+        return _add(self._failures, cause_of(error)) == 1
+
+    def dropped(self, error: str) -> int:
+        """Count a drop; return the number for this cause if a warning is due, else 0."""
+        number = _add(self._drops, cause_of(error))
+        return number if number in (1, 10) or (number >= 100 and str(number).strip("0") == "1") else 0
+
+
+class DropsInARow:
+    """Groups in a row that were dropped for one cause, without one that could train between them."""
+
+    def __init__(self) -> None:
+        self.first_group = 0
+        """Groups before this one are not counted: they were admitted before the cause was removed."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, because a group could train."""
+        self.reason = self.cause = self.error = ""
+        self.number = 0
+        self.lowest, self.highest = math.inf, -math.inf
+
+    def add(self, group_id: int, reason: str, error: str, totals: Collection[float] = ()) -> None:
+        """Count a dropped group. Drops for a reason that says nothing about data and rewards are left out."""
+        if reason not in (*FAILED, "no_variance") or group_id < self.first_group:
+            return
+        cause = cause_of(error)
+        if (reason, cause) != (self.reason, self.cause):
+            self.reset()
+            self.reason, self.cause, self.error = reason, cause, error
+        self.number += 1
+        known = [total for total in totals if not math.isnan(total)]
+        self.lowest, self.highest = min([self.lowest, *known]), max([self.highest, *known])
+
+    def is_of_one_cause(self, batch: int) -> bool:
+        """Return whether so many groups failed for one cause that the run should pause; `batch` is groups in a step."""
+        limit = max(BATCHES_OF_ONE_CAUSE * batch, MIN_OF_ONE_CAUSE)
+        return self.reason in FAILED and self.number >= limit
+
+    def explain(self, run_id: str) -> str:
+        """Return why a run is paused whose drops are of one cause, and what to do."""
+        return (
+            f"{self.number} groups in a row were dropped as {self.reason!r} for one cause: {self.error}. "
+            f"{_REMEDIES[self.reason]}, then `paceline resume {run_id}`"
+        )
+
+    def explain_limit(self, in_a_row: int, last_reason: str, run_id: str) -> str:
+        """Return why a run is paused that reached grpo.max_generation_batches."""
+        text = (
+            f"{in_a_row} groups in a row were dropped, the last as {last_reason!r}, without one that could train "
+            "(grpo.max_generation_batches)"
+        )
+        if self.reason == "no_variance" and self.number == in_a_row:
+            text += f": {self._without_variance()}"
+        elif self.error:
+            text += f": {self.error}"
+        return f"{text}. Look at the rewards and the data, then `paceline resume {run_id}`"
+
+    def _without_variance(self) -> str:
+        number = f"{self.number} groups"
+        if self.lowest > self.highest:
+            return f"every reward function returned None for every completion of {number}"
+        if self.highest <= 0:
+            return (
+                f"no completion of {number} scored above 0, and no reward function failed; an untrained model may solve none "
+                "of the prompts: take easier ones, a stronger model, or a reward with parts that are easier to get"
+            )
+        if self.lowest == self.highest:
+            return (
+                f"every completion of {number} scored {self.highest:g}, so the reward tells none from another; is the "
+                "function right, or is every prompt solved?"
+            )
+        return (
+            f"in each of {number} all completions scored alike, between {self.lowest:g} and {self.highest:g}; take more "
+            "completions for a prompt, or prompts that are sometimes solved"
+        )
+
+
+_REMEDIES = {
+    "bad_prompt": "Correct the data set or the chat template (both are read anew)",
+    "invalid_result": "Bring workers and coordinator to one version",
+    "reward_failed": "Correct the function (reward workers load its file anew)",
+}
+
+
+def _add(counts: dict[str, int], cause: str) -> int:
+    if cause not in counts and len(counts) >= MAX_CAUSES:
+        del counts[next(iter(counts))]
+    counts[cause] = counts.get(cause, 0) + 1
+    return counts[cause]
