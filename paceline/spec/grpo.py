@@ -46,10 +46,12 @@ class GrpoSection(AlgorithmSection):
     use_dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal and admit others in their place."""
     max_generation_batches: PositiveInt = 10
-    """Give up when this many batches' worth of groups in a row were dropped without one that could train."""
+    """Pause when this many batches' worth of groups in a row were dropped without one that could train; two batches'
+    worth are enough for failures of one cause."""
     max_generation_failures: PositiveInt = 3
-    """Attempts at generating a group that may fail by the fault of its data (a prompt that is too long, a template that
-    refuses it) before it is dropped; those that a worker, the network or the coordinator ended do not count."""
+    """Attempts at generating a group that may fail by an unforeseen error before it is dropped; those that a worker, the
+    network or the coordinator ended do not count, and a prompt that is too long or that the template refuses is dropped
+    at once."""
     max_score_failures: PositiveInt = 3
     """Attempts at scoring a group that may fail by the fault of its data or of a reward function before it is
     dropped; those that fail because a service could not be reached do not count."""

@@ -19,6 +19,7 @@ from typing import Any
 from paceline.backoff import ExponentialBackoff, pause_after
 from paceline.errors import InvalidInput, Unreadable
 from paceline.files import function_files
+from paceline.files.stamps import Stamp, stamp
 from paceline.groups import Completion, IntArray
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.tracing import span
@@ -70,6 +71,8 @@ class RewardWorker:
         self._turns = asyncio.Semaphore(num_processes)
         """Free processes. Tasks that wait for a process are returned to the exchange when the worker stops."""
         self._spec: RunSpec | None = None
+        self._code: tuple[Stamp, ...] = ()
+        """Files of the functions, and those beside them, as they were when they were loaded."""
         self._runner: RewardRunner | None = None
         self._reference: ReferenceScorer | None = None
         self._stopping = asyncio.Event()
@@ -93,6 +96,7 @@ class RewardWorker:
                 try:
                     spec = spec_of(assignment)
                     self._check_function_files(spec)
+                    self._code = _code_of(spec)
                     if spec.cluster.reward_gpus and not usable_gpus():
                         refuse_cpu(spec.cluster, "reward", "this host shows none that torch can use")
                     runner = await opened.enter_async_context(RewardRunner(spec.rewards, self._num_processes))
@@ -287,6 +291,14 @@ class RewardWorker:
             case "run":
                 if self.assigned.assign(directive.run):
                     self._set_up_pause.reset()
+                elif (
+                    self._spec is not None and _code_of(self._spec) != self._code
+                ):  # as after `paceline resume`
+                    log.warning(
+                        "the reward functions of run %s were changed and are loaded anew",
+                        directive.run.run_id,
+                    )
+                    self.assigned.changed.set()
             case "idle":
                 await self.assigned.idle()
             case "drain":
@@ -305,3 +317,11 @@ class RewardWorker:
     def _gauges(self) -> dict[str, float]:
         scored, self._scored = self._scored, 0
         return {"groups_since_report": float(scored), **self._logged.take_gauges()}
+
+
+def _code_of(spec: RunSpec) -> tuple[Stamp, ...]:
+    """Return the stamps of the Python files in the folders of the spec's functions, which a function may import."""
+    folders = {
+        Path(reward.function.rpartition(":")[0]).parent for reward in spec.rewards if ":" in reward.function
+    }
+    return tuple(stamp(folder, ["*.py"]) for folder in sorted(folders))

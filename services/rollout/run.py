@@ -32,6 +32,7 @@ from services.common.reporting.progress_log import ProgressLog
 from services.rollout.group_sampler import GroupSampler
 from services.rollout.hang_probe import answers, until_hung
 from services.rollout.pace import Pace
+from services.rollout.template_file import TemplateFile
 from services.rollout.weights import RolloutWeights
 
 LEASE_WAIT_S = 10.0
@@ -71,6 +72,7 @@ class RolloutRun:
         self.run_id = run_id
         self.engine = engine
         self.tokenizer = tokenizer
+        self._template = TemplateFile(spec.policy)
         self._membership = membership
         self._running_by_group: dict[int, int] = {}
         """Number of samples that still run, by leased group; 0 while the group waits for the exchange's reply."""
@@ -266,7 +268,7 @@ class RolloutRun:
         started_s = time.monotonic()
         try:
             with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
-                prompt_ids, completions = await self._sampler.sample(lease, prefix)
+                prompt_ids, completions = await self._sample(lease, prefix)
         except InvalidInput as error:
             await self._return_lease(lease, error=str(error))
         except PacelineError:
@@ -281,6 +283,16 @@ class RolloutRun:
                 await self._submit(lease, prompt_ids, completions, time.monotonic() - started_s)
         finally:
             self._release(lease)
+
+    async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
+        """Sample the group of a lease; once more if it fails and the chat template was corrected since it was read."""
+        try:
+            return await self._sampler.sample(lease, prefix)
+        except InvalidInput:
+            if not await asyncio.to_thread(self._template.reload, self.tokenizer):
+                raise
+            self._running_by_group[lease.group_id] = lease.num_generations
+            return await self._sampler.sample(lease, prefix)
 
     async def _blame(self, lease: pb.Lease, error: Exception) -> None:
         """Return a group with an unforeseen error, as a fault of its data.

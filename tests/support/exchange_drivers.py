@@ -323,12 +323,15 @@ class Rollout:
         """Sends the finished lease; returns the reply's status."""
         return self.world.send(*self.result(lease, length)).reply.status
 
-    def hand_back(self, lease: pb.Lease, completions: Sequence[Completion] = (), error: str = "") -> Outcome:
+    def hand_back(
+        self, lease: pb.Lease, completions: Sequence[Completion] = (), error: str = "", reason: str = ""
+    ) -> Outcome:
         """Hands a lease back, perhaps with what was begun, perhaps because of its data."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
             data_error=error,
+            data_error_reason=reason,
             finish_reasons=[c.finish_reason for c in completions],
             texts=[c.text for c in completions],
         )

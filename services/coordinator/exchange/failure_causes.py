@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 BATCHES_OF_ONE_CAUSE = 2
 """Batches' worth of groups in a row whose drop for one cause pauses the run."""
@@ -60,8 +60,13 @@ class DropsInARow:
     def reset(self) -> None:
         """Begin anew, because a group could train."""
         self.reason = self.cause = self.error = ""
-        self.number = 0
+        self._group_ids: list[int] = []
         self.lowest, self.highest = math.inf, -math.inf
+
+    @property
+    def number(self) -> int:
+        """Return the number of groups in the row."""
+        return len(self._group_ids)
 
     def add(self, group_id: int, reason: str, error: str, totals: Collection[float] = ()) -> None:
         """Count a dropped group. Drops for a reason that says nothing about data and rewards are left out."""
@@ -71,14 +76,22 @@ class DropsInARow:
         if (reason, cause) != (self.reason, self.cause):
             self.reset()
             self.reason, self.cause, self.error = reason, cause, error
-        self.number += 1
+        self._group_ids.append(group_id)
         known = [total for total in totals if not math.isnan(total)]
         self.lowest, self.highest = min([self.lowest, *known]), max([self.highest, *known])
 
-    def is_of_one_cause(self, batch: int) -> bool:
-        """Return whether so many groups failed for one cause that the run should pause; `batch` is groups in a step."""
+    def is_of_one_cause(self, batch: int, first_under_way: Callable[[str], int | None]) -> bool:
+        """Return whether so many groups failed for one cause that the run should pause; `batch` is groups in a step.
+
+        `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended; groups after it
+        are not counted. A failure comes at once and a success takes its time, so in a data set with some bad prompts many
+        of them are dropped before the first good one is generated.
+        """
         limit = max(BATCHES_OF_ONE_CAUSE * batch, MIN_OF_ONE_CAUSE)
-        return self.reason in FAILED and self.number >= limit
+        if self.reason not in FAILED or self.number < limit:
+            return False
+        first = first_under_way(self.reason)
+        return first is None or sum(group_id < first for group_id in self._group_ids) >= limit
 
     def explain(self, run_id: str) -> str:
         """Return why a run is paused whose drops are of one cause, and what to do."""

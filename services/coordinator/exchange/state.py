@@ -296,7 +296,7 @@ class Exchange:
         self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
         drops = self.drops_in_a_row
         drops.add(row["group_id"], reason, error, totals)
-        if drops.is_of_one_cause(run.batch):
+        if drops.is_of_one_cause(run.batch, lambda why: self.group_queries.first_under_way(run.run_id, why)):
             self.pause(run, drops.explain(run.run_id), reason)
         elif in_a_row >= run.spec.grpo.max_generation_batches * run.batch:
             self.pause(run, drops.explain_limit(in_a_row, reason, run.run_id), reason)
@@ -316,6 +316,11 @@ class Exchange:
             self.notice(
                 "warning", message=f"group {row['group_id']} was dropped as {reason!r}{alike}: {error}"
             )
+
+    def forget_failures(self, first_group: int) -> None:
+        """Begin all counts of failures anew, with groups from `first_group` on, because a person resumes the run."""
+        self.failure_counts, self.drops_in_a_row = FailureCounts(), DropsInARow()
+        self.drops_in_a_row.first_group = first_group
 
     def end_drops_in_a_row(self, run: ActiveRun) -> None:
         """Note that a group can train."""

@@ -217,6 +217,20 @@ class GroupQueries:
             (run_id, start, end),
         ).fetchall()
 
+    def first_under_way(self, run_id: str, reason: str) -> int | None:
+        """Return the first group to train that is being scored, for the reason `reward_failed`, or else that is being
+        generated; None without one."""
+        under_way = "state = 'leased'"
+        if reason == "reward_failed":
+            under_way = "state = 'generated' AND scorer_id IS NOT NULL"
+        row = self._db.execute(
+            "SELECT MIN(group_id) AS first FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
+            f" AND {under_way}",
+            (run_id,),
+        ).fetchone()
+        first: int | None = row["first"]
+        return first
+
     def num_open(self, run_id: str) -> dict[str, int]:
         """Return the number of groups to train in each open state."""
         rows = self._db.execute(

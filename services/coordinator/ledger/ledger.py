@@ -217,13 +217,23 @@ class Ledger(LedgerFile):
         return str(json.loads(row["json"]).get("drop_reason", "")) if row is not None else ""
 
     def data_fingerprint(self, run_id: str) -> str:
-        """Return the fingerprint of the data set that the run began with; empty where it is not on record."""
+        """Return the fingerprint of the data set that the run was last started or resumed with; empty where it is not on
+        record."""
+        return self._newest_fact(run_id, "data")
+
+    def function_digests(self, run_id: str) -> str:
+        """Return the digests of the reward functions' files when the run was last started or resumed, as JSON; empty where
+        they are not on record."""
+        return self._newest_fact(run_id, "functions")
+
+    def _newest_fact(self, run_id: str, name: str) -> str:
+        """Return a fact of the newest event of the run's state that has it; empty where none has."""
         row = self._first_of(
-            "SELECT json_extract(json, '$.data') AS data FROM events WHERE run_id = ? AND kind = 'state'"
-            " AND json_extract(json, '$.data') IS NOT NULL ORDER BY sequence",
+            f"SELECT json_extract(json, '$.{name}') AS fact FROM events WHERE run_id = ? AND kind = 'state'"
+            f" AND json_extract(json, '$.{name}') IS NOT NULL ORDER BY sequence DESC",
             run_id,
         )
-        return str(row["data"]) if row is not None else ""
+        return str(row["fact"]) if row is not None else ""
 
     # Payloads
 

@@ -8,6 +8,7 @@ from paceline.errors import Conflict
 from services.coordinator.exchange.batches import dropping, session_faults
 from services.coordinator.ledger.ledger import ACTIVE_STATES
 from services.coordinator.lifecycle.context import RunContext
+from services.coordinator.lifecycle.resumption import Resumption
 from services.coordinator.lifecycle.run_states import RunStates, set_state
 from services.coordinator.lifecycle.worker_faults import Faults
 from services.coordinator.pool.assignments import Assignments
@@ -17,7 +18,15 @@ from services.coordinator.sessions import starting_point
 class Commands:
     """Handlers of the commands."""
 
-    def __init__(self, context: RunContext, states: RunStates, faults: Faults, assignments: Assignments):
+    def __init__(
+        self,
+        context: RunContext,
+        states: RunStates,
+        faults: Faults,
+        assignments: Assignments,
+        resumption: Resumption,
+    ):
+        self._resumption = resumption
         self._context, self._states, self._faults, self._assignments = context, states, faults, assignments
         self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
 
@@ -42,14 +51,17 @@ class Commands:
         await self._context.watchers.notify()
 
     async def resume(self, run_id: str) -> None:
-        """Go on with a run that is paused, or queue a run that has failed. Raises NotFound, Conflict."""
+        """Go on with a run that is paused, or queue a run that has failed. What dropped groups were paused for is read anew.
+        Raises NotFound, Conflict; DataError, Unreadable for a data set that cannot be used."""
+        run = await self._resumption.read(run_id)
         async with self._context.lock:
             row = self._ledger.run(run_id)
             if row["state"] not in ("paused", "failed"):
                 raise Conflict(f"run {run_id} is {row['state']}, neither paused nor failed")
             goes_on = row["state"] == "paused" and run_id not in self._delays.passed_over
             with self._ledger.transaction():
-                set_state(self._ledger, run_id, "running" if goes_on else "queued")
+                facts = self._resumption.take(run_id, run)
+                set_state(self._ledger, run_id, "running" if goes_on else "queued", **facts)
                 self._ledger.update_run(run_id, dropped_in_a_row=0)
                 session_faults.reset(self._exchange, run_id)
                 starting_point.clear_marks(self._ledger, run_id)  # a person may have put them back
@@ -57,11 +69,14 @@ class Commands:
             self._delays.start_again_s = 0.0
             if self._delays.retried == run_id:
                 self._delays.retried = ""
+        self._context.run_log.remove_summary(run_id)
         if self._exchange.active is None or self._exchange.active.run_id == run_id:
             self._faults.clear()  # the person has not seen the faults of another run
-        self._context.server.wake("lease", "batch")
         if self._exchange.active is not None:
-            await self._assignments.assign_all()
+            await (
+                self._assignments.assign_all()
+            )  # before work is given out, so that changed functions are loaded first
+        self._context.server.wake("lease", "task", "batch")
         await self._context.watchers.notify()
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:

@@ -31,6 +31,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.lifecycle import recovery
 from services.coordinator.lifecycle.commands import Commands
 from services.coordinator.lifecycle.context import RunContext
+from services.coordinator.lifecycle.resumption import Resumption
 from services.coordinator.lifecycle.run_queue import RunQueue
 from services.coordinator.lifecycle.run_start import RunStarter
 from services.coordinator.lifecycle.run_states import RunStates
@@ -79,7 +80,8 @@ class Coordinator:
         self.pool = Pool(self, members)
         self.states = RunStates(self.context, self.pool.assignments)
         self.faults = Faults(self.context, members, self.states, self.pool.assignments)
-        self.commands = Commands(self.context, self.states, self.faults, self.pool.assignments)
+        resumption = Resumption(self.context, self._prompts)
+        self.commands = Commands(self.context, self.states, self.faults, self.pool.assignments, resumption)
         self.queue = RunQueue(ledger, directory, self.lock, self.watchers, functions_from)
         self.starter = RunStarter(self.context, self.states, self.faults, self.pool, self._prompts)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)

@@ -20,6 +20,7 @@ from services.coordinator.exchange.state import ActiveRun
 from services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from services.coordinator.ledger.ledger import ACTIVE_STATES
 from services.coordinator.lifecycle.context import RunContext
+from services.coordinator.lifecycle.resumption import started_facts
 from services.coordinator.lifecycle.run_data import changed_data_warnings, open_data
 from services.coordinator.lifecycle.run_states import RunStates, set_state
 from services.coordinator.lifecycle.worker_faults import RETRIED, Faults
@@ -77,8 +78,7 @@ class RunStarter:
                 if row["state"] == "queued" or (
                     row["state"] == "paused" and self._ledger.is_retried(run.run_id)
                 ):
-                    fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
-                    set_state(self._ledger, run.run_id, "running", data=fingerprint)
+                    set_state(self._ledger, run.run_id, "running", **started_facts(run))
                 self._delays.retried = ""
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})

@@ -46,6 +46,8 @@ class RunStates:
                 set_state(self._ledger, run_id, "paused", message, retried=retried)
             self._delays.retried = run_id if retried else ""
         log.warning("run %s is paused: %s", run_id, one_line(message))
+        if not retried:
+            self._context.run_log.summarize(run_id)
         self._context.server.wake("lease", "batch")
         await self._context.watchers.notify()
 

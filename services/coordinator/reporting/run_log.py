@@ -7,6 +7,8 @@ publish.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 import os
@@ -78,10 +80,22 @@ class RunLog:
             self._recorder.close()
             self._recorder = None
 
-    def summarize_if_missing(self, run_id: str) -> None:
-        """Write the summary of an ended run if a kill or an unwritable folder prevented it."""
+    def summarize(self, run_id: str) -> None:
+        """Write the summary of a run that is paused, so that its reason can be read beside the run."""
         directory = self._ledger.run_directory(run_id)
-        if os.path.isdir(directory) and not os.path.exists(directory / SUMMARY_NAME):
+        if os.path.isdir(directory):
+            self._summarize(directory, self.summary(run_id))
+
+    def remove_summary(self, run_id: str) -> None:
+        """Remove the summary of a run that goes on. One that stays is written anew at the end."""
+        with contextlib.suppress(OSError):
+            (self._ledger.run_directory(run_id) / SUMMARY_NAME).unlink(missing_ok=True)
+
+    def summarize_if_missing(self, run_id: str) -> None:
+        """Write the summary of an ended run if a kill or an unwritable folder prevented it: there is none, or one of the
+        run while it was paused."""
+        directory = self._ledger.run_directory(run_id)
+        if os.path.isdir(directory) and _summarized_state(directory) in (None, "paused"):
             self._summarize(directory, self.summary(run_id))
 
     def _summarize(self, directory: Path, summary: dict[str, Any]) -> None:
@@ -262,6 +276,17 @@ def _totals(counters: dict[str, int]) -> dict[str, float]:
         for counter, metric in named.items()
         if name.startswith(counter)
     }
+
+
+def _summarized_state(directory: Path) -> str | None:
+    """Return the state in a folder's summary; None without one, and empty where it cannot be read."""
+    try:
+        summary: Any = json.loads((directory / SUMMARY_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return ""
+    return str(summary.get("state", "")) if isinstance(summary, dict) else ""
 
 
 def _numbers(content: dict[str, Any]) -> dict[str, float]:

@@ -153,3 +153,33 @@ async def test_a_worker_without_gpus_refuses_a_run_that_names_them(
     said = reports[0].run_report
     assert said.fault == worker_pb2.FAULT_PASSING
     assert "asks for GPU 0 (cluster.reward_gpus), and this host shows none that torch can use" in said.error
+
+
+async def test_functions_that_were_changed_are_loaded_anew_when_the_run_is_assigned_again(
+    tmp_path: Path,
+) -> None:
+    code = tmp_path / "f.py"
+    await asyncio.to_thread(code.write_text, "def f(completions, **_):\n    return [nothing]\n")
+    spec = make_spec(tmp_path, rewards=[{"function": f"{code}:f"}])
+    ids = np.array([1, 2], np.int32)
+    completion = Completion(ids, np.zeros(2, np.float32), (VersionSpan(1, 0, 0, 2),), "stop", "a")
+    exchange = Exchange(encode_result(ids, [completion]))
+    exchange.refusals = 0
+    worker = RewardWorker("nowhere:1", "reward", 1)
+    worker.membership._context.term()
+    worker.membership = exchange  # type: ignore[assignment]
+    run = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
+    await worker._on_directive(worker_pb2.ConnectResponse(run=run))
+    working = asyncio.create_task(worker.work())
+    failed = list(await exchange.has(3))
+    assert all("NameError: name 'nothing' is not defined (f.py:2 in f)" in score.error for score in failed)
+    await worker._on_directive(worker_pb2.ConnectResponse(run=run))
+    assert not worker.assigned.changed.is_set(), "the same code is not loaded twice"
+    await asyncio.to_thread(code.write_text, "def f(completions, **_):\n    return [0.5]\n")
+    exchange._left = [4]
+    await worker._on_directive(worker_pb2.ConnectResponse(run=run))
+    scored = (await exchange.has(4))[3]
+    assert (scored.group_id, scored.error, list(scored.rewards)) == (4, "", [0.5])
+    worker.stop()
+    async with asyncio.timeout(120):
+        await working

@@ -139,6 +139,23 @@ async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_els
     assert not bench.working.done()
 
 
+async def test_a_prompt_is_tried_again_once_the_template_was_corrected(bench: Bench) -> None:
+    class Corrected:
+        calls = 0
+
+        def reload(self, tokenizer: Any) -> bool:
+            self.calls += 1
+            tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+            return True
+
+    template: Any = Corrected()
+    bench.run._template = template
+    bench.exchange.give(lease(0, TWO_TURNS))
+    assert isinstance(await bench.exchange.next(), pb.GroupResult)
+    assert template.calls == 1
+    assert bench.run.num_leases == 0
+
+
 async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     generation = spec.policy.generation.model_copy(update={"stop_strings": ("2",), "min_p": 0.5})

@@ -258,20 +258,23 @@ def test_a_group_whose_data_fail_has_a_budget_that_lost_workers_do_not_use_up(ma
     for failures in (1, 2):
         (lease,) = rollout.lease(2)
         assert lease.group_id == 0
-        assert rollout.hand_back(lease, error="the template refuses it").reply.status == COMMITTED
-        assert rollout.hand_back(lease, error="the template refuses it").reply.status == STALE  # sent again
+        assert rollout.hand_back(lease, error="the template refuses it", reason="").reply.status == COMMITTED
+        assert (
+            rollout.hand_back(lease, error="the template refuses it", reason="").reply.status == STALE
+        )  # sent again
         assert world.group(0)["generation_failures"] == failures
-        assert world.kinds("warning")[-1]["message"].startswith(
-            f"generating group 0 failed ({failures} of 3)"
-        )
     for _ in range(5):
         (lease,) = rollout.lease(2)
         world.release("rollout")  # its worker is gone
         rollout = Rollout(world)
     assert (lease.group_id, lease.attempt, world.group(0)["generation_failures"]) == (0, 7, 2)
     (lease,) = rollout.lease(2)
-    rollout.hand_back(lease, error="the template refuses it")
+    rollout.hand_back(lease, error="the template refuses it", reason="")
     assert world.states()[0] == "dropped"
+    assert [content["message"] for content in world.kinds("warning")] == [
+        "generating group 0 failed (1 of 3): the template refuses it",
+        "group 0 was dropped as 'bad_prompt': the template refuses it",
+    ]
     assert world.counters["failures:bad_prompt"] == 3
     assert world.counters["groups:dropped:bad_prompt"] == 1
 
@@ -280,10 +283,34 @@ def test_an_attempt_after_a_failed_one_counts(make_world: MakeWorld) -> None:
     world = make_world(grpo={"max_generation_failures": 2})
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    rollout.hand_back(lease, error="refused as not finite")
+    rollout.hand_back(lease, error="refused as not finite", reason="")
     (lease,) = rollout.lease(2)
     assert rollout.finish(lease) == COMMITTED
     assert world.states()[0] == "generated"
+
+
+def test_a_prompt_that_no_attempt_can_encode_is_dropped_at_once(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"max_generation_failures": 3})
+    rollout = Rollout(world)
+    (lease,) = rollout.lease(2)
+    rollout.hand_back(lease, error="the prompt has 3001 tokens", reason="bad_prompt")
+    assert world.states()[0] == "dropped"
+
+
+def test_prompts_that_fail_for_one_cause_pause_the_run_with_the_first_error(world: World) -> None:
+    rollout = Rollout(world)
+    for number in range(4):  # two batches of 2
+        assert world.kinds("paused") == []
+        (lease,) = rollout.lease(2)
+        rollout.hand_back(lease, error=f"the prompt has {3000 + number} tokens, must have 1 to 511")
+    (paused,) = world.kinds("paused")
+    assert (
+        "4 groups in a row were dropped as 'bad_prompt' for one cause: the prompt has 3000 tokens"
+        in paused["message"]
+    )
+    assert "`paceline resume test-1`" in paused["message"]
+    assert len(world.kinds("warning")) == 1
+    assert rollout.lease(2) == []
 
 
 def test_what_a_silent_worker_holds_is_lent_again_and_the_first_result_wins(world: World) -> None:

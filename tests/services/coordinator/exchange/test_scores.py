@@ -30,7 +30,7 @@ def test_scoring_that_fails_three_times_drops_the_group(world: World) -> None:
     assert world.states()[0] == "dropped"
     assert world.group(0)["reason"] == "reward_failed"
     assert world.counters["tokens:dropped:reward_failed"] == 9
-    assert len(world.kinds("warning")) == 3
+    assert len(world.kinds("warning")) == 2, "the first failure and the drop"
     assert reward.tasks() == []
 
 
@@ -158,25 +158,98 @@ def test_groups_without_variance_are_dropped_and_replaced(make_world: MakeWorld)
     assert world.row["dropped_in_a_row"] == 0
 
 
-def test_a_run_without_any_variance_stops_and_says_so(make_world: MakeWorld) -> None:
-    world = make_world(grpo={"use_dynamic_sampling": True, "max_generation_batches": 2})
+def drop_all(world: World, rewards: list[float], number: int) -> None:
+    """Score `number` groups one after the other with the same rewards."""
     rollout, reward = Rollout(world), Reward(world)
-    dropped = 0
-    while not world.kinds("failed"):
-        assert dropped < 4  # 2 batches of 2
+    for _ in range(number):
         (lease,) = rollout.lease(2)
         rollout.finish(lease)
         (task,) = reward.tasks()
-        reward.score(task, [1.0, 1.0])
-        dropped += 1
-    assert dropped == 4
-    assert "grpo.max_generation_batches" in world.kinds("failed")[0]["message"]
-    assert "'no_variance'" in world.kinds("failed")[0]["message"]
-    for _ in range(3):
+        reward.score(task, rewards)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "explained"),
+    [
+        ([1.0, 1.0], "every completion of 6 groups scored 1, so the reward tells none from another"),
+        ([0.0, 0.0], "no completion of 6 groups scored above 0, and no reward function failed"),
+        ([math.nan, math.nan], "every reward function returned None for every completion of 6 groups"),
+    ],
+)
+def test_a_run_without_any_variance_pauses_and_explains_it(
+    make_world: MakeWorld, rewards: list[float], explained: str
+) -> None:
+    world = make_world(grpo={"use_dynamic_sampling": True, "max_generation_batches": 3})
+    drop_all(world, rewards, 5)  # 3 batches of 2, less one: two batches are no reason yet
+    assert world.kinds("paused") == []
+    drop_all(world, rewards, 1)
+    (paused,) = world.kinds("paused")
+    assert paused["message"] == world.row["message"]
+    for part in ("grpo.max_generation_batches", "'no_variance'", explained, "`paceline resume test-1`"):
+        assert part in paused["message"]
+    assert Rollout(world).lease(2) == []
+
+
+def test_groups_that_fail_for_one_cause_pause_the_run_and_are_scored_after_it(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    for lease in rollout.lease(8):
+        rollout.finish(lease)
+    errors = ["reward function 'f' raised NameError: name 're' is not defined (r.py:3 in f)"] * 3
+    for dropped in range(4):  # two batches of 2
+        (task,) = reward.tasks(room=1)
+        for attempt, error in enumerate(errors):
+            assert world.kinds("paused") == []
+            reward.send(task, error=error)
+            if attempt < 2:
+                (task,) = reward.tasks(room=1)
+        assert world.counters["groups:dropped:reward_failed"] == dropped + 1
+        for lease in rollout.lease(2):
+            rollout.finish(lease)
+    (paused,) = world.kinds("paused")
+    assert (
+        "4 groups in a row were dropped as 'reward_failed' for one cause: reward function 'f'"
+        in paused["message"]
+    )
+    assert "(r.py:3 in f). Correct the function" in paused["message"]
+    warnings = [content["message"] for content in world.kinds("warning")]
+    assert [text.partition(":")[0] for text in warnings] == [
+        "scoring group 0 failed (1 of 3)",
+        "group 0 was dropped as 'reward_failed'",
+    ], "equal failures are one line"
+    waiting = list(world.states().values()).count("generated")
+    assert waiting
+    assert reward.tasks() == [], "what is generated waits for the corrected function"
+    with world.ledger.transaction():
+        world.ledger.update_run("test-1", state="running", message="", dropped_in_a_row=0)
+        world.exchange.forget_failures(first_group=0)
+    assert len(reward.tasks()) == waiting
+
+
+def test_a_task_that_fails_while_the_run_is_paused_for_it_uses_up_no_attempt(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    for lease in rollout.lease(2):
+        rollout.finish(lease)
+    (task,) = reward.tasks()
+    with world.ledger.transaction():
+        world.exchange.pause(world.run, "the function fails", "reward_failed")
+    assert reward.fail(task) == COMMITTED
+    assert world.group(task.group_id)["score_failures"] == 0
+    assert world.group(task.group_id)["scorer_id"] is None
+
+
+def test_failures_between_groups_that_can_train_do_not_pause(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    for number in range(6):
         (lease,) = rollout.lease(2)
         rollout.finish(lease)
-        reward.score(reward.tasks()[0], [1.0, 1.0])
-    assert len(world.kinds("failed")) == 1, "once, and not with each further drop"
+        for _ in range(1 if number % 3 == 2 else 3):
+            (task,) = reward.tasks()
+            if number % 3 == 2:
+                reward.score(task)
+            else:
+                reward.fail(task)
+    assert world.counters["groups:dropped:reward_failed"] == 4
+    assert world.kinds("paused") == []
 
 
 def test_one_group_that_can_train_starts_the_count_anew(make_world: MakeWorld) -> None:
@@ -187,7 +260,7 @@ def test_one_group_that_can_train_starts_the_count_anew(make_world: MakeWorld) -
         rollout.finish(lease)
         (task,) = reward.tasks()
         reward.score(task, rewards)
-    assert world.kinds("failed") == []
+    assert world.kinds("paused") == []
     assert world.row["dropped_in_a_row"] == 1
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from control_plane import Plane
-from paused_runs import state_of
 
 from protos.paceline.v1 import run_pb2
 from services.coordinator.audit.verify import verify
 from services.coordinator.exchange import leases
-from services.coordinator.exchange.state import Notice
 
 
 async def test_a_failed_run_keeps_its_groups_until_it_is_cancelled(running: tuple[Plane, str]) -> None:
@@ -32,15 +30,3 @@ async def test_a_failed_run_keeps_its_groups_until_it_is_cancelled(running: tupl
     groups = ledger.groups_by_state(run_id)
     assert (groups["admitted"], groups["dropped:run_ended"]) == (0, 4)
     assert verify(ledger, run_id).problems == []
-
-
-async def test_a_notice_of_one_run_does_nothing_to_the_next(running: tuple[Plane, str]) -> None:
-    plane, run_id = running
-    late = Notice("failed", {"message": "nothing could train"}, "earlier-7")
-    await plane.coordinator.act_on([late])
-    assert (await state_of(plane, run_id)) == ("running", "")
-    await plane.coordinator.act_on([Notice("failed", {"message": "nothing could train"}, run_id)])
-    assert (await state_of(plane, run_id)) == ("paused", "nothing could train")
-    plane.ledger.update_run(run_id, dropped_in_a_row=7)
-    await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
-    assert plane.ledger.run(run_id)["dropped_in_a_row"] == 0
