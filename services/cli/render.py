@@ -197,9 +197,19 @@ def outcome(
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
         + (f": {facts['message']}" if facts["message"] else ""),
-        f"tokens: {tokens.get('trained', 0):,} trained, {tokens.get('dropped', 0):,} dropped, "
-        f"{tokens.get('wasted', 0):,} wasted",
     ]
+    if any(tokens.values()):  # a run on examples has none in the books
+        lines.append(
+            f"tokens: {tokens.get('trained', 0):,} trained, {tokens.get('dropped', 0):,} dropped, "
+            f"{tokens.get('wasted', 0):,} wasted"
+        )
+    dropped = {
+        name.removeprefix("dropped:"): number
+        for name, number in facts["groups"].items()
+        if name.startswith("dropped:") and number and name != "dropped:run_ended"
+    }
+    if dropped:
+        lines.append(f"groups dropped: {', '.join(f'{n:,} {reason}' for reason, n in dropped.items())}")
     if len(rewards) > 1:
         curve = sparkline(scaled(list(rewards)), CURVE_COLUMNS)
         lines.append(f"reward of the steps: {curve}  {rewards[0]:.3f} to {rewards[-1]:.3f}")

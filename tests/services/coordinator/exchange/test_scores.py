@@ -190,39 +190,45 @@ def test_a_run_without_any_variance_pauses_and_explains_it(
     assert Rollout(world).lease(2) == []
 
 
-def test_groups_that_fail_for_one_cause_pause_the_run_and_are_scored_after_it(world: World) -> None:
+def test_groups_that_fail_for_one_cause_pause_the_run_and_later_ones_wait_for_the_correction(
+    world: World,
+) -> None:
     rollout, reward = Rollout(world), Reward(world)
+    error = "reward function 'f' raised NameError: name 're' is not defined (r.py:3 in f)"
     for lease in rollout.lease(8):
         rollout.finish(lease)
-    errors = ["reward function 'f' raised NameError: name 're' is not defined (r.py:3 in f)"] * 3
-    for dropped in range(4):  # two batches of 2
-        (task,) = reward.tasks(room=1)
-        for attempt, error in enumerate(errors):
-            assert world.kinds("paused") == []
+    for _ in range(2):
+        for task in reward.tasks():
             reward.send(task, error=error)
-            if attempt < 2:
-                (task,) = reward.tasks(room=1)
-        assert world.counters["groups:dropped:reward_failed"] == dropped + 1
-        for lease in rollout.lease(2):
-            rollout.finish(lease)
+    *others, last = reward.tasks()
+    for task in others:
+        reward.send(task, error=error)
+    assert world.counters["groups:dropped:reward_failed"] == 3
+    for lease in rollout.lease(8):
+        rollout.finish(lease)
+    later = reward.tasks()
+    assert world.kinds("paused") == []
+    reward.send(last, error=error)  # the fourth: two batches of 2
     (paused,) = world.kinds("paused")
     assert (
         "4 groups in a row were dropped as 'reward_failed' for one cause: reward function 'f'"
         in paused["message"]
     )
     assert "(r.py:3 in f). Correct the function" in paused["message"]
-    warnings = [content["message"] for content in world.kinds("warning")]
-    assert [text.partition(":")[0] for text in warnings] == [
+    assert [content["message"].partition(":")[0] for content in world.kinds("warning")] == [
         "scoring group 0 failed (1 of 3)",
         "group 0 was dropped as 'reward_failed'",
     ], "equal failures are one line"
-    waiting = list(world.states().values()).count("generated")
-    assert waiting
-    assert reward.tasks() == [], "what is generated waits for the corrected function"
+    for task in later:
+        assert reward.send(task, error=error).reply.status == COMMITTED
+    assert later
+    assert reward.tasks() == []
     with world.ledger.transaction():
         world.ledger.update_run("test-1", state="running", message="", dropped_in_a_row=0)
         world.exchange.forget_failures(first_group=0)
-    assert len(reward.tasks()) == waiting
+    again = reward.tasks()
+    assert [task.group_id for task in again] == [task.group_id for task in later]
+    assert {world.group(task.group_id)["score_failures"] for task in again} == {0}
 
 
 def test_a_task_that_fails_while_the_run_is_paused_for_it_uses_up_no_attempt(world: World) -> None:
