@@ -63,7 +63,12 @@ def receipts(record: Record, report: VerifyReport) -> None:
 
 def payloads(record: Record, report: VerifyReport) -> None:
     """Compare the arrays that are still stored with digest, tokens, age and the rewards' shape on record."""
-    groups = {g["group_id"]: g for g in record.groups}
+    measured = record.db.execute(
+        "SELECT group_id, state, tokens, sequence_tokens, oldest_step, digest, rewards, functions FROM groups"
+        " WHERE run_id = ? AND class != 'train' AND state = 'scored'",
+        (record.run_id,),
+    ).fetchall()
+    groups = {g["group_id"]: g for g in (*record.groups, *measured)}
     group_ids = {
         row[0] for row in record.db.execute("SELECT group_id FROM groups WHERE run_id = ?", (record.run_id,))
     }
@@ -75,11 +80,11 @@ def payloads(record: Record, report: VerifyReport) -> None:
                 subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown"
             )
         if row is None or stored["kind"] != "result":
-            continue  # an evaluation's, a prefix, or the reference's
+            continue  # a prefix, the reference's, or of an evaluation that is under way
         found.add(row["group_id"])
         with report.reading(subject, "its arrays"):
             _compare_arrays(record, report, subject, row, stored)
-    for row in record.groups:
+    for row in groups.values():
         if row["state"] in STATES_WITH_RESULT and row["group_id"] not in found:
             report.problem(f"group {row['group_id']}", f"it is {row['state']}, but its arrays are not stored")
     report.facts["payloads"] = len(found)

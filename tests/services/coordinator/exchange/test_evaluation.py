@@ -23,6 +23,7 @@ from paceline.errors import NotFound
 from paceline.groups import Version
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.audit.samples import samples_of_evaluation
+from services.coordinator.audit.verify import verify
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
@@ -137,6 +138,22 @@ def test_completions_of_an_evaluation_are_read_back(make_world: MakeWorld) -> No
         samples_of_evaluation(world.ledger, world.run_id, 1)
     with pytest.raises(NotFound, match="no evaluation of version 7; evaluated are 0, 1, 2"):
         samples_of_evaluation(world.ledger, world.run_id, 7)
+
+
+def test_kept_completions_are_verified(make_world: MakeWorld) -> None:
+    world = make_world(grpo=EVAL)
+    world.check = False  # it is damaged on purpose
+    evaluate(world, Rollout(world), Reward(world), 0)
+    report = verify(world.ledger, world.run_id)
+    assert (report.problems, report.facts["payloads"]) == ([], 3)
+    world.restart()  # what was just written is not read from the disk
+    world.ledger.db.execute(
+        "UPDATE payloads SET arrays_crc = arrays_crc + 1 WHERE group_id = ?", (FIRST_EVALUATION_GROUP,)
+    )
+    world.ledger.db.execute("DELETE FROM payloads WHERE group_id = ?", (FIRST_EVALUATION_GROUP + 1,))
+    damaged, missing = verify(world.ledger, world.run_id).problems
+    assert damaged.startswith(f"group {FIRST_EVALUATION_GROUP}: its arrays")
+    assert missing == f"group {FIRST_EVALUATION_GROUP + 1}: it is scored, but its arrays are not stored"
 
 
 def test_a_damaged_completion_of_an_ended_evaluation_is_dropped(make_world: MakeWorld) -> None:

@@ -39,6 +39,7 @@ def test_the_first_prompts_with_their_completions(make_world: MakeWorld, tmp_pat
 
 def test_damaged_completions_are_left_out(make_world: MakeWorld) -> None:
     world = make_world(grpo={"val_at_start": True})
+    world.check = False  # it is damaged on purpose
     world.begin_evaluation(0)
     rollout, reward = Rollout(world), Reward(world)
     for lease in rollout.lease(3):
