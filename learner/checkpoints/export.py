@@ -1,48 +1,30 @@
-"""Exporting the policy as a Hugging Face folder: safetensors, config, generation config and tokenizer files.
+"""Exporting the policy as a Hugging Face folder: from tensors, from the shards of a model in training, from a checkpoint.
 
 Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the wanted type, tied
-embeddings still tied; the folder appears whole under its name or not at all.
+embeddings still tied; the folder appears whole under its name or not at all; no whole copy of the model is made.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learner.checkpoints.adapter_export import export_adapter
 from learner.checkpoints.checkpoint import read_state
 from learner.checkpoints.export_folder import written_beside
-from learner.checkpoints.export_manifest import write_export_manifest
-from learner.checkpoints.verification import Location, verify
+from learner.checkpoints.model_folder import ModelFolder, empty_model, own_names
+from learner.checkpoints.verification import Location, Verified, verify
 from learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
-from learner.weights.gather import gather_merged
-from paceline.data.tokens import padding_token_id
+from learner.weights.gather import gather_merged, is_first_rank
+from learner.weights.stream import Piece, Weight, export_weights, pieces
 from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source
 from paceline.spec import PolicySection
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
-)
-"""Names of a tokenizer's files in the libraries that write them."""
 
 
 def export_pretrained(
@@ -61,17 +43,58 @@ def export_pretrained(
     if it has one. `dtype` None keeps the tensors' types. Raises Conflict when `directory` exists (with `replace`: and is no
     export), InvalidInput when names or shapes are not the model's.
     """
-    model = _skeleton(model_name, scoring)
-    if scoring:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or model_name)
-        model.config.pad_token_id = padding_token_id(tokenizer)  # transformers scores the last other token
-    converted = {name: _converted(tensor, dtype) for name, tensor in tensors.items()}
-    _fill(model, converted, model_name)
-    with written_beside(directory, replace=replace) as partial:
-        model.save_pretrained(partial)
-        _copy_tokenizer(tokenizer_name or model_name, partial, required=tokenizer_name is not None)
-        write_export_manifest(partial)
+    weights = {name: Weight(tensor.detach()) for name, tensor in tensors.items()}
+    policy = PolicySection(model_name=model_name, tokenizer_name=tokenizer_name)
+    with (
+        written_beside(directory, replace=replace) as partial,
+        ModelFolder(partial, weights, policy, dtype, scoring) as folder,
+    ):
+        for piece in pieces({name: weights[name] for name in folder.names}, dtype):
+            folder.add(piece)
+        folder.finish()
     return directory
+
+
+def export_live(
+    directory: Path, model: nn.Module, policy: PolicySection, *, dtype: torch.dtype, scoring: bool = False
+) -> Exception | None:
+    """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export.
+
+    A collective call of all ranks. Return why rank 0, which alone writes, could not write, after all ranks have gone through
+    every tensor; None on the others. Raises what leaves the ranks apart. The model is unchanged, and rank 0 holds a
+    few pieces of it at a time.
+    """
+    weights = export_weights(model)
+    apart: list[Exception] = []
+    stream = _watched(pieces(weights, dtype), apart)
+    failure: Exception | None = None
+    if is_first_rank():
+        try:
+            with (
+                written_beside(directory, replace=True) as partial,
+                ModelFolder(partial, weights, policy, dtype, scoring) as folder,
+            ):
+                for piece in stream:
+                    folder.add(piece)
+                folder.finish()
+        except (
+            Exception
+        ) as error:  # transformers, the disk and the allocators raise errors without a common base
+            failure = error
+    for _ in stream:
+        pass  # the other ranks go on to gather
+    if apart:
+        raise apart[0]
+    return failure
+
+
+def _watched(stream: Iterator[Piece], errors: list[Exception]) -> Iterator[Piece]:
+    """Yield from `stream`, and keep an error that it raises."""
+    try:
+        yield from stream
+    except Exception as error:
+        errors.append(error)
+        raise
 
 
 def export_checkpoint(
@@ -84,42 +107,43 @@ def export_checkpoint(
     scoring: bool = False,
     adapter_only: bool = False,
 ) -> Path:
-    """Export a checkpoint's folder, in one process and without a process group.
+    """Export a checkpoint's folder, in one process and without a process group; `dtype` None is float32.
 
     An adapter is merged into its base; with `adapter_only` it is written alone, in peft's format. Host memory must hold
-    the float32 weights. Raises also what `learner.checkpoints.verification.verify` raises.
+    one tensor, or the base of an adapter. Raises also what `learner.checkpoints.verification.verify` raises.
     """
+    wanted = dtype or torch.float32
     if adapter_only:
         check_has_adapter(policy)
-        tensors = adapter_weights(_adapted_model(checkpoint, expected_sha256, policy))
+        adapter = adapter_weights(_adapted_model(checkpoint, expected_sha256, policy))
+        return export_adapter(directory, adapter, policy.lora_cfg, policy.model_name)
+    if policy.lora_cfg.enabled:
+        weights = export_weights(_adapted_model(checkpoint, expected_sha256, policy))
+        stream = pieces(weights, wanted)
     else:
-        tensors = checkpoint_weights(checkpoint, expected_sha256, policy, scoring=scoring)
-    return export_policy(directory, tensors, policy, dtype=dtype, scoring=scoring, adapter_only=adapter_only)
+        verified = verify(checkpoint, expected_sha256)
+        model = empty_model(policy.model_name, scoring)
+        state = model.state_dict()
+        weights = {name: Weight(state[name]) for name in own_names(model)}
+        stream = _pieces_of_checkpoint(verified, weights, wanted)
+    with (
+        written_beside(directory) as partial,
+        ModelFolder(partial, weights, policy, wanted, scoring) as folder,
+    ):
+        for piece in stream:
+            folder.add(piece)
+        folder.finish()
+    return directory
 
 
-def export_policy(
-    directory: Path,
-    tensors: Mapping[str, torch.Tensor],
-    policy: PolicySection,
-    *,
-    dtype: torch.dtype | None = None,
-    scoring: bool = False,
-    adapter_only: bool = False,
-    replace: bool = False,
-) -> Path:
-    """Export `tensors` as the trained model of `policy`, or with `adapter_only` as an adapter to it. Raises as
-    `export_pretrained` and `export_adapter` do."""
-    if adapter_only:
-        return export_adapter(directory, tensors, policy.lora_cfg, policy.model_name, replace=replace)
-    return export_pretrained(
-        directory,
-        tensors,
-        model_name=policy.model_name,
-        tokenizer_name=policy.tokenizer_name,
-        dtype=dtype,
-        scoring=scoring,
-        replace=replace,
-    )
+def _pieces_of_checkpoint(
+    verified: Verified, weights: Mapping[str, Weight], dtype: torch.dtype
+) -> Iterator[Piece]:
+    for name, weight in weights.items():
+        stored = torch.float32 if weight.tensor.is_floating_point() else weight.tensor.dtype
+        tensor = torch.empty(weight.tensor.shape, dtype=stored)
+        read_state(verified, {"model": {name: tensor}})
+        yield Piece(name, 0, tensor.to(weight.dtype(dtype)).reshape(-1))
 
 
 def check_has_adapter(policy: PolicySection) -> None:
@@ -140,7 +164,7 @@ def checkpoint_weights(
     verified = verify(checkpoint, expected_sha256)
     wanted = {
         name: torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in _skeleton(policy.model_name, scoring).state_dict().items()
+        for name, tensor in empty_model(policy.model_name, scoring).state_dict().items()
     }
     read_state(verified, {"model": wanted})
     return wanted
@@ -150,7 +174,9 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
     """Return the base with the checkpoint's adapter."""
     verified = verify(checkpoint, expected_sha256)
     auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_pretrained(policy.model_name, dtype=torch.float32)
+    model: PreTrainedModel = auto.from_pretrained(
+        model_source(policy.model_name, weights=True), dtype=torch.float32
+    )
     add_adapter(model, policy.lora_cfg, seed=0)
     state = {name: tensor for name, tensor in model.state_dict().items() if is_part_of_adapter(name)}
     read_state(verified, {"model": state})
@@ -175,55 +201,3 @@ def compare_weights(
         if a.shape == b.shape:
             largest = max(largest, float((a.double() - b.double()).abs().max()))
     return names, largest
-
-
-def _skeleton(model_name: str, scoring: bool) -> PreTrainedModel:
-    """Return the model's modules without memory for weights."""
-    options = {"num_labels": 1} if scoring else {}
-    config = AutoConfig.from_pretrained(model_name, **options)
-    kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
-    with torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(config)  # type: ignore[no-untyped-call]
-    model.tie_weights()
-    return model
-
-
-def _fill(model: PreTrainedModel, tensors: dict[str, torch.Tensor], model_name: str) -> None:
-    try:
-        model.load_state_dict(cast(dict[str, Any], tensors), assign=True)
-    except RuntimeError as error:
-        raise InvalidInput(f"these weights are not of model {model_name!r}: {error}") from error
-    model.tie_weights()
-    floating = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    if len(floating) == 1:
-        model.config.dtype = floating.pop()
-    if model.can_generate():
-        _copy_generation_config(model, model_name)
-
-
-def _copy_generation_config(model: PreTrainedModel, model_name: str) -> None:
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(model_name)
-    except OSError:
-        return  # the model has none; transformers derives it from the config
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = tensor.detach().cpu()
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _copy_tokenizer(source: str, directory: Path, *, required: bool) -> None:
-    """Copy a local folder's files byte for byte, or save a hub model's tokenizer with its class."""
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
-        return
-    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)})
-    if required and not files:
-        raise InvalidInput(f"tokenizer_name {source!r}: no tokenizer files in that folder")
-    for file in files:
-        if file.is_dir():
-            shutil.copytree(file, directory / file.name)
-        else:
-            shutil.copyfile(file, directory / file.name)

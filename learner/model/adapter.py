@@ -124,6 +124,14 @@ def _whole(tensor: Tensor) -> Tensor:
     return cast(Tensor, rounded.full_tensor())  # type: ignore[attr-defined]
 
 
+def adapted_parts(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """Return (A [R, I], B [O, R], scaling) of every adapted layer by its name. The tensors are live."""
+    return {
+        name: (layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, float(layer.scaling[NAME]))
+        for name, layer in _adapted(model)
+    }
+
+
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the architecture's own state dict from a whole one of the adapted `model`; tied names stay one tensor."""
     merged_by_name: dict[str, Tensor] = {}

@@ -17,10 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from learner.collectives import FailedElsewhere, succeed_on_all_ranks
 from learner.model.adapter import adapter_weights, has_adapter, merged_state
-from paceline.errors import Unavailable
-from paceline.host_memory import available_bytes
 from paceline.weights.manifest import TensorPlan, WeightManifest
 from paceline.weights.packing import empty_flat, views
 
@@ -40,59 +37,6 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
     """
     tensors = named_weights(model)
     return _gather(tensors, dtype, _allocate(tensors, dtype))
-
-
-def gather_export(
-    model: nn.Module, device: torch.device, *, adapter_only: bool = False
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of an export, as `gather_weights` gives them: the whole state dict with an adapter not yet merged
-    (`merged_export`), or with `adapter_only` the adapter alone. The ranks agree on `device`. Where this process holds the
-    whole model in host memory, they are the model's own tensors.
-
-    Raises, on every rank and before anything travels, when rank 0 has no memory for it: Unavailable there, FailedElsewhere on
-    the others. The model is unchanged.
-    """
-    tensors = named_weights(model) if adapter_only else _state(model)
-    if not has_adapter(model) and all(_is_whole_in_host_memory(tensor) for tensor in tensors.values()):
-        return {
-            name: tensor.detach() for name, tensor in tensors.items()
-        }  # the caller writes them before the next step
-    copies = 2 if has_adapter(model) and not adapter_only else 1
-    gathered: dict[str, torch.Tensor] = {}
-
-    def make_room() -> None:
-        _check_memory(tensors, copies)
-        gathered.update(_allocate(tensors, None))
-
-    try:
-        succeed_on_all_ranks(make_room, device)
-    except FailedElsewhere:
-        raise
-    except Exception as error:  # the host's memory and the driver's pinned memory raise different errors
-        raise Unavailable(
-            f"there is no memory for a copy of the whole model ({type(error).__name__}: {error}); `paceline export` makes "
-            "one of the newest checkpoint, on any machine"
-        ) from error
-    return _gather(tensors, None, gathered)
-
-
-def _is_whole_in_host_memory(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, DTensor) and tensor.device.type == "cpu"
-
-
-def _check_memory(tensors: dict[str, torch.Tensor], copies: int) -> None:
-    """Raise MemoryError on rank 0 when `copies` of the tensors are more than this host has left."""
-    if not is_first_rank():
-        return
-    once = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors.values()}
-    needed, left = copies * sum(once.values()), available_bytes()
-    if needed > left:
-        raise MemoryError(f"it takes {needed >> 20} MB, and this host has {left >> 20} MB left")
-
-
-def merged_export(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return, on rank 0, the architecture's state dict from the tensors of `gather_export`."""
-    return merged_state(model, tensors) if has_adapter(model) else tensors
 
 
 def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,7 +60,7 @@ def _gather(
             continue
         done.add(id(kept))
         tensor = kept.detach()
-        if isinstance(tensor, DTensor) and _is_split_by_rows(tensor):
+        if isinstance(tensor, DTensor) and is_split_by_rows(tensor):
             sharded.append((name, tensor))
         elif isinstance(tensor, DTensor):
             whole = _converted(tensor, dtype).full_tensor()
@@ -192,7 +136,7 @@ def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTe
         yield part
 
 
-def _is_split_by_rows(tensor: DTensor) -> bool:
+def is_split_by_rows(tensor: DTensor) -> bool:
     """Return whether the ranks hold consecutive rows, as FSDP2 does: then a shard is one run of the tensor's bytes."""
     (*others, last) = tensor.placements
     return not others and isinstance(last, Shard) and last.dim == 0 and tensor.numel() > 0

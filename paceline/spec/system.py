@@ -77,6 +77,8 @@ class CheckpointingSection(Section):
     metric (`train:loss`)."""
     higher_is_better: bool = True
     """True if the highest value of the metric is the best."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the weights of exported models; an adapter that is exported alone stays float32."""
     checkpoint_dir: str | None = None
     """Parent folder of the runs' checkpoint folders: a path that all ranks see, or an fsspec URL
     (`s3://bucket/folder`). Default `checkpoints/` in the run's directory. A relative path in a spec's file is relative

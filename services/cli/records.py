@@ -76,7 +76,9 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @click.argument("run")
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Type of the weights; default float32."
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Type of the weights; default the run's checkpointing.export_dtype.",
 )
 @click.option("--adapter", is_flag=True, help="Write the LoRA adapter alone.")
 @directory_option
@@ -110,7 +112,7 @@ def export(
         destination,
         expected_sha256=checkpoint.sha256,
         policy=spec.policy,
-        dtype=getattr(torch, dtype) if dtype else None,
+        dtype=getattr(torch, dtype or spec.checkpointing.export_dtype),
         scoring=spec.has_scoring_head,
         adapter_only=adapter,
     )

@@ -11,20 +11,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loaded_models import differing, save_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, run_case
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from learner.batch.examples import ExampleSource
 from learner.batch.validate_examples import check_rows
+from learner.checkpoints.export import export_live
 from learner.collectives import FailedElsewhere, succeed_on_all_ranks
 from learner.model.adapter import adapter_weights
 from learner.model.policy import load_policy, load_reference
 from learner.objectives import objective_of
 from learner.step.trainer import Trainer
-from paceline.errors import InvalidInput, NonFiniteLoss, Unreadable
+from learner.weights import stream
+from learner.weights.gather import gather_merged
+from paceline.errors import Conflict, InvalidInput, NonFiniteLoss, Unreadable
 from paceline.process import end_process
+from paceline.spec import PolicySection
 from paceline.weights.lora_names import FINGERPRINT, fingerprint
 from services.demo.model import make_tokenizer
 
@@ -67,14 +71,37 @@ def loading(out: Path) -> dict[str, list[str]]:
         dist.barrier()
         policy = make_spec(folder, precision="bfloat16").policy
         found[kind] = differing(load_policy(policy, CPU), folder, torch.float32)
+        stream.PIECE_BYTES = 500
+        export = out / f"{kind} export"
+        exported = load_policy(policy, CPU)
+        assert export_live(export, exported, policy, dtype=torch.bfloat16) is None
+        dist.barrier()
+        found[f"{kind}, exported"] = differing(exported, export, torch.float32)
         found[f"{kind}, frozen"] = differing(load_reference(policy, CPU), folder, torch.bfloat16)
     adapted = make_spec(out / "tied", precision="bfloat16", lora_cfg={"enabled": True}).policy
     model = load_policy(adapted, CPU)
     found["adapted"] = differing(model, out / "tied", torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(0.01)
+    assert export_live(out / "merged", model, adapted, dtype=torch.float32) is None
+    merged = {name: tensor for name, tensor in gather_merged(model).items() if name != "lm_head.weight"}
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(load_file(out / "merged" / "model.safetensors"), merged, check_dtype=False)
+    found["failed"] = failed_export(out, model, adapted)
     plain = AutoModelForCausalLM.from_pretrained(out / "tied")
     same = torch.equal(adapter_weights(model)[FINGERPRINT], fingerprint(plain.state_dict()))
     found["fingerprint"] = [] if same else ["differs"]
     return found
+
+
+def failed_export(out: Path, model: torch.nn.Module, policy: PolicySection) -> list[str]:
+    """Rank 0 cannot write: it alone learns it, and the ranks are at one point afterwards."""
+    (out / "other").mkdir(exist_ok=True)  # no export, so it is never replaced
+    failure = export_live(out / "other", model, policy, dtype=torch.float32)
+    dist.barrier()
+    return [] if isinstance(failure, Conflict if dist.get_rank() == 0 else type(None)) else [repr(failure)]
 
 
 def too_long(out: Path) -> str:

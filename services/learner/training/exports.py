@@ -1,6 +1,6 @@
 """Exports of one run: the final one, and those that were ordered while it trains.
 
-All ranks make each call together: they gather the weights, and rank 0 writes the folder.
+All ranks make each call together: rank 0 writes the folder from the pieces of tensors that it gathers from all.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from learner.checkpoints.export import export_policy
+from learner.checkpoints.adapter_export import export_adapter
+from learner.checkpoints.export import export_live
 from learner.checkpoints.export_folder import remove_left_overs
-from learner.collectives import FailedElsewhere, broadcast_bytes, succeed_on_all_ranks
-from learner.weights.gather import gather_export, merged_export
+from learner.collectives import broadcast_bytes, succeed_on_all_ranks
+from learner.weights.gather import gather_weights
 from paceline.errors import PacelineError, Unavailable
 from paceline.files.names import EXPORT, EXPORTS
 from paceline.spec import RunSpec
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class RunExports:
-    """Exports on the ranks beside rank 0, which take part in gathering alone."""
+    """Exports of one run, on each rank."""
 
     def __init__(self, run_id: str, directory: Path, spec: RunSpec, rank: RankContext) -> None:
         self._run_id, self._directory = run_id, directory
@@ -37,8 +38,13 @@ class RunExports:
     def write_final(self, model: nn.Module) -> Path:
         """Export the trained model and return the folder. Raises what rank 0 met, and FailedElsewhere on the other ranks."""
         path = self._directory / EXPORT
-        tensors = self._gather(model)
-        succeed_on_all_ranks(lambda: self._write(path, model, tensors), self._rank.device)
+        failure = self._export_model(path, model)
+
+        def check() -> None:
+            if failure is not None:
+                raise failure
+
+        succeed_on_all_ranks(check, self._rank.device)
         return path
 
     def carry_out_orders(self, model: nn.Module, step: int) -> None:
@@ -63,51 +69,42 @@ class RunExports:
         """Return the error that prevented the export, if any. Raises an error after which the ranks may be at different
         points of their collectives."""
         try:
-            tensors = self._gather(model, adapter_only)
-        except (Unavailable, FailedElsewhere) as error:
-            return error  # raised on every rank, before anything travelled
+            failure = self._export_adapter(path, model) if adapter_only else self._export_model(path, model)
         except Exception as error:  # torch's own, for a lack of memory on the device
             if self._rank.world_size > 1:
                 raise
-            return _not_written(path, error)
+            failure = error
+        if failure is None or isinstance(failure, PacelineError):
+            return failure
+        return Unavailable(f"{path} could not be written: {type(failure).__name__}: {failure}")
+
+    def _export_model(self, path: Path, model: nn.Module) -> Exception | None:
+        """Replace the folder at `path`, if this run exported it, and return why rank 0 could not, if it could not."""
+        return export_live(
+            path,
+            model,
+            self._spec.policy,
+            dtype=getattr(torch, self._spec.checkpointing.export_dtype),
+            scoring=self._spec.has_scoring_head,
+        )
+
+    def _export_adapter(self, path: Path, model: nn.Module) -> Exception | None:
+        """Replace the folder at `path` by the adapter alone, and return why rank 0 could not, if it could not."""
+        adapter = gather_weights(model, None)
+        if not adapter:
+            return None
+        policy = self._spec.policy
         try:
-            self._write(path, model, tensors, adapter_only)
-        except PacelineError as error:
+            export_adapter(path, adapter, policy.lora_cfg, policy.model_name, replace=True)
+        except Exception as error:  # safetensors, the disk and the allocators raise errors of their own
             return error
-        except (
-            Exception
-        ) as error:  # transformers, safetensors, the disk and the allocators raise errors of their own
-            return _not_written(path, error)
         return None
-
-    def _gather(self, model: nn.Module, adapter_only: bool = False) -> dict[str, torch.Tensor]:
-        return gather_export(model, self._rank.device, adapter_only=adapter_only)
-
-    def _write(
-        self, path: Path, model: nn.Module, tensors: dict[str, torch.Tensor], adapter_only: bool = False
-    ) -> None:
-        """Write the gathered weights, on rank 0."""
 
 
 class Rank0RunExports(RunExports):
-    """Exports on rank 0, which writes them as Hugging Face folders."""
+    """Exports on rank 0, which owns the folders."""
 
     def remove_left_overs(self) -> None:
         """See `RunExports.remove_left_overs`."""
         for folder in (self._directory, self._directory / EXPORTS):
             remove_left_overs(folder)
-
-    def _write(
-        self, path: Path, model: nn.Module, tensors: dict[str, torch.Tensor], adapter_only: bool = False
-    ) -> None:
-        """Replace the folder at `path`, if this run exported it."""
-        if not adapter_only:
-            tensors = merged_export(model, tensors)
-        scoring = self._spec.has_scoring_head
-        export_policy(
-            path, tensors, self._spec.policy, scoring=scoring, adapter_only=adapter_only, replace=True
-        )
-
-
-def _not_written(path: Path, error: Exception) -> PacelineError:
-    return Unavailable(f"{path} could not be written: {type(error).__name__}: {error}")

@@ -1,7 +1,8 @@
-"""Exports that find no memory, and their orders."""
+"""Exports that cannot be written, and their orders."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from exchange_drivers import make_spec
+from safetensors.torch import load_file
 from tiny_models import tiny_qwen3
 
-from learner.collectives import FailedElsewhere
-from learner.weights import gather
-from paceline.errors import Unavailable
+from learner.checkpoints.model_folder import ModelFolder
+from learner.weights import stream
+from paceline.errors import Conflict, Unavailable
 from services.learner.orders import ExportOrder, Orders
 from services.learner.training import exports
 from services.learner.training.exports import Rank0RunExports, RunExports
@@ -27,8 +29,15 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.rank = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), orders=Orders())
         rank: Any = self.rank
-        self.exports = Rank0RunExports("test-1", directory, make_spec(directory), rank)
         self.model = tiny_qwen3()
+        self.model.save_pretrained(directory / "policy")
+        spec = make_spec(directory)
+        policy = spec.policy.model_copy(update={"model_name": str(directory / "policy")})
+        self.exports = Rank0RunExports("test-1", directory, spec.model_copy(update={"policy": policy}), rank)
+        self._directory = directory
+
+    def left_over(self) -> list[str]:
+        return [path.name for path in (self._directory / "exports").iterdir()]
 
     def ordered(self) -> Future[str]:
         future = self.rank.orders.ask_export(ExportOrder("now", False))
@@ -43,8 +52,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path)
 
 
-def out_of_memory(*_: Any, **__: Any) -> Any:
-    raise MemoryError("no room")
+def no_space(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise Conflict("exports/now exists and is no export")
 
 
 def no_device_memory(*_: Any, **__: Any) -> Any:
@@ -54,17 +67,12 @@ def no_device_memory(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("module", "name", "failure", "words"),
     [
-        (
-            gather,
-            "_allocate",
-            out_of_memory,
-            r"no memory for a copy of the whole model \(MemoryError: no room\)",
-        ),
-        (gather, "_gather", no_device_memory, "could not be written: OutOfMemoryError: CUDA out of memory"),
-        (exports, "export_policy", out_of_memory, "could not be written: MemoryError: no room"),
+        (stream, "_plain", no_device_memory, "could not be written: OutOfMemoryError: CUDA out of memory"),
+        (ModelFolder, "add", no_space, "could not be written: OSError: .* No space left"),
+        (ModelFolder, "finish", refused, "exports/now exists and is no export"),
     ],
 )
-def test_an_export_without_memory_fails_whoever_asked_for_it_alone(
+def test_an_export_that_cannot_be_written_fails_whoever_asked_for_it_alone(
     bench: Bench,
     monkeypatch: pytest.MonkeyPatch,
     module: Any,
@@ -74,30 +82,30 @@ def test_an_export_without_memory_fails_whoever_asked_for_it_alone(
 ) -> None:
     with monkeypatch.context() as context:
         context.setattr(module, name, failure)
-        with pytest.raises(Unavailable, match=words):
+        with pytest.raises(Unavailable if "could not" in words else Conflict, match=words):
             bench.ordered().result(0)
-    monkeypatch.setattr(exports, "export_policy", lambda path, *_, **__: path.mkdir(parents=True))
-    assert bench.ordered().result(0).endswith("exports/now"), "the next one is written"
+    assert not bench.left_over()
+    path = Path(bench.ordered().result(0))
+    assert path.name == "now"
+    assert {tensor.dtype for tensor in load_file(path / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_a_model_that_is_whole_in_host_memory_is_exported_without_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_write_still_goes_through_every_collective(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, written = Bench(tmp_path), []
-    monkeypatch.setattr(gather, "_allocate", lambda *_: pytest.fail("it took memory for a copy"))
-    monkeypatch.setattr(exports, "export_policy", lambda path, tensors, *_, **__: written.append(tensors))
-    bench.ordered().result(0)
-    state = bench.model.state_dict()
-    assert written[0].keys() == state.keys()
-    assert all(tensor.data_ptr() == state[name].data_ptr() for name, tensor in written[0].items())
-    assert not any(tensor.requires_grad for tensor in written[0].values())
+    """The other ranks gather to the end, so rank 0 has to as well."""
+    names: list[str] = []
+    plain = stream._plain
 
+    def noted(name: str, *rest: Any) -> Any:
+        names.append(name)
+        return plain(name, *rest)
 
-def test_an_export_asks_for_memory_before_it_takes_any(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "available_bytes", lambda: 100)
-    monkeypatch.setattr(gather, "_allocate", lambda *_: pytest.fail("it took memory that is not there"))
-    with pytest.raises(Unavailable, match=r"this host has 0 MB left\); `paceline export` makes one"):
+    monkeypatch.setattr(stream, "_plain", noted)
+    monkeypatch.setattr(ModelFolder, "add", no_space)
+    with pytest.raises(Unavailable, match="No space left"):
         bench.ordered().result(0)
+    assert names == list(stream.export_weights(bench.model))
 
 
 def test_what_leaves_the_ranks_at_different_points_ends_the_session(
@@ -105,20 +113,9 @@ def test_what_leaves_the_ranks_at_different_points_ends_the_session(
 ) -> None:
     bench.rank.world_size = 2
     monkeypatch.setattr(exports, "broadcast_bytes", lambda data: data)
-    monkeypatch.setattr(gather, "_gather", no_device_memory)
+    monkeypatch.setattr(stream, "_plain", no_device_memory)
     with pytest.raises(torch.OutOfMemoryError):
         bench.ordered()
-
-
-def test_a_rank_whose_peer_has_no_memory_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failed_elsewhere(*_: Any, **__: Any) -> Any:
-        raise FailedElsewhere("another rank cannot do its part")
-
-    bench.rank.world_size = 2
-    monkeypatch.setattr(exports, "broadcast_bytes", lambda data: data)
-    monkeypatch.setattr(gather, "succeed_on_all_ranks", failed_elsewhere)
-    with pytest.raises(FailedElsewhere):
-        bench.ordered().result(0)
 
 
 def test_rank_0_alone_removes_what_a_killed_export_left(tmp_path: Path) -> None:

@@ -1,0 +1,235 @@
+"""A Hugging Face model folder that is filled with pieces of tensors: safetensors, config, generation config, tokenizer.
+
+Promise: `from_pretrained` on the folder gives the tensors that were added, tied ones tied, and the files have the names and
+layouts that transformers' `save_pretrained` gives them. Only tensors that are stored in another layout than they are
+trained in (experts) wait in memory, for the others of their layer.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from learner.checkpoints.export_manifest import write_export_manifest
+from learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
+from learner.weights.stream import Piece, Weight
+from paceline.data.tokens import padding_token_id
+from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source, tokenizer_source
+from paceline.spec import PolicySection
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+"""Names of a tokenizer's files in the libraries that write them."""
+LAYER = re.compile(r".*?\.layers\.\d+\.")
+NAMES_SHOWN = 3
+
+
+class ModelFolder:
+    """The unfinished folder; a context manager that closes its files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        weights: Mapping[str, Weight],
+        policy: PolicySection,
+        dtype: torch.dtype | None,
+        scoring: bool,
+    ) -> None:
+        """Begin the folder of the model that `policy` names, for `weights` in `dtype` (None: their types).
+
+        Raises InvalidInput when their names or shapes are not that model's.
+        """
+        self._folder, self._policy = folder, policy
+        self._model = empty_model(policy.model_name, scoring)
+        self.names = _checked(self._model, weights, policy.model_name)
+        """The tensors to add: tied ones under one name."""
+        stored = {
+            name: torch.empty(tensor.tensor.shape, dtype=tensor.dtype(dtype), device="meta")
+            for name, tensor in ((name, weights[name]) for name in self.names)
+        }
+        self._groups, self._plain = _groups(self._model, stored)
+        self._waiting: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
+        self._stored = stored
+        headers = [
+            TensorHeader(name, tensor.dtype, tuple(tensor.shape))
+            for sources in dict.fromkeys(self._groups.values())
+            for name, tensor in _outputs(self._model, sources, stored).items()
+        ]
+        self._write_config(stored, scoring)
+        self._writer = SafetensorsWriter(folder, headers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+
+    def add(self, piece: Piece) -> None:
+        """Write a piece, or keep it until its layer can be written. Raises OSError (a full disk)."""
+        sources = self._groups[piece.name]
+        if piece.name in self._plain:
+            self._writer.write(piece.name, piece.first_element, piece.values)
+            return
+        if piece.name not in self._waiting:
+            self._waiting[piece.name] = torch.empty_like(self._stored[piece.name], device="cpu")
+            self._missing[piece.name] = self._waiting[piece.name].numel()
+        begin, end = piece.first_element, piece.first_element + piece.values.numel()
+        self._waiting[piece.name].view(-1)[begin:end] = piece.values
+        self._missing[piece.name] -= piece.values.numel()
+        if all(self._missing.get(name) == 0 for name in sources):
+            whole = {name: self._waiting.pop(name) for name in sources}
+            for name, tensor in revert_weight_conversion(self._model, whole).items():
+                self._writer.write(name, 0, tensor)
+
+    def finish(self) -> None:
+        """Write what else belongs to the folder, once all pieces are in it."""
+        self._writer.finish()
+        name = self._policy.tokenizer_name
+        copy_tokenizer(name or self._policy.model_name, self._folder, required=name is not None)
+        write_export_manifest(self._folder)
+
+    def _write_config(self, stored: Mapping[str, Tensor], scoring: bool) -> None:
+        model: Any = self._model
+        if scoring:
+            name = self._policy.tokenizer_name or self._policy.model_name
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
+            model.config.pad_token_id = padding_token_id(
+                tokenizer
+            )  # transformers scores the last other token
+        floating = {tensor.dtype for tensor in stored.values() if tensor.is_floating_point()}
+        if len(floating) == 1:
+            model.config.dtype = str(floating.pop()).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(self._folder)
+        if model.can_generate():
+            _generation_config(model, self._policy.model_name).save_pretrained(self._folder)
+
+
+def empty_model(model_name: str, scoring: bool) -> PreTrainedModel:
+    """Return the model's modules without memory for weights."""
+    options = {"num_labels": 1} if scoring else {}
+    config = AutoConfig.from_pretrained(model_source(model_name), **options)
+    kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = kind.from_config(config)  # type: ignore[no-untyped-call]
+    model.tie_weights()
+    return model
+
+
+def own_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the model's tensors, in its order, each tied one under its first name."""
+    names: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), name)
+    return list(names.values())
+
+
+def copy_tokenizer(source: str, directory: Path, *, required: bool) -> None:
+    """Copy a folder's files byte for byte, or save a hub model's tokenizer with its class."""
+    folder = Path(tokenizer_source(source))
+    if not folder.is_dir():
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+        return
+    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)})
+    if required and not files:
+        raise InvalidInput(f"tokenizer_name {source!r}: no tokenizer files in that folder")
+    for file in files:
+        if file.is_dir():
+            shutil.copytree(file, directory / file.name)
+        else:
+            shutil.copyfile(file, directory / file.name)
+
+
+def _checked(model: PreTrainedModel, weights: Mapping[str, Weight], model_name: str) -> list[str]:
+    """Return `own_names`. Raises InvalidInput where `weights` are of another model."""
+    expected = model.state_dict()
+    names = own_names(model)
+    wrong = [f"{name} is missing" for name in names if name not in weights]
+    wrong += [f"{name} is not in the model" for name in weights if name not in expected]
+    wrong += [
+        f"{name} has shape {tuple(weights[name].tensor.shape)}, not {tuple(expected[name].shape)}"
+        for name in names
+        if name in weights and weights[name].tensor.shape != expected[name].shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+        raise InvalidInput(
+            f"these weights are not of model {model_name!r}: {'; '.join(wrong[:NAMES_SHOWN])}{more}"
+        )
+    return names
+
+
+def _groups(
+    model: PreTrainedModel, stored: Mapping[str, Tensor]
+) -> tuple[dict[str, tuple[str, ...]], set[str]]:
+    """Return, for each tensor, the tensors that are converted with it; and those that are stored as they are trained."""
+    alone: dict[str, tuple[str, ...]] = {name: (name,) for name in stored}
+    whole = _shapes(revert_weight_conversion(model, dict(stored)))
+    if whole == _shapes(stored):
+        return alone, set(stored)
+    plain = {name for name in stored if _is_plain(model, name, stored)}
+    layers: dict[str, list[str]] = {}
+    for name in stored:
+        if name not in plain:
+            layer = LAYER.match(name)
+            layers.setdefault(layer[0] if layer else "", []).append(name)
+    groups = alone | {name: tuple(names) for names in layers.values() for name in names}
+    parts: dict[str, tuple[int, ...]] = {}
+    for sources in dict.fromkeys(groups.values()):
+        parts |= _shapes(_outputs(model, sources, stored))
+    if parts == whole:
+        return groups, plain
+    return dict.fromkeys(stored, tuple(stored)), set()  # the layers cannot be told apart
+
+
+def _is_plain(model: PreTrainedModel, name: str, stored: Mapping[str, Tensor]) -> bool:
+    """Return whether a tensor is stored under its name and in its layout."""
+    return _shapes(_outputs(model, (name,), stored)) == _shapes({name: stored[name]})
+
+
+def _outputs(
+    model: PreTrainedModel, sources: tuple[str, ...], stored: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors, on the meta device, that these become in the files."""
+    outputs: dict[str, Tensor] = revert_weight_conversion(model, {name: stored[name] for name in sources})
+    return outputs
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _generation_config(model: Any, model_name: str) -> GenerationConfig:
+    try:
+        config: GenerationConfig = GenerationConfig.from_pretrained(model_source(model_name))
+    except OSError:
+        config = model.generation_config  # the model has none; transformers derives it from the config
+    return config
