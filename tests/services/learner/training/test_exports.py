@@ -46,9 +46,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """A bench whose model counts as sharded, so that an export gathers a copy."""
-    monkeypatch.setattr(gather, "_is_whole_in_host_memory", lambda tensor: False)
+def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
