@@ -56,6 +56,7 @@ def test_a_lora_run_learns_and_only_the_adapter_travels(
         grpo=grpo,
         loss_fn={"reference_policy_kl_penalty": 0.001},
         async_grpo={"max_trajectory_age_steps": 0},
+        checkpointing={"export_dtype": "float32"},
     )
     run = client.submit(spec)
     events = client.watch(run.run_id)

@@ -58,7 +58,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spec_for(make_spec: MakeSpec, pairs: Path, algorithm: str, steps: int, **section: Any) -> RunSpec:
     data = {"train": str(pairs / "train.jsonl"), "validation": str(pairs / "validation.jsonl")}
     sizes = {"max_num_steps": steps, "num_examples_per_step": 16, "val_at_start": True, "val_at_end": True}
-    return make_spec(algorithm=algorithm, data=data, **{algorithm: {**sizes, **section}})
+    exact = {"export_dtype": "float32"}
+    return make_spec(algorithm=algorithm, data=data, checkpointing=exact, **{algorithm: {**sizes, **section}})
 
 
 def test_dpo_prefers_held_out_answers_and_a_killed_learner_reaches_the_same_weights(
