@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,21 @@ def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_
             chunks += stream
         while next(events).kind != "step":
             pass  # another life of the worker trains on
+        pause = threading.Event()
+        while not any(
+            member.HasField("version") and member.http_address not in ("", address)
+            for member in paceline.members()
+        ):
+            pause.wait(0.05)
         paceline.cancel(run.run_id)
         ended = paceline.wait(run.run_id, timeout_s=120)
+        after = paceline.generate("1+1=", n=2)
+        address = next(member.http_address for member in paceline.members() if member.http_address)
+        with OpenAI(base_url=f"http://{address}/v1", api_key="none", timeout=120) as client:
+            names_after = [model.id for model in client.models.list()]
 
+    assert [len(completion.token_ids) > 0 for completion in after] == [True, True]
+    assert names_after[0] == run.run_id
     assert names[0] == run.run_id
     assert names[1].startswith(f"{run.run_id}@1.")
     assert said.model.startswith(f"{run.run_id}@1.")
