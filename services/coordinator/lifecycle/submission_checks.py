@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ MAX_SOURCE_BYTES = 1 << 20
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     """Open the data sets of a submitted run; return them with warnings about them. Raises DataError, Unreadable."""
+    _check_template_kwargs(spec)
     data = open_data(spec)
     warnings: list[str] = []
     for field, source in (("data.train", data.prompts), ("data.validation", data.validation)):
@@ -128,6 +130,29 @@ def _check_template(spec: RunSpec, source: PromptSource) -> None:
             f"the prompts are chat messages, but the tokenizer of policy.model_name {name!r} has no chat template; use text "
             "prompts without data.system_prompt, or a tokenizer with a template (policy.tokenizer_name)"
         )
+
+
+def _check_template_kwargs(spec: RunSpec) -> None:
+    """Raises DataError for an argument that the chat template, where it is on this machine, does not read."""
+    source = _template_source(spec.policy) if spec.data.chat_template_kwargs else ""
+    for name in spec.data.chat_template_kwargs if source else ():
+        if re.search(rf"\b{re.escape(name)}\b", source) is None:
+            raise DataError(
+                f"data.chat_template_kwargs has {name!r}, which the chat template of the tokenizer does not read; remove it, "
+                "or correct its name"
+            )
+
+
+def _template_source(policy: PolicySection) -> str:
+    """Return the tokenizer's one chat template; empty where it is not on this machine, or there are several."""
+    folder = Path(policy.tokenizer_name or policy.model_name).expanduser()
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text()
+        template: Any = json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    return template if isinstance(template, str) else ""
 
 
 def _lacks_template(policy: PolicySection) -> bool:

@@ -95,3 +95,17 @@ def test_columns_that_no_function_sees_are_named(tmp_path: Path) -> None:
     assert [text for text in checked_data(spec_for(tmp_path, row))[1] if "'completions'" in text]
     spec = spec_for(tmp_path, {"prompts": "a", "answer": "c"}, prompt_key="prompts")
     assert checked_data(spec)[1] == [], "the prompt's column is not given to functions"
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, {"prompt": CHAT}, chat_template_kwargs={"enable_thinking": False})
+    checked_data(spec)  # the tokenizer is not on this machine
+    config = tmp_path / "tokenizer_config.json"
+    for text in ('{"chat_template": [{"name": "a", "template": "b"}]}', '["chat_template"]', "{"):
+        config.write_text(text)
+        checked_data(spec)
+    config.write_text('{"chat_template": "{{ messages }}{{ enable_thinkings }}"}')
+    with pytest.raises(DataError, match=r"data\.chat_template_kwargs has 'enable_thinking', which the chat"):
+        checked_data(spec)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}{% if enable_thinking %}!{% endif %}")
+    checked_data(spec)
