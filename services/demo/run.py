@@ -60,8 +60,7 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
     started_s = time.monotonic()
     screen.say("Making a two-layer model, a character tokenizer and 10,000 additions …")
     files = make_files(directory / FILES, seed)
-    seeded = (f"sft.seed={seed}", f"grpo.seed={seed}")
-    sft = load_spec(files / "sft.yaml", seeded)
+    sft = load_spec(files / "sft.yaml", [f"sft.seed={seed}"])
     with (
         LocalCluster(directory, sft.cluster, say=screen.say) as cluster,
         Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf) as client,
@@ -74,7 +73,7 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
             client, sft, "Stage 1, supervised: imitate a teacher who errs in half of the answers", screen
         )
         model = f"policy.model_name={Path(teacher['directory']) / 'export'}"
-        grpo = load_spec(files / "grpo.yaml", (*seeded, model, *overrides))
+        grpo = load_spec(files / "grpo.yaml", (f"grpo.seed={seed}", model, *overrides))
         age = grpo.async_grpo.max_trajectory_age_steps
         title = f"Stage 2, asynchronous GRPO: age up to {age} steps, {grpo.async_grpo.order}"
         summary = _train(client, grpo, title, screen)
