@@ -178,6 +178,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, raw = override.partition("=")
     if not equals or not dotted:
         raise SpecError(f"override {override!r} has to look like section.key=value")
+    if dotted.startswith(("+", "~")):
+        raise SpecError(
+            f"override {override!r} has Hydra's {dotted[0]!r}; write it without, as {dotted.lstrip('+~')}={raw}"
+        )
     keys = dotted.split(".")
     try:
         value = yaml.safe_load(raw)

@@ -58,5 +58,10 @@ class LazyGroup(click.Group):
         """Run a command; show a PacelineError to the user without a traceback."""
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            from services.cli.unknown_commands import setting_for
+
+            error.message = f"{error.message.rstrip('.')}{setting_for(error.option_name)}"
+            raise
         except PacelineError as error:
             raise click.ClickException(str(error)) from None

@@ -1,4 +1,5 @@
-"""The answer to a command that Paceline does not have: the command that other libraries' word stands for, or a near name."""
+"""The answer to a command or an option that Paceline does not have: what another library's word stands for, or a near
+name."""
 
 from __future__ import annotations
 
@@ -106,3 +107,18 @@ def remedy(word: str, commands: Iterable[str]) -> str:
     if guesses:
         return f"did you mean {' or '.join(f'`paceline {guess}`' for guess in guesses)}?"
     return "`paceline --help` lists the commands"
+
+
+def setting_for(option: str) -> str:
+    """Return the clause for an unknown option that is a setting: `--learning_rate` is an override here; else empty."""
+    from paceline.spec.explaining.faults import unknown_key
+    from paceline.spec.foreign.names import look_up
+    from paceline.spec.keys import keys
+
+    name = option.lstrip("-").replace("-", "_")
+    if name in keys():
+        return f"; a setting is written as {name}=VALUE"
+    if look_up(name) is None and not any(path.endswith(f".{name}") for path in keys()):
+        return ""
+    (line,) = unknown_key((name,), None)
+    return f"; a setting is written as SECTION.KEY=VALUE, and {line.replace(f'{name}: unknown key; ', '')}"

@@ -188,6 +188,7 @@ def test_overrides_reach_into_lists_and_make_sections(spec_path: Path) -> None:
     [
         ("grpo.seed", "override 'grpo.seed' has to look like section.key=value"),
         ("=3", "override '=3' has to look like section.key=value"),
+        ("++grpo.seed=3", "override '++grpo.seed=3' has Hydra's '+'; write it without, as grpo.seed=3"),
         ("rewards.2.weight=1", "override 'rewards.2.weight=1': '2' has to be an index below 2"),
         ("rewards.first.weight=1", "override 'rewards.first.weight=1': 'first' has to be an index below 2"),
         ("policy.model_name.path=x", "override 'policy.model_name.path=x': 'path' is below a plain value"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from paceline.spec.foreign.names import TABLES, table
+from paceline.spec.foreign.names import TABLES, look_up, table
 from paceline.spec.keys import keys
 from services.cli.main import COMMANDS
 from services.cli.reference import DOCS, generated, stale
@@ -40,6 +40,17 @@ def test_lines_are_short() -> None:
 def test_readme_lists_every_page() -> None:
     listed = set(re.findall(r"\]\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert sorted({path.name for path in DOCS.glob("*.md")} - listed) == []
+
+
+def test_the_keys_that_the_pages_name_exist() -> None:
+    """A dotted name below one of our sections is a key of ours, or one of another library."""
+    sections = {path for path, key in keys().items() if "." not in path and key.section is not None}
+    wrong = []
+    for page in ("migration.md", "data.md", "troubleshooting.md"):
+        for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)\b", (DOCS / page).read_text(encoding="utf-8")):
+            if name.partition(".")[0] in sections and name not in keys() and look_up(name) is None:
+                wrong.append(f"{page}: {name}")
+    assert wrong == []
 
 
 def test_the_messages_that_troubleshooting_quotes_are_in_the_code() -> None:

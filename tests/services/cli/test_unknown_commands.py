@@ -6,7 +6,7 @@ import pytest
 from command_line import paceline
 
 from services.cli.main import COMMANDS
-from services.cli.unknown_commands import MEANT, NONE, remedy
+from services.cli.unknown_commands import MEANT, remedy, setting_for
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,38 @@ def test_an_unknown_command_says_what_was_meant(word: str, answer: str) -> None:
 
 def test_every_command_that_is_named_exists() -> None:
     assert {meant.partition(" ")[0] for meant in MEANT.values()} <= COMMANDS.keys()
-    assert not (MEANT.keys() | NONE.keys()) & COMMANDS.keys()
 
 
 def test_the_command_line_answers_in_one_line() -> None:
     result = paceline("sample", "grpo-1")
     assert result.exit_code == 2
     assert result.stderr.endswith("Error: No such command 'sample'; did you mean `paceline samples`?\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        (
+            "--learning_rate",
+            "; a setting is written as SECTION.KEY=VALUE, and TRL's 'learning_rate' is policy.optimizer.lr",
+        ),
+        (
+            "--report-to",
+            "; a setting is written as SECTION.KEY=VALUE, and there is none, because TensorBoard",
+        ),
+        ("--max_new_tokens", "did you mean 'policy.generation.max_new_tokens'?"),
+        ("--algorithm", "; a setting is written as algorithm=VALUE"),
+    ],
+)
+def test_an_option_that_is_a_setting_says_how_it_is_written(option: str, answer: str) -> None:
+    assert answer in setting_for(option)
+
+
+def test_an_option_that_means_nothing_gets_no_answer() -> None:
+    assert setting_for("--frobnicate") == setting_for("-x") == setting_for("--") == ""
+
+
+def test_the_command_line_answers_an_option() -> None:
+    result = paceline("grpo", "spec.yaml", "--learning_rate", "1e-6")
+    assert result.exit_code == 2
+    assert "--learning_rate'; a setting is written as SECTION.KEY=VALUE" in result.stderr
