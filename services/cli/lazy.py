@@ -61,7 +61,9 @@ class LazyGroup(click.Group):
         except click.NoSuchOption as error:
             from services.cli.unknown_commands import setting_for
 
-            error.message = f"{error.message.rstrip('.')}{setting_for(error.option_name)}"
-            raise
+            clause = setting_for(error.option_name)
+            if not clause:
+                raise
+            raise click.UsageError(f"{error.message.rstrip('.')}{clause}", ctx=error.ctx) from None
         except PacelineError as error:
             raise click.ClickException(str(error)) from None
