@@ -88,6 +88,19 @@ def test_equal_weights_give_ratio_one_and_the_policy_gradient_loss(model: Path) 
     assert metrics["age"] == pytest.approx((14 * 1 + 26 * 0) / 40)
 
 
+def test_the_share_of_tokens_without_advantage(model: Path) -> None:
+    batch = make_batch()
+    zero = np.zeros(1, np.float32)
+    first = batch[0].group_id
+    some_equal = [replace(s, rewards_F=zero) if s.group_id == first else s for s in batch]
+    all_equal = [replace(s, rewards_F=zero) for s in batch]
+    for sequences, share in ((batch, 0.0), (some_equal, (9 + 4) / 40), (all_equal, 1.0)):
+        metrics = Trainer(make_spec(model), CPU).train_step(sequences, 1)
+        assert metrics["zero_advantage_fraction"] == pytest.approx(share)
+    supervised = Trainer(make_spec(model, "sft"), CPU).train_step(make_batch(supervised=True), 0)
+    assert "zero_advantage_fraction" not in supervised
+
+
 def test_supervised_loss_is_the_token_mean_at_temperature_one(model: Path) -> None:
     batch = make_batch(supervised=True)
     metrics = Trainer(make_spec(model, algorithm="sft"), CPU).train_step(batch, 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from exchange_drivers import make_spec
+from exchange_drivers import MakeWorld, World, make_spec
 
+from services.coordinator.exchange.state import Notice
+from services.coordinator.members.registry import Members
 from services.coordinator.reporting.no_signal import no_signal
+from services.coordinator.reporting.run_log import RunLog
 
 NOTHING = {"zero_advantage_fraction": 1.0}
 
@@ -31,3 +35,39 @@ def test_a_step_with_a_signal_or_without_advantages_is_not_warned_of(
     metrics: dict[str, float], tmp_path: Path
 ) -> None:
     assert no_signal(make_spec(tmp_path), metrics) == ""
+
+
+def warnings_of(world: World) -> list[str]:
+    """The messages of the run's warnings."""
+    events = world.ledger.events(world.run_id, 0, 100)
+    return [json.loads(event["json"])["message"] for event in events if event["kind"] == "warning"]
+
+
+def test_such_steps_are_warned_of_ever_more_seldom(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"max_num_steps": 9})
+    world.check = False  # nothing was trained
+    run_log = RunLog(world.ledger, world.exchange, Members(60.0))
+    learner = {"zero_advantage_fraction": 1.0}
+    for step in range(6):
+        notices = [
+            Notice("metrics", {"metrics": learner if step != 2 else {"zero_advantage_fraction": 0.5}}),
+            Notice("step", {"step": step, "metrics": {"reward": 0.0}}),
+        ]
+        with world.ledger.transaction():
+            run_log.write_down(notices)
+    found = [message.partition(":")[0] for message in warnings_of(world)]
+    assert found == ["step 0", "step 1", "step 4"]  # the first, the second and the fourth without a signal
+    assert warnings_of(world)[2].endswith("(4 such steps in this run)")
+
+
+def test_counts_of_drops_and_failures_are_metrics(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.check = False  # nothing was dropped
+    run_log = RunLog(world.ledger, world.exchange, Members(60.0))
+    with world.ledger.transaction():
+        world.ledger.count(world.run_id, "groups:dropped:bad_prompt", 2)
+        world.ledger.count(world.run_id, "failures:bad_prompt", 6)
+        run_log.write_down([Notice("step", {"step": 0, "metrics": {}})])
+    (step,) = [e for e in world.ledger.events(world.run_id, 0, 100) if e["kind"] == "step"]
+    metrics = json.loads(step["json"])
+    assert (metrics["dropped/bad_prompt"], metrics["failures/bad_prompt"]) == (2.0, 6.0)
