@@ -1,4 +1,4 @@
-"""The remedy for a model or data set that was looked for on the hub and not found there."""
+"""The remedy for a model or data set that a name did not give: a folder, a path that is not there, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ FOLDERS = {
 
 
 def hub_remedy(name: str) -> str:
-    """Return the clause for a `name` that the hub did not give: it may be a path, or the hub cannot be reached."""
+    """Return the clause for a `name` that gave nothing: a folder of other files, a path, or a hub that cannot be reached."""
+    if Path(name).is_dir():
+        return "name the files in that folder (./folder/*.jsonl), or a folder made by `save_to_disk`"
     parts = name.rstrip("/").split("/")
     if Path(name).is_absolute() or parts[0] in (".", "..", "~"):
         return "there is no such folder; check the path"

@@ -280,7 +280,7 @@ def _table(builder: str | None, name: str, split: str | None) -> Rows:
             loaded = datasets.load_dataset(name)
     except Exception as error:  # `datasets` raises dozens of kinds; each means that the set cannot be read
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        remedy = "" if Path(name).exists() else f"; {hub_remedy(name)}"
+        remedy = "" if Path(name).is_file() else f"; {hub_remedy(name)}"
         raise Unreadable(f"cannot load the data set {name!r}: {reason}{remedy}") from None
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:

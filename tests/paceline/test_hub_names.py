@@ -15,6 +15,8 @@ from paceline.hub_names import hub_remedy
         ("models/foo", "it looks like a path and was taken for a name on the hub; write ./models/foo"),
         ("a/b/c", "write ./a/b/c"),
         ("mine/foo", "write ./mine/foo"),
+        ("mine", "name the files in that folder (./folder/*.jsonl)"),
+        (".", "or a folder made by `save_to_disk`"),
         ("./foo", "there is no such folder"),
         ("/data/foo", "there is no such folder"),
         ("Qwen/Qwen2.5-0.5B", "HF_HUB_OFFLINE=1"),
