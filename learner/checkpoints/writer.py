@@ -48,6 +48,7 @@ class CheckpointWriter:
         self._written: Checkpoint | None = None
         self._error: BaseException | None = None
         self._started_s = 0.0
+        self._pinned: BlockingAsyncStager | None = None
         self.step = -1
         """Step of the checkpoint that was begun last."""
         self.seconds = 0.0
@@ -77,8 +78,8 @@ class CheckpointWriter:
             # Not raised here, because it would separate the ranks; writing meets it again, on all of them.
             checkpoints.prepare(self._directory, self._session, step)
         state = checkpoints.whole_state(model, optimizer, critic, reference)
-        has_room = unchanged or size_bytes(state) + SPARE_BYTES <= available_bytes()
-        staged = BlockingAsyncStager().stage(state) if has_room and not unchanged else state
+        has_room = unchanged or self._has_copy or size_bytes(state) + SPARE_BYTES <= available_bytes()
+        staged = self._copy(state, model) if has_room and not unchanged else state
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
         self.step = step
@@ -89,6 +90,25 @@ class CheckpointWriter:
         if not has_room:
             log.info("no memory for a copy of the state: training waits for the checkpoint of step %d", step)
             self._thread.join()
+
+    @property
+    def _has_copy(self) -> bool:
+        """Return whether the memory for a copy is there already."""
+        return self._pinned is not None and self._pinned.state_dict_cache is not None
+
+    def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+        """Return a copy in host memory. A GPU's state goes to pinned memory, which is faster to copy to and slow to get: it is
+        kept for the next checkpoint, whose `begin` comes after this one is written."""
+        if on_gpu(model):
+            self._pinned = self._pinned or BlockingAsyncStager(cache_staged_state_dict=True)
+            try:
+                return self._pinned.stage(state)
+            except RuntimeError as error:  # of the driver, which limits pinned memory
+                log.warning(
+                    "the state of step %d is copied to memory that is not pinned: %s", self.step, error
+                )
+                self._pinned.state_dict_cache = None
+        return BlockingAsyncStager().stage(state)
 
     @property
     def in_progress(self) -> bool:
@@ -129,6 +149,11 @@ class CheckpointWriter:
         except BaseException as error:  # `finish` raises it in the thread that can handle it
             self._error = error
         self.seconds = time.perf_counter() - self._started_s
+
+
+def on_gpu(model: nn.Module) -> bool:
+    """Return whether the model's parameters are in a GPU's memory."""
+    return next(model.parameters()).is_cuda
 
 
 def size_bytes(state: Any) -> int:

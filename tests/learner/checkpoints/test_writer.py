@@ -13,6 +13,7 @@ import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
 from learner.checkpoints import checkpoint
+from learner.checkpoints import writer as writing
 from learner.checkpoints.writer import SPARE_BYTES, CheckpointWriter, size_bytes
 from learner.step.trainer import Trainer
 from paceline.errors import Conflict, Unavailable
@@ -149,3 +150,40 @@ def test_training_waits_for_the_files_where_the_host_has_no_memory_for_a_copy(
     again = Trainer(make_spec(policy), CPU)
     checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=again.model)
     assert all(torch.equal(tensor, again.model.state_dict()[name]) for name, tensor in before.items())
+
+
+def test_the_pinned_copy_of_a_gpus_state_is_kept_and_has_each_state(
+    trainer: Trainer, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(writing, "on_gpu", lambda model: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    writer = CheckpointWriter(tmp_path, session=3)
+    for step in (1, 2):
+        expected = weights(trainer)
+        writer.begin(step, trainer.model, trainer.optimizer)
+        trainer.train_step(make_batch(), step)
+        saved = writer.finish()
+        assert saved is not None
+        loaded = Trainer(make_spec(policy), CPU)
+        sha256 = saved.manifest_sha256
+        checkpoint.load(saved.path, expected_sha256=sha256, model=loaded.model, optimizer=loaded.optimizer)
+        found = weights(loaded)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        if step == 1:
+            first = len(pinned)
+    assert first > len(expected)  # moments too
+    assert len(pinned) == first
+
+
+def test_a_driver_that_pins_no_more_costs_speed_alone(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(writing, "on_gpu", lambda model: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    writer = CheckpointWriter(tmp_path, session=3)
+    writer.begin(1, trainer.model, trainer.optimizer)
+    assert writer.finish() is not None
