@@ -3,7 +3,7 @@
     python benchmarks/load.py [--ranks 2] [--layers 28] [--s3] [--json]
 
 A random model of Qwen2.5-1.5B's shape (1.54 B parameters, tied; `--layers` makes it smaller), written as bfloat16
-safetensors of 1 GB each, is loaded as a float32 policy on gloo ranks of one thread each, from a local folder, and with
+safetensors of 256 MB each, is loaded as a float32 policy on gloo ranks of one thread each, from a local folder, and with
 `--s3` from an S3 server (moto) on loopback too. Needs 9 GB of memory at 2 ranks and 7 GB of disk, 10 with `--s3`.
 
 `peak_over_shard` is (peak RssAnon - 2 GB) / bytes of the rank's float32 shard, of the worst rank, from the start of the
@@ -95,7 +95,7 @@ def write_model(folder: Path, layers: int) -> int:
     state = model.state_dict()
     headers = [TensorHeader(name, torch.bfloat16, tuple(state[name].shape)) for name in own_names(model)]
     block = torch.randn(CHUNK, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    with SafetensorsWriter(folder, headers, 1 << 30) as writer:
+    with SafetensorsWriter(folder, headers, 1 << 28) as writer:
         for number, header in enumerate(headers):
             numel = math.prod(header.shape)
             for begin in range(0, numel, CHUNK):
@@ -257,7 +257,8 @@ def main() -> None:
             with s3_server() as bucket:
                 import s3fs
 
-                s3fs.S3FileSystem().put(str(folder), f"{bucket}/model", recursive=True)
+                for path in sorted(folder.iterdir()):
+                    s3fs.S3FileSystem().put_file(str(path), f"{bucket}/model/{path.name}")
                 result["s3"] = measure(f"{bucket}/model", folder, Path(scratch) / "s3", arguments.ranks)
     result["load_average"] = os.getloadavg()[0]
     if arguments.json:
