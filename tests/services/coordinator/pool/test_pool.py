@@ -71,7 +71,9 @@ async def test_a_worker_that_does_not_fit_is_told_why(
     assert len(plane.coordinator.members) == 0
 
 
-async def test_a_worker_is_welcomed_and_put_on_the_run(plane: Plane) -> None:
+async def test_a_worker_is_welcomed_and_put_on_the_run(
+    plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
     run = await plane.run_one()
     worker = rollout(plane)
     welcome = await worker.hear("welcome")
@@ -83,10 +85,13 @@ async def test_a_worker_is_welcomed_and_put_on_the_run(plane: Plane) -> None:
     members = (await plane.workers.ListMembers(worker_pb2.ListMembersRequest())).members
     assert [(member.member_id, member.role) for member in members] == [("rollout-1", common_pb2.ROLE_ROLLOUT)]
     worker.say(leave=worker_pb2.Leave())
+    caplog.set_level("INFO")
     await worker.hear_the_end()
     assert len(plane.coordinator.members) == 0
     assert not plane.coordinator.exchange.senders.ids
     await plane.watch_until(run.run_id, "member", what="left: in good order")
+    levels = [record.levelname for record in caplog.records if "left (in good order)" in record.getMessage()]
+    assert levels == ["INFO"]
 
 
 async def test_a_broken_stream_is_no_death_and_a_new_one_replaces_it(plane: Plane) -> None:
