@@ -131,8 +131,9 @@ def estimate(spec: RunSpec, shape: ModelShape) -> Estimate:
     """Return the memory of a learner's rank and of a rollout worker.
 
     A rank of R holds 1/R of weights, gradients and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T are
-    trained, with s of `optimizer.state_dtype`. Rank 0 holds one published version besides, as wide as the sampler's weights.
-    A sampler holds its weights, during a transfer the next ones too, and keys and values of all its sequences.
+    trained, with s of `optimizer.state_dtype`. Rank 0 holds the published version besides, and the next while it is
+    gathered, both as wide as the sampler's weights. A sampler holds its weights, during a transfer the next ones too, and
+    keys and values of all its sequences.
     """
     policy, ranks = spec.policy, max(spec.cluster.learner_ranks, 1)
     lora = policy.lora_cfg
@@ -150,7 +151,7 @@ def estimate(spec: RunSpec, shape: ModelShape) -> Estimate:
     if spec.frozen_policy is not None and not spec.pool_serves_reference and not lora.enabled:
         learner["reference"] = compute * shape.parameters // ranks
     if spec.samples and not on_gpu and spec.weights.channel == "collective":
-        learner["published"] = generation * sent
+        learner["published"] = 2 * generation * sent  # the last version stays until the next one is gathered
     tokens = _micro_batch_tokens(spec, ranks)
     sampler = {}
     if spec.samples and policy.generation.backend == "native":

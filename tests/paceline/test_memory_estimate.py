@@ -38,7 +38,7 @@ def test_a_rank_holds_weights_gradients_moments_and_the_published_version() -> N
         "weights": 4 * PARAMETERS,
         "gradients": 4 * PARAMETERS,
         "moments": 8 * PARAMETERS,
-        "published": 4 * PARAMETERS,
+        "published": 8 * PARAMETERS,
     }
     assert needed.sampler == {
         "process": PROCESS_BYTES,
