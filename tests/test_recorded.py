@@ -7,6 +7,7 @@ steps and the checkpoints after four and six. Never make it anew because of a fa
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import tarfile
 from collections.abc import Iterator
@@ -122,3 +123,16 @@ def test_a_new_coordinator_begins_the_next_term(folder: Path) -> None:
         assert opened.run("recorded-1")["state"] == "succeeded"
         opened.add_run("next-1", "name: next", str(folder / "runs" / "next-1"))
         assert [row["run_id"] for row in opened.runs()] == ["recorded-1", "next-1"]
+
+
+def test_a_copy_is_judged_by_its_own_files(folder: Path) -> None:
+    shutil.copytree(folder / "runs", folder / "copy")
+    newest = max(
+        (folder / "copy" / "recorded-1" / "checkpoints").iterdir(), key=lambda path: path.name.split("-")[1]
+    )
+    shutil.rmtree(newest)
+    result, report = paceline("ledger", "verify", "recorded-1", "--directory", "copy")
+    assert result.exit_code == 1
+    assert len(report["problems"]) == 1
+    assert "its folder is missing" in report["problems"][0]
+    assert paceline("ledger", "verify", "recorded-1", "--directory", "runs")[0].exit_code == 0
