@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.spec import RunSpec
 from reward.reference import ReferenceModel
-from services.demo.model import make_model
+from services.demo.model import make_model, make_tokenizer
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "kto"])
@@ -61,8 +62,12 @@ def test_the_precomputed_reference_gives_the_same_steps(algorithm: str, tmp_path
 
 @pytest.mark.parametrize("algorithm", ["grpo", "distillation"])
 def test_a_reference_in_the_reward_pool_trains_as_one_in_the_learner(
-    algorithm: str, model: Path, moved: Path
+    algorithm: str, model: Path, moved: Path, tmp_path: Path
 ) -> None:
+    model, moved = (shutil.copytree(folder, tmp_path / folder.name) for folder in (model, moved))
+    for folder in (model, moved):  # teacher and student are compared by their tokenizers
+        make_tokenizer().save_pretrained(folder)
+
     def metrics(pool: str) -> dict[str, float]:
         sections = {"distillation": {"teacher_model_name": str(moved), "teacher_pool": pool}}
         loss_fn = {"reference_policy_kl_penalty": 0.3, "reference_policy_pool": pool}
