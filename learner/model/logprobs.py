@@ -1,20 +1,25 @@
 """Log-probabilities of given tokens from hidden states and the LM head, without the full logits.
 
-Promise: logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward pass; the values are
-those of log_softmax over float32 logits.
+Promise: logits exist for one tile of at most `chunk_tokens` tokens by `VOCABULARY_TILE` tokens of the vocabulary, in the
+forward and in the backward pass, so their memory depends neither on the number of tokens nor on the vocabulary. The
+values are those of log_softmax over float32 logits, and the sums over tiles are kept in float32.
 
-Suffixes: N tokens, H hidden size, V vocabulary, M tokens of one chunk.
+Suffixes: N tokens, H hidden size, V vocabulary; a tile has M tokens and W of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+VOCABULARY_TILE = 16_384
+"""Tokens of the vocabulary whose logits exist at one time: 64 MiB in float32 with 1,024 tokens."""
+
 MIN_LOGPROB = -1e4
-"""Floor of log p in the entropy's gradient; exp of it is 0, so the product with p is exact."""
+"""Floor of log p in products with p; exp of it is 0, so the product is exact, also for a logit of minus infinity."""
 
 
 def chunked_logprobs(
@@ -26,6 +31,8 @@ def chunked_logprobs(
     chunk_tokens: int,
     with_entropy: bool = True,
     entropy_gradient: bool = False,
+    float32_head: bool = False,
+    vocabulary_tile: int = VOCABULARY_TILE,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(h·Wᵀ / temperature)[target], and the entropy of that distribution.
 
@@ -34,23 +41,30 @@ def chunked_logprobs(
         weight_VH: [V, H] LM head; a plain tensor (under FSDP: call inside the wrapped forward).
         targets_N: [N] int64.
         temperature: the sampler's, > 0.
-        chunk_tokens: tokens whose logits exist at one time.
+        chunk_tokens: tokens of a tile.
         with_entropy: False returns zeros instead, and saves a pass over the logits.
         entropy_gradient: entropy_N has a gradient too (for an entropy bonus); needs with_entropy.
+        float32_head: products with the head's weights are computed from and rounded to float32; False: to the type of the
+            inputs, as the model's own head does.
+        vocabulary_tile: tokens of the vocabulary of a tile.
 
     Returns:
         (logprobs_N with gradient, entropy_N with one only with entropy_gradient), float32, in nats.
     """
+    settings = (1.0 / temperature, chunk_tokens, vocabulary_tile, with_entropy, entropy_gradient, float32_head)
     logprobs_N, entropy_N = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, targets_N, 1.0 / temperature, chunk_tokens, with_entropy, entropy_gradient
+        hidden_NH, weight_VH, targets_N, *settings
     )
     return logprobs_N, entropy_N
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Recomputes each chunk's logits in the backward pass from the saved hidden states.
+    """Computes each tile's logits again in the backward pass from the saved hidden states.
 
     With logits z = h·Wᵀ/τ, p = softmax(z) and entropy H: ∂ log p[t] / ∂z = onehot(t) − p, ∂H / ∂z = −p·(log p + H).
+
+    The outer loop is over the vocabulary, so that a tile's gradient of W is complete after the inner loop. Its float32 sum
+    then needs the memory of one tile's weights, and that of the hidden states' gradient N·H numbers.
     """
 
     @staticmethod
@@ -61,23 +75,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         inverse_temperature: float,
         chunk_tokens: int,
+        vocabulary_tile: int,
         with_entropy: bool,
         entropy_gradient: bool,
+        float32_head: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_NH.device)
-        log_z_N = torch.empty_like(logprobs_N)
-        entropy_N = torch.zeros_like(logprobs_N)
-        for chunk in _chunks(len(targets_N), chunk_tokens):
-            logits_MV = _logits(hidden_NH[chunk], weight_VH, inverse_temperature)
-            log_z_N[chunk] = logits_MV.logsumexp(-1)
-            logprobs_N[chunk] = logits_MV.gather(-1, targets_N[chunk, None])[:, 0] - log_z_N[chunk]
-            if with_entropy:
-                logp_MV = logits_MV.sub_(log_z_N[chunk, None])
-                # H = -Σ p·log p; a logit of -inf has p = 0 and adds nothing.
-                entropy_N[chunk] = -(logp_MV.exp() * logp_MV.clamp_(min=torch.finfo().min)).sum(-1)
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, log_z_N, entropy_N)
         ctx.inverse_temperature, ctx.chunk_tokens = inverse_temperature, chunk_tokens
+        ctx.vocabulary_tile, ctx.float32_head = vocabulary_tile, float32_head
         ctx.entropy_gradient = entropy_gradient
+        sums = _OnlineSoftmax(targets_N, hidden_NH.device, with_entropy)
+        for vocabulary, weight_WH in _tiles_of(weight_VH, vocabulary_tile):
+            head_WH = _operand(weight_WH, float32_head)
+            for chunk in _slices(len(targets_N), chunk_tokens):
+                sums.add(chunk, vocabulary, _logits(hidden_NH[chunk], head_WH, float32_head, inverse_temperature))
+        logprobs_N, log_z_N, entropy_N = sums.result()
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, log_z_N, entropy_N)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
@@ -87,29 +99,129 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, targets_N, log_z_N, entropy_N = ctx.saved_tensors
         grad_N = grads[0].float() * ctx.inverse_temperature
         entropy_grad_N = grads[1].float() * ctx.inverse_temperature if ctx.entropy_gradient else None
-        grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
-        grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(len(targets_N), ctx.chunk_tokens):
-            logits_MV = _logits(hidden_NH[chunk], weight_VH, ctx.inverse_temperature)
-            logp_MV = logits_MV.sub_(log_z_N[chunk, None])
-            if entropy_grad_N is None:
-                slope_MV = logp_MV.exp_().mul_(-grad_N[chunk, None])
-            else:
-                surprise_MV = logp_MV.clamp(min=MIN_LOGPROB).add_(entropy_N[chunk, None])
-                surprise_MV.mul_(entropy_grad_N[chunk, None]).add_(grad_N[chunk, None])
-                slope_MV = logp_MV.exp_().mul_(surprise_MV.neg_())
-            slope_MV.scatter_add_(-1, targets_N[chunk, None], grad_N[chunk, None])
-            slope_MV = slope_MV.to(weight_VH.dtype)
-            if grad_hidden_NH is not None:
-                torch.mm(slope_MV, weight_VH, out=grad_hidden_NH[chunk])
-            if grad_weight_VH is not None:
-                grad_weight_VH.addmm_(slope_MV.T, hidden_NH[chunk])
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if wants_hidden else None
+        grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
+        for vocabulary, weight_WH in _tiles_of(weight_VH, ctx.vocabulary_tile):
+            head_WH = _operand(weight_WH, ctx.float32_head)
+            grad_WH = torch.zeros_like(weight_WH, dtype=torch.float32) if wants_weight else None
+            for chunk in _slices(len(targets_N), ctx.chunk_tokens):
+                logits_MW = _logits(hidden_NH[chunk], head_WH, ctx.float32_head, ctx.inverse_temperature)
+                entropy_M = None if entropy_grad_N is None else (entropy_N[chunk], entropy_grad_N[chunk])
+                slope_MW = _slopes(logits_MW.sub_(log_z_N[chunk, None]), grad_N[chunk], entropy_M)
+                _add_at_targets(slope_MW, targets_N[chunk] - vocabulary.start, grad_N[chunk])
+                slope_MW = slope_MW if ctx.float32_head else slope_MW.to(weight_VH.dtype)
+                if grad_hidden_NH is not None:
+                    _add_product(grad_hidden_NH[chunk], slope_MW, head_WH)
+                if grad_WH is not None:
+                    _add_product(grad_WH, slope_MW.T, _operand(hidden_NH[chunk], ctx.float32_head))
+            if grad_weight_VH is not None and grad_WH is not None:
+                grad_weight_VH[vocabulary] = grad_WH
+        grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype)
+        return (grad_hidden_NH, grad_weight_VH, *[None] * 7)
 
 
-def _logits(hidden_MH: Tensor, weight_VH: Tensor, inverse_temperature: float) -> Tensor:
-    return (hidden_MH @ weight_VH.T).float().mul_(inverse_temperature)
+class _OnlineSoftmax:
+    """Sums over the vocabulary, tile by tile, relative to the largest logit so far.
+
+    With d = z − max z: Σ exp(d), and Σ exp(d)·d, from which H = log Σ exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to
+    the largest logit, so the entropy of large logits loses no digits.
+    """
+
+    def __init__(self, targets_N: Tensor, device: torch.device, with_entropy: bool) -> None:
+        def zeros() -> Tensor:
+            return torch.zeros(len(targets_N), dtype=torch.float32, device=device)
+
+        self._targets_N, self._with_entropy = targets_N, with_entropy
+        self._target_logits_N, self._sum_N, self._weighted_N = zeros(), zeros(), zeros()
+        self._max_N = zeros().fill_(torch.finfo().min)
+
+    def add(self, chunk: slice, vocabulary: slice, logits_MW: Tensor) -> None:
+        """Add the logits of one tile, which are overwritten."""
+        _keep_targets(
+            self._target_logits_N[chunk], logits_MW, self._targets_N[chunk] - vocabulary.start
+        )
+        old_M = self._max_N[chunk]
+        max_M = torch.maximum(old_M, logits_MW.amax(-1))
+        lowered_M = (old_M - max_M).clamp_(min=MIN_LOGPROB)
+        scale_M = lowered_M.exp()
+        below_MW = logits_MW.sub_(max_M[:, None])
+        if self._with_entropy:
+            below_MW.clamp_(min=MIN_LOGPROB)
+            exp_MW = below_MW.exp()
+            before_M = self._weighted_N[chunk] + self._sum_N[chunk] * lowered_M
+            self._weighted_N[chunk] = before_M * scale_M + below_MW.mul_(exp_MW).sum(-1)
+        else:
+            exp_MW = below_MW.exp_()
+        self._sum_N[chunk] = self._sum_N[chunk] * scale_M + exp_MW.sum(-1)
+        self._max_N[chunk] = max_M
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (log p of the targets, log Σ exp(z), entropy or zeros)."""
+        log_sum_N = self._sum_N.log()
+        log_z_N = self._max_N + log_sum_N
+        entropy_N = log_sum_N - self._weighted_N / self._sum_N if self._with_entropy else self._weighted_N
+        return self._target_logits_N - log_z_N, log_z_N, entropy_N
 
 
-def _chunks(n: int, size: int) -> list[slice]:
+def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return the loss's gradient by the logits but for the part at the targets; `logp_MW` is overwritten.
+
+    `entropy_M` are the entropies and their gradients, where they have one.
+    """
+    if entropy_M is None:
+        return logp_MW.exp_().mul_(-grad_M[:, None])
+    values_M, slopes_M = entropy_M
+    surprise_MW = logp_MW.clamp(min=MIN_LOGPROB).add_(values_M[:, None])
+    surprise_MW.mul_(slopes_M[:, None]).add_(grad_M[:, None])
+    return logp_MW.exp_().mul_(surprise_MW.neg_())
+
+
+def _keep_targets(kept_M: Tensor, logits_MW: Tensor, columns_M: Tensor) -> None:
+    """Write the logits at the targets' columns to `kept_M`, for those targets that this tile has."""
+    has_M = (columns_M >= 0) & (columns_M < logits_MW.shape[1])
+    columns_M = columns_M.clamp(0, logits_MW.shape[1] - 1)
+    kept_M.copy_(torch.where(has_M, logits_MW.gather(-1, columns_M[:, None])[:, 0], kept_M))
+
+
+def _add_at_targets(slope_MW: Tensor, columns_M: Tensor, grad_M: Tensor) -> None:
+    """Add the gradient at the targets' columns, for those targets that this tile has."""
+    has_M = (columns_M >= 0) & (columns_M < slope_MW.shape[1])
+    columns_M = columns_M.clamp(0, slope_MW.shape[1] - 1)
+    slope_MW.scatter_add_(-1, columns_M[:, None], (grad_M * has_M)[:, None])
+
+
+def _logits(hidden_MH: Tensor, head_WH: Tensor, float32_head: bool, inverse_temperature: float) -> Tensor:
+    """Return [M, W] float32 logits over the temperature."""
+    if float32_head:
+        return _float32_product(_operand(hidden_MH, True), head_WH.T).mul_(inverse_temperature)
+    return (hidden_MH @ head_WH.T).float().mul_(inverse_temperature)
+
+
+def _operand(tensor: Tensor, float32_head: bool) -> Tensor:
+    """Return the tensor in the type that the products take it in; CUDA's products take short types and sum in float32."""
+    return tensor.float() if float32_head and not tensor.is_cuda else tensor
+
+
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left·right, summed in and rounded to float32, whatever the operands' types are."""
+    if left.is_cuda and left.dtype == right.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _add_product(sum_: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left·right to the float32 `sum_`, without a rounding of the product to a shorter type."""
+    if left.dtype == right.dtype == torch.float32:
+        sum_.addmm_(left, right)
+    else:
+        sum_.add_(_float32_product(left, right))
+
+
+def _tiles_of(weight_VH: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+    for vocabulary in _slices(len(weight_VH), size):
+        yield vocabulary, weight_VH[vocabulary]
+
+
+def _slices(n: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
