@@ -8,7 +8,8 @@ there again when activation checkpointing recomputes a layer).
 Two paths. CUDA in bfloat16 or float16: `torch.nn.attention.varlen` (flash attention, one kernel for the row).
 Otherwise: runs of sequences of equal length are views [n, H, L, D] of the row, each one scaled_dot_product_attention
 with is_causal. Packing puts equal lengths side by side, so this needs neither padding nor gathering; measured on
-a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than copying q, k and v.
+a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than copying q, k and v. Attention sinks
+always take the second path, because flash attention's log-sum-exp has no gradient.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from learner.batch.layout import SequenceLayout
 
 IMPLEMENTATION = "paceline_packed"
 
-UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "s_aux", "sinks")
+UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "sinks")
 """Arguments that some architectures pass to attention, and neither path supports."""
 
 
@@ -40,6 +41,7 @@ def packed_attention(
     layout: SequenceLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each sequence of a packed row, with the signature that transformers requires.
@@ -52,6 +54,7 @@ def packed_attention(
         value: [1, K, T, D].
         layout: the row's sequences.
         sliding_window: tokens that a token attends to, itself included; None: all before it.
+        s_aux: [H] attention sinks, the logits of a key without a value that every token attends to.
 
     Returns:
         ([1, T, H, D], None).
@@ -62,9 +65,9 @@ def packed_attention(
                 f"{type(module).__name__} needs {name!r}, which packed attention has not"
             )
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, layout, scaling, window), None
-    return _by_runs(query, key, value, layout, scaling, window), None
+    return _by_runs(query, key, value, layout, scaling, window, s_aux), None
 
 
 def _flash(
@@ -98,7 +101,13 @@ def _flash_asks_for_gqa() -> bool:
 
 
 def _by_runs(
-    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    scale: float | None,
+    window: int | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     if q.is_cuda and q.shape[1] != k.shape[1]:
         # CUDA's float32 kernel knows no grouped queries; without this SDPA falls back to materialised scores.
@@ -111,6 +120,9 @@ def _by_runs(
             x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
         )
         mask_LL = None if window is None or length <= window else _band(length, window, q.device)
+        if sinks_H is not None:
+            k_nKLD, v_nKLD = (pad(x, (0, 0, 0, 1)) for x in (k_nKLD, v_nKLD))
+            mask_LL = _with_sinks(mask_LL, length, sinks_H.to(q.dtype))
         out_nHLD = scaled_dot_product_attention(
             q_nHLD,
             k_nKLD,
@@ -124,6 +136,19 @@ def _by_runs(
     return torch.cat(outs_THD).unsqueeze(0)
 
 
+def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
+    """Return [1, H, L, L + 1], to add to scores whose last key is zero: there the sinks, else 0 where a token attends.
+
+    A key of zeros has the score 0, so the sum there is the sink's logit; its value is zero too. The scores exist in memory,
+    L · L of each head.
+    """
+    if mask_LL is None:
+        mask_LL = _band(length, length, sinks_H.device)
+    shape = (1, len(sinks_H), length)
+    added_LL = sinks_H.new_zeros(length, length).masked_fill(~mask_LL, -torch.inf)
+    return torch.cat((added_LL.expand(*shape, -1), sinks_H[None, :, None, None].expand(*shape, 1)), dim=-1)
+
+
 def _band(length: int, window: int, device: torch.device) -> Tensor:
     """Return [L, L] bool: token i sees tokens (i - window, i]."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -132,3 +157,8 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 # transformers builds no mask for an implementation that AttentionMaskInterface does not know, so none is registered.
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
+
+
+def leave_out_of_graphs() -> None:
+    """Keep torch.compile from compiling the attention, which it would do again for each new row."""
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))

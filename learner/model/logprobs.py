@@ -51,7 +51,14 @@ def chunked_logprobs(
     Returns:
         (logprobs_N with gradient, entropy_N with one only with entropy_gradient), float32, in nats.
     """
-    settings = (1.0 / temperature, chunk_tokens, vocabulary_tile, with_entropy, entropy_gradient, float32_head)
+    settings = (
+        1.0 / temperature,
+        chunk_tokens,
+        vocabulary_tile,
+        with_entropy,
+        entropy_gradient,
+        float32_head,
+    )
     logprobs_N, entropy_N = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, targets_N, *settings
     )
@@ -87,7 +94,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for vocabulary, weight_WH in _tiles_of(weight_VH, vocabulary_tile):
             head_WH = _operand(weight_WH, float32_head)
             for chunk in _slices(len(targets_N), chunk_tokens):
-                sums.add(chunk, vocabulary, _logits(hidden_NH[chunk], head_WH, float32_head, inverse_temperature))
+                sums.add(
+                    chunk, vocabulary, _logits(hidden_NH[chunk], head_WH, float32_head, inverse_temperature)
+                )
         logprobs_N, log_z_N, entropy_N = sums.result()
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, log_z_N, entropy_N)
         if not entropy_gradient:
@@ -138,9 +147,7 @@ class _OnlineSoftmax:
 
     def add(self, chunk: slice, vocabulary: slice, logits_MW: Tensor) -> None:
         """Add the logits of one tile, which are overwritten."""
-        _keep_targets(
-            self._target_logits_N[chunk], logits_MW, self._targets_N[chunk] - vocabulary.start
-        )
+        _keep_targets(self._target_logits_N[chunk], logits_MW, self._targets_N[chunk] - vocabulary.start)
         old_M = self._max_N[chunk]
         max_M = torch.maximum(old_M, logits_MW.amax(-1))
         lowered_M = (old_M - max_M).clamp_(min=MIN_LOGPROB)
@@ -157,11 +164,10 @@ class _OnlineSoftmax:
         self._max_N[chunk] = max_M
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (log p of the targets, log Σ exp(z), entropy or zeros)."""
+        """Return (log p of the targets, log Σ exp(z), entropy or zeros); log p by differences of logits, which are exact."""
         log_sum_N = self._sum_N.log()
-        log_z_N = self._max_N + log_sum_N
         entropy_N = log_sum_N - self._weighted_N / self._sum_N if self._with_entropy else self._weighted_N
-        return self._target_logits_N - log_z_N, log_z_N, entropy_N
+        return (self._target_logits_N - self._max_N) - log_sum_N, self._max_N + log_sum_N, entropy_N
 
 
 def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -23,7 +23,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -31,10 +30,12 @@ from learner.batch.samples import PackedBatch
 from learner.collectives import world_size
 from learner.model.adapter import add_adapter
 from learner.model.attention import IMPLEMENTATION
+from learner.model.compiled_layers import compile_layers, padded_row
 from learner.model.cpu_linear import use_onednn_linear
 from learner.model.loading import fill, skeleton
 from learner.model.logprobs import chunked_logprobs
 from learner.model.weight_files import WeightFiles, model_files
+from paceline.architectures import check_architecture, check_positions
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.models import check_head, fault_of_load, resolved_dtype
@@ -57,7 +58,7 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
     """
     lora = policy.lora_cfg
     model, files = _build(
-        policy.model_name, torch.float32, exact=compute_dtype(policy, device) if lora.enabled else None
+        policy, torch.float32, exact=compute_dtype(policy, device) if lora.enabled else None
     )
     if lora.enabled:
         add_adapter(model, lora, seed)
@@ -73,13 +74,15 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
     Raises:
         InvalidInput: as `load_policy`, or an architecture without sequence classification.
     """
-    return _prepared(*_build(policy.model_name, torch.float32, scoring=True), policy, device)
+    return _prepared(*_build(policy, torch.float32, scoring=True), policy, device)
 
 
 def _prepared(
     model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device
 ) -> PreTrainedModel:
-    """Return the model ready to train: with activation checkpointing where the spec wants it, on its device."""
+    """Return the model ready to train: compiled and with activation checkpointing where the spec wants it, on its device."""
+    if policy.compile:
+        compile_layers(_decoder_layers(model), device)
     if policy.activation_checkpointing:
         for layer in _decoder_layers(model):
             # Around the layer's forward, so that FSDP's hooks stay outside and do not run again in the recomputation.
@@ -90,7 +93,7 @@ def _prepared(
 
 def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedModel:
     """Return the model as it was before training, frozen, in the compute type: π_ref of a KL penalty, or a teacher."""
-    model, files = _build(policy.model_name, compute_dtype(policy, device))
+    model, files = _build(policy, compute_dtype(policy, device))
     model.requires_grad_(False)
     model.train(False)
     return _placed(model, files, policy, device, resharded=True)
@@ -119,43 +122,56 @@ def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
 
 
 def _forward(
-    model: Any, packed: PackedBatch, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
+    model: Any,
+    packed: PackedBatch,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_gradient: bool = False,
+    *,
+    policy: PolicySection,
 ) -> tuple[Tensor, Tensor]:
-    hidden_1RH = model.base_model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
-    ).last_hidden_state
     return chunked_logprobs(
-        hidden_1RH[0].index_select(0, packed.predictors_N),
+        _predicting_states(model, packed, policy),
         model.get_output_embeddings().weight,
         packed.targets_N,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy_gradient=entropy_gradient,
+        float32_head=policy.float32_head,
     )
 
 
-def _score(model: Any, packed: PackedBatch, **_: Any) -> tuple[Tensor, Tensor]:
+def _score(model: Any, packed: PackedBatch, *, policy: PolicySection, **_: Any) -> tuple[Tensor, Tensor]:
     """Return the scores at the positions where a policy predicts."""
-    hidden_1RH = model.base_model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
-    ).last_hidden_state
-    scores_N = model.score(hidden_1RH[0].index_select(0, packed.predictors_N)).float()[:, 0]
+    scores_N = model.score(_predicting_states(model, packed, policy)).float()[:, 0]
     return scores_N, torch.zeros_like(scores_N)
 
 
+def _predicting_states(model: Any, packed: PackedBatch, policy: PolicySection) -> Tensor:
+    """Return [N, H] last hidden states of the tokens that predict the targets."""
+    row = padded_row(packed) if policy.compile else packed
+    hidden_1RH = model.base_model(
+        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+    ).last_hidden_state
+    return hidden_1RH[0].index_select(0, packed.predictors_N)  # type: ignore[no-any-return]
+
+
 def _build(
-    name: str, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
+    policy: PolicySection, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from; where
     transformers alone can read the files (quantized, or not safetensors), the whole model and None.
 
     The parameters have type `dtype`, or `exact` where the files have no other.
     """
+    name = policy.model_name
     try:
         source, files = model_files(name, FIELD)
         options = {"num_labels": 1} if scoring else {}
         config = AutoConfig.from_pretrained(source, **options)
-        _check_architecture(config, name)
+        check_head(config, name)
+        check_architecture(config.to_dict(), f"{FIELD} {name!r}")
+        check_positions(config.to_dict(), f"{FIELD} {name!r}", policy.max_total_sequence_length)
         kind: Any = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
         model: Any
         if files is None or getattr(config, "quantization_config", None) is not None:
@@ -172,33 +188,24 @@ def _build(
     head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise InvalidInput(f"policy.model_name {name!r}: its head is not a plain matrix")
+    if not model._supports_attention_backend:
+        raise InvalidInput(
+            f"policy.model_name {name!r}: transformers has no replaceable attention for models of type {config.model_type!r}"
+        )
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the sampler has no dropout, and the ratio compares with the sampler
     # An instance attribute: FSDP's hooks run around it, as around any forward, so the LM head is gathered inside it.
-    model.forward = partial(_score if scoring else _forward, model)
+    model.forward = partial(_score if scoring else _forward, model, policy=policy)
     return model, files
-
-
-def _check_architecture(config: PretrainedConfig, name: str) -> None:
-    """Refuse architectures that would train on wrong numbers without an error."""
-    check_head(config, name)
-    foreign = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
-    if foreign:
-        raise InvalidInput(
-            f"policy.model_name {name!r}: layers of type {', '.join(sorted(foreign))} would carry state from one "
-            "packed sequence into the next"
-        )
 
 
 def _placed(
     model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device, resharded: bool
 ) -> PreTrainedModel:
     """Return the model on the device, with its weights; sharded where sharding has an effect."""
-    use_onednn_linear(model, device, compute_dtype(policy, device))
+    if not policy.compile:
+        use_onednn_linear(model, device, compute_dtype(policy, device))
     sharded = _needs_sharding(policy, device)
     if sharded:
         _shard(model, policy, device, resharded)

@@ -212,6 +212,10 @@ class PolicySection(Section):
     """Keep parameters and optimizer state in host memory."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time in the LM head."""
+    float32_head: bool = False
+    """Compute and keep the logits in float32, in the learner and in the engine, from the same weights; docs/models.md."""
+    compile: bool = False
+    """Compile the learner's decoder layers with torch.compile; needs a C++ compiler on CPUs, Triton on GPUs."""
     lora_cfg: LoraSection = LoraSection()
     """An adapter in place of the model's own weights."""
     optimizer: OptimizerSection = OptimizerSection()

@@ -66,13 +66,16 @@ class SlotCache(Cache):
         self._num_rows = len(rows_R)
         self._rows_R, self._positions_R, self._kv_length = rows_R, positions_R, kv_length
 
-    def decode_mask(self, dtype: torch.dtype) -> Tensor:
-        """Return [R, 1, 1, kv_length], to add to attention scores: 0 up to the row's position, else the type's lowest."""
+    def decode_mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """Return [R, 1, 1, kv_length], to add to attention scores: 0 at the last `window` positions up to the row's (None:
+        at all of them), else the type's lowest."""
         if self._positions_R is None:
             raise RuntimeError("decode_mask() outside of a decode pass")
         positions_R = self._positions_R
         index_C = torch.arange(self._kv_length, device=positions_R.device)
         beyond_RC = index_C > positions_R[:, None]
+        if window is not None:
+            beyond_RC |= index_C <= positions_R[:, None] - window
         mask_RC = torch.zeros(beyond_RC.shape, dtype=dtype, device=positions_R.device)
         return mask_RC.masked_fill_(beyond_RC, torch.finfo(dtype).min)[:, None, None]
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from paceline.architectures import check_architecture
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.models import fault_of_load
 from paceline.onednn import is_faster, product
 from paceline.spec import PolicySection
+from rollout.native.float32_head import Float32Head
 from rollout.native.kv_cache import SlotCache
 from rollout.weights.adapter import AdapterSlot
 from rollout.weights.layout import (
@@ -36,6 +38,17 @@ ONEDNN_ROWS = 32
 """Fewest rows of a product for which oneDNN is faster."""
 
 
+WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
+"""Model types that give every layer the window of their config, where it names one."""
+
+
+class SlidingWindow(NamedTuple):
+    """The last tokens that a token attends to, itself included, in all layers or in those of that kind."""
+
+    num_tokens: int
+    in_every_layer: bool
+
+
 class NativeModel:
     """The forward passes and the weights. Not thread-safe: one thread runs it (`check` may run in another)."""
 
@@ -45,6 +58,9 @@ class NativeModel:
         stop_token_ids: tuple[int, ...],
         max_tokens: int,
         adapter: AdapterSlot | None = None,
+        *,
+        window: SlidingWindow | None = None,
+        float32_head: bool = False,
     ) -> None:
         self.module = module.eval().requires_grad_(False)
         self.stop_token_ids = stop_token_ids
@@ -57,7 +73,9 @@ class NativeModel:
         self._parameters: dict[str, Tensor] = module.state_dict()
         self._layout = WeightLayout.of(module)
         self._adapter = adapter
+        self._window = window
         self._last_R: Tensor | None = None
+        self._head = Float32Head(module.get_output_embeddings()) if float32_head else None
         module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
         if is_faster(self.device, self.dtype):
             for layer in module.modules():
@@ -83,7 +101,7 @@ class NativeModel:
         """Return [R, V] logits after one more token for each row; `cache.begin_decode` must come before."""
         output = self.module(
             input_ids=ids_R[:, None],
-            attention_mask=cache.decode_mask(self.dtype),
+            attention_mask=self._decode_mask(cache),
             position_ids=positions_R[:, None],
             past_key_values=cache,
             use_cache=True,
@@ -108,12 +126,23 @@ class NativeModel:
                 for names in self._layout.tied:
                     name = next(name for name in names if name in weights)
                     self._parameters[name].copy_(weights[name], non_blocking=True)
+            if self._head is not None:
+                self._head.refresh()
         self.synchronize()
 
     def synchronize(self) -> None:
         """Wait until the device has finished its work, so that a pause can be measured."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _decode_mask(self, cache: SlotCache) -> Tensor | dict[str, Tensor]:
+        """Return the mask of a decode pass; by kind of layer where some have a window and others have none."""
+        if self._window is None:
+            return cache.decode_mask(self.dtype)
+        sliding = cache.decode_mask(self.dtype, self._window.num_tokens)
+        if self._window.in_every_layer:
+            return sliding
+        return {"full_attention": cache.decode_mask(self.dtype), "sliding_attention": sliding}
 
     def _keep_last(self, _: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         # In front of the LM head, so that it works for every architecture, scaled or soft-capped logits included.
@@ -127,8 +156,7 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
     """Return the model that `policy.model_name` describes; its memory is not initialised without `load_weights`, except
     where the run trains an adapter, whose base is loaded here.
 
-    Raises InvalidInput: files that cannot be loaded, or an architecture whose attention needs more than all earlier
-    positions.
+    Raises InvalidInput: files that cannot be loaded, or an architecture that is not supported.
     """
     try:
         return _load(policy, device, load_weights)
@@ -141,8 +169,9 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
 
 def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
     config = read_config(policy)
+    check_architecture(config.to_dict(), f"policy.model_name {policy.model_name!r}")
     max_tokens = longest_sequence(policy, config)
-    _check_attention(config, max_tokens)
+    window = _window_of(config, max_tokens)
     dtype = generation_dtype(policy, device)
     auto: Any = AutoModelForCausalLM
     lora = policy.lora_cfg
@@ -154,22 +183,22 @@ def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel
         module.tie_weights()
     slot = AdapterSlot(module, lora) if lora.enabled else None
     ends = end_token_ids(policy, config, module.generation_config)
-    return NativeModel(module, ends, max_tokens, slot)
+    return NativeModel(module, ends, max_tokens, slot, window=window, float32_head=policy.float32_head)
 
 
-def _check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if window is not None and "layer_types" not in config.to_dict():
-        kinds = {"sliding_attention"}
-    if window is not None and window >= max_tokens:
-        kinds.discard("sliding_attention")
-    kinds.discard("full_attention")
-    if kinds:
+def _window_of(config: PreTrainedConfig, max_tokens: int) -> SlidingWindow | None:
+    """Return the window of the layers that have one; None where no sequence is longer. Raises InvalidInput for a model
+    type whose layers' windows are not known."""
+    num_tokens = getattr(config, "sliding_window", None)
+    kinds = config.to_dict().get("layer_types")
+    if num_tokens is None or num_tokens >= max_tokens or (kinds and "sliding_attention" not in kinds):
+        return None
+    if not kinds and config.model_type not in WINDOW_IN_EVERY_LAYER:
         raise InvalidInput(
-            f"the native engine knows full attention only, {config.model_type} has {', '.join(sorted(kinds))} "
-            f"(window {window}, sequences up to {max_tokens} tokens); use the vllm backend"
+            f"the native engine does not know which layers of a {config.model_type} have the window of {num_tokens} tokens "
+            f"that its config names (sequences have up to {max_tokens} tokens); use the vllm backend"
         )
+    return SlidingWindow(num_tokens, in_every_layer=not kinds)
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

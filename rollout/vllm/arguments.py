@@ -81,9 +81,14 @@ def engine_arguments(
         # A prompt in parts would need the seeded generators to step back, which PyTorch's on CPUs cannot.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, arguments["max_model_len"])
+    overrides: dict[str, Any] = {}
     if not config.architectures:  # as in a config that was saved without its model
-        arguments["hf_overrides"] = {"architectures": [architecture]}
-    return {**arguments, **generation.vllm_kwargs}
+        overrides["architectures"] = [architecture]
+    if policy.float32_head:
+        overrides["head_dtype"] = "float32"
+    given = generation.vllm_kwargs.get("hf_overrides", {})
+    merged = {"hf_overrides": {**overrides, **given}} if overrides and isinstance(given, dict) else {}
+    return {**arguments, **generation.vllm_kwargs, **merged}
 
 
 def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -> Any:

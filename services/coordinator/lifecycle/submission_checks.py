@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.architectures import check_architecture
 from paceline.data.rows import PromptSource
 from paceline.errors import DataError
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
@@ -27,7 +28,9 @@ MAX_SOURCE_BYTES = 1 << 20
 
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
-    """Open the data sets of a submitted run; return them with warnings about them. Raises DataError, Unreadable."""
+    """Check the model of a submitted run and open its data sets; return them with warnings about them. Raises DataError,
+    Unreadable, InvalidInput."""
+    _check_model(spec)
     _check_template_kwargs(spec)
     data = open_data(spec)
     warnings: list[str] = []
@@ -155,13 +158,25 @@ def _template_source(policy: PolicySection) -> str:
     return template if isinstance(template, str) else ""
 
 
+def _check_model(spec: RunSpec) -> None:
+    """Raise InvalidInput for an architecture that cannot be trained, where the model's config.json is on this machine."""
+    config = _json_of(Path(spec.policy.model_name).expanduser() / "config.json")
+    if isinstance(config, dict):
+        check_architecture(config, f"policy.model_name {spec.policy.model_name!r}")
+
+
+def _json_of(path: Path) -> Any:
+    """Return the content of a JSON file; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
 def _lacks_template(policy: PolicySection) -> bool:
     """Return whether the tokenizer's folder is on this machine and has no chat template."""
     folder = Path(policy.tokenizer_name or policy.model_name).expanduser()
-    try:
-        config: Any = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
+    config = _json_of(folder / "tokenizer_config.json")
     if not isinstance(config, dict) or config.get("chat_template"):
         return False
     others = ("chat_template.jinja", "chat_template.json", "additional_chat_templates", "tekken.json")

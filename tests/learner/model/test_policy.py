@@ -108,6 +108,22 @@ def test_packed_equals_plain(save: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.grad, expected_grads[name], atol=2e-5, rtol=1e-4)
 
 
+def test_a_float32_head_takes_what_the_forward_computed_in_bfloat16(tmp_path: Path) -> None:
+    folder, packed = save_tiny_policy(tmp_path), pack_samples(trained(), CPU)
+    model = load_policy(make_spec(folder, precision="bfloat16", float32_head=True).policy, CPU)
+    found: list[Tensor] = []
+    model.base_model.register_forward_hook(lambda _m, _i, out: found.append(out.last_hidden_state))
+    logprobs_N, _ = packed_logprobs(model, packed, temperature=0.7, chunk_tokens=7)
+    head_VH = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).lm_head.weight
+    hidden_NH = found[0][0, packed.predictors_N]
+    assert hidden_NH.dtype == torch.bfloat16
+    logp_NV = (hidden_NH.float() @ head_VH.float().T / 0.7).log_softmax(-1)
+    expected_N = logp_NV.gather(-1, packed.targets_N[:, None])[:, 0]
+    torch.testing.assert_close(logprobs_N, expected_N, atol=1e-5, rtol=1e-5)
+    rounded_NV = ((hidden_NH @ head_VH.T).float() / 0.7).log_softmax(-1)
+    assert (rounded_NV.gather(-1, packed.targets_N[:, None])[:, 0] - expected_N).abs().max() > 1e-3
+
+
 def test_names_and_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(save_tiny_policy(tmp_path), dtype=torch.float32)
     policy = load_policy(make_spec(tmp_path, activation_checkpointing=True).policy, CPU)

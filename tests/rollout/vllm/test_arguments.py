@@ -85,3 +85,11 @@ def test_versions_of_an_unfinished_sequence() -> None:
     starts = [("1.0", 0), ("1.1", 5), ("1.2", 9)]
     assert spans_so_far(starts, 7) == [("1.0", 0, 5), ("1.1", 5, 7)]
     assert spans_so_far(starts, 9) == [("1.0", 0, 5), ("1.1", 5, 9)]
+
+
+def test_a_float32_head_is_vllms_own(vllm_spec: Callable[..., RunSpec]) -> None:
+    assert "head_dtype" not in arguments(vllm_spec()).get("hf_overrides", {})
+    spec = vllm_spec(vllm_kwargs={"hf_overrides": {"rope_theta": 1.0}})
+    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"float32_head": True})})
+    given = arguments(spec)["hf_overrides"]
+    assert (given["head_dtype"], given["rope_theta"]) == ("float32", 1.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import DataError
+from paceline.errors import DataError, InvalidInput
 from paceline.spec import RunSpec
 from services.coordinator.lifecycle.submission_checks import checked_data
 
@@ -109,3 +109,14 @@ def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path: Path) 
         checked_data(spec)
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}{% if enable_thinking %}!{% endif %}")
     checked_data(spec)
+
+
+def test_an_architecture_that_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, {"prompt": "a"})
+    config = tmp_path / "config.json"
+    for passes in ('{"model_type": "qwen3"}', "[]", "{"):
+        config.write_text(passes)
+        checked_data(spec)
+    config.write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}')
+    with pytest.raises(InvalidInput, match=r"policy\.model_name .* 'deepseek_v3' are not supported: .*MLA"):
+        checked_data(spec)

@@ -1,0 +1,91 @@
+"""Architectures that cannot be trained here, refused by name when a run is submitted or its model is loaded.
+
+Promise: an architecture whose numbers would be wrong without an error is refused. The check reads the content of
+config.json alone, so it needs neither transformers nor weights; docs/models.md lists the architectures that work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import InvalidInput
+
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that learner and engines compute."""
+
+STATEFUL_TYPES = frozenset(
+    {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"}
+    | {"mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "recurrent_gemma"}
+    | {"rwkv", "xlstm", "zamba", "zamba2", "zaya"}
+)
+"""Model types with recurrent, convolutional or linear-attention layers, also where config.json lists no kinds of layers."""
+
+BIASED_TYPES = frozenset({"bloom", "mpt"})
+"""Model types whose attention adds a bias by distance (ALiBi)."""
+
+MODALITIES = ("vision_config", "audio_config", "speech_config")
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary embedding whose frequencies depend on the longest sequence of a forward pass."""
+
+
+def check_architecture(config: Mapping[str, Any], field_and_name: str) -> None:
+    """Raise InvalidInput, with the reason, for an architecture that the learner cannot train.
+
+    `config` is the content of config.json or a config's `to_dict()`; `field_and_name` begins the message.
+    """
+    reason = _refusal(config)
+    if reason:
+        kind = config.get("model_type")
+        raise InvalidInput(
+            f"{field_and_name}: models of type {kind!r} are not supported: {reason}; docs/models.md lists those that are"
+        )
+
+
+def check_positions(config: Mapping[str, Any], field_and_name: str, longest_tokens: int) -> None:
+    """Raise InvalidInput where a sequence of `longest_tokens` would change the positions of others in its packed row."""
+    text = _text(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    settings = rope if isinstance(rope, Mapping) else {}
+    kind = settings.get("rope_type") or settings.get("type")
+    trained = settings.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    trained = trained or text.get("max_position_embeddings")
+    if kind in LENGTH_DEPENDENT and isinstance(trained, int) and longest_tokens > trained:
+        raise InvalidInput(
+            f"{field_and_name}: its rotary embedding of type {kind!r} changes for sequences of more than {trained} tokens, "
+            "also for the others in their row, which the sampler does not repeat; set policy.max_total_sequence_length "
+            f"{longest_tokens} to at most {trained}"
+        )
+
+
+def _refusal(config: Mapping[str, Any]) -> str:
+    """Return the reason for which the architecture is not supported, or an empty string."""
+    text = _text(config)
+    types = {config.get("model_type"), text.get("model_type")}
+    towers = [name for name in MODALITIES if config.get(name)]
+    kinds = text.get("layer_types")
+    foreign = (
+        sorted({str(kind) for kind in kinds} - ATTENTION_KINDS) if isinstance(kinds, list | tuple) else []
+    )
+    if towers:
+        return f"they have a tower for another modality ({towers[0]})"
+    if config.get("is_encoder_decoder"):
+        return "they have an encoder"
+    if text.get("kv_lora_rank"):
+        return (
+            "their latent attention (MLA, kv_lora_rank) has value heads of another size than its query heads"
+        )
+    if foreign or types & STATEFUL_TYPES:
+        named = f" ({', '.join(foreign)})" if foreign else ""
+        return f"layers other than full or sliding attention{named} carry state from one packed sequence into the next"
+    if text.get("attn_logit_softcapping"):
+        return f"the attention's scores are soft-capped (attn_logit_softcapping {text['attn_logit_softcapping']})"
+    if types & BIASED_TYPES or text.get("alibi"):
+        return "the attention adds a bias by distance (ALiBi)"
+    return ""
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config that describes the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config

@@ -1,0 +1,96 @@
+"""Compiled layers and padded rows give the numbers of the plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import CPU, make_spec, save_tiny_policy
+
+from learner.batch.samples import PackedBatch, TrainingSample, pack_samples
+from learner.model import compiled_layers
+from learner.model.compiled_layers import ROW_MULTIPLE, padded_row
+from learner.model.policy import load_policy, packed_logprobs
+from paceline.errors import InvalidInput
+
+
+def row(*lengths: int) -> PackedBatch:
+    rng = np.random.default_rng(0)
+    draw = [[rng.integers(0, 23, n).astype(np.int32) for n in (3, length)] for length in lengths]
+    return pack_samples([TrainingSample(1, prompt, completion) for prompt, completion in draw], CPU)
+
+
+def test_padding_is_a_sequence_by_itself_that_nothing_reads() -> None:
+    packed = row(9, 9, 4)
+    num_tokens = packed.input_ids.shape[1]
+    padded = padded_row(packed)
+    assert padded.input_ids.shape == padded.position_ids.shape == (1, ROW_MULTIPLE)
+    assert torch.equal(padded.position_ids[0, :num_tokens], packed.position_ids[0])
+    assert padded.position_ids[0, num_tokens:].tolist() == list(range(ROW_MULTIPLE - num_tokens))
+    assert padded.layout.runs == ((2, 11), (1, 6), (1, ROW_MULTIPLE - num_tokens))
+    assert padded.layout.starts.tolist() == [0, 11, 22, 28, ROW_MULTIPLE]
+    assert padded.layout.max_length == ROW_MULTIPLE - num_tokens
+    assert padded.predictors_N.max() < num_tokens
+    full = row(ROW_MULTIPLE - 2)
+    assert padded_row(full) is full
+
+
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Compile by this backend, and list the graphs. `eager` finds the same graphs and runs them without generated code."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    backend, found = lookup_backend(request.param), []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        found.append(graph)
+        return backend(graph, inputs)
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=keep))
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch hides it otherwise
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_equals_plain(tmp_path: Path, graphs: list[Any], checkpointing: bool) -> None:
+    folder = save_tiny_policy(tmp_path)
+    plain = load_policy(make_spec(folder).policy, CPU)
+    spec = make_spec(folder, compile=True, activation_checkpointing=checkpointing)
+    compiled = load_policy(spec.policy, CPU)
+    # Rows of three padded lengths, two of the first with other sequences in them.
+    counts = []
+    for packed in (row(9, 9, 4), row(ROW_MULTIPLE, 5), row(20, 1), row(60, 60, 60, 60, 60)):
+        found = []
+        for model in (plain, compiled):
+            model.zero_grad()
+            logprobs_N, entropy_N = packed_logprobs(model, packed, temperature=0.7, chunk_tokens=7)
+            logprobs_N.mean().backward()
+            found.append([logprobs_N.detach(), entropy_N, *(p.grad for p in model.parameters())])
+        for expected, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        counts.append(len(graphs))
+    assert counts[0] > 0
+    assert counts[1] == counts[2] == counts[3], "from the second length on a graph has any length"
+
+
+def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def fails() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", fails)
+    spec = make_spec(save_tiny_policy(tmp_path), compile=True)
+    with pytest.raises(InvalidInput, match=r"policy\.compile is true, but .* no C\+\+ compiler"):
+        load_policy(spec.policy, CPU)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    with pytest.raises(InvalidInput, match=r"policy\.compile is true, but Triton"):
+        compiled_layers.compile_layers([], torch.device("cuda"))

@@ -1,0 +1,110 @@
+"""Comparison of the learner's, the export's and the native engine's numbers with those of plain transformers, for tiny models.
+
+Each check raises AssertionError, or the error of the part that refuses the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from model_zoo import Architecture
+from tiny_policy import CPU, make_spec
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from learner.batch.samples import TrainingSample, pack_samples
+from learner.checkpoints.export import export_pretrained
+from learner.model.policy import load_policy, packed_logprobs
+from learner.weights.gather import gather_weights
+from rollout.native.kv_cache import SlotCache
+from rollout.native.model import load_native_model
+
+AUTO: Any = AutoModelForCausalLM
+TEMPERATURE = 0.7
+LENGTHS = ((3, 9), (4, 8), (5, 1), (2, 4))
+"""Tokens of prompt and completion; two rows of equal length, and some longer than the window of those that have one."""
+PROMPT, MORE = 8, 4
+"""Tokens of the engine's prompts, longer than the window, and tokens that it decodes after."""
+
+
+def samples() -> list[TrainingSample]:
+    """Return sequences in the order in which a row has them."""
+    rng = np.random.default_rng(3)
+    drawn = [[rng.integers(0, 23, n).astype(np.int32) for n in lengths] for lengths in LENGTHS]
+    return [TrainingSample(1, prompt, completion) for prompt, completion in drawn]
+
+
+def check_all(architecture: Architecture, folder: Path) -> None:
+    """Save the architecture's model in `folder`, and run all checks on it."""
+    architecture.make().save_pretrained(folder)
+    plain = AUTO.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    check_learner(plain, folder)
+    check_export(plain, folder)
+    check_native(plain, folder)
+
+
+def check_learner(plain: Any, folder: Path) -> None:
+    """Compare packed log-probabilities, entropies and gradients with those of one sequence at a time."""
+    weights = [
+        torch.randn(len(s.completion_ids), generator=torch.Generator().manual_seed(1)) for s in samples()
+    ]
+    expected_N, expected_entropy_N = unpacked(plain)
+    (expected_N * torch.cat(weights)).sum().backward()
+    policy = load_policy(make_spec(folder).policy, CPU)
+    logprobs_N, entropy_N = packed_logprobs(
+        policy, pack_samples(samples(), CPU), temperature=TEMPERATURE, chunk_tokens=7
+    )
+    (logprobs_N * torch.cat(weights)).sum().backward()
+    torch.testing.assert_close(logprobs_N, expected_N, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy_N, expected_entropy_N, atol=1e-5, rtol=1e-5)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in policy.named_parameters():
+        if parameter.grad is None or expected[name] is None:
+            assert parameter.grad is expected[name] is None, name
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name], atol=2e-5, rtol=1e-4, msg=name)
+
+
+def unpacked(model: Any) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies of the completions' tokens by transformers' own forward."""
+    logprobs, entropies = [], []
+    for sample in samples():
+        ids = torch.from_numpy(np.concatenate((sample.prompt_ids, sample.completion_ids)).astype(np.int64))
+        start = len(sample.prompt_ids)
+        logp_TV = (model(ids[None]).logits[0, start - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        logprobs.append(logp_TV.gather(-1, ids[start:, None])[:, 0])
+        entropies.append(-(logp_TV.exp() * logp_TV).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@torch.no_grad()
+def check_export(plain: Any, folder: Path) -> None:
+    """Compare the exported model, loaded by transformers, with the model that was loaded for training."""
+    policy = load_policy(make_spec(folder).policy, CPU)
+    exported = export_pretrained(folder / "export", gather_weights(policy, None), model_name=str(folder))
+    loaded = AUTO.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.arange(12)[None]
+    assert torch.equal(loaded(ids).logits, plain(ids).logits)
+
+
+@torch.inference_mode()
+def check_native(plain: Any, folder: Path) -> None:
+    """Compare the native engine's logits after prompts and decoded tokens with those of whole sequences."""
+    spec = make_spec(folder, max_total_sequence_length=PROMPT + MORE, generation={"max_new_tokens": MORE})
+    model = load_native_model(spec.policy, "cpu", load_weights=False)
+    state = plain.state_dict()
+    model.check(state)
+    model.replace(state)
+    ids_RT = torch.randint(23, (3, PROMPT + MORE), generator=torch.Generator().manual_seed(2))
+    expected_RTV = plain(input_ids=ids_RT).logits
+    cache = SlotCache(3)
+    cache.begin_prefill(0, 3, PROMPT, None)
+    found = [model.prefill(ids_RT[:, :PROMPT], torch.full((3,), PROMPT), cache)]
+    for index in range(PROMPT, PROMPT + MORE):
+        positions_R = torch.full((3,), index)
+        cache.begin_decode(torch.arange(3), positions_R, index + 1)
+        found.append(model.decode(ids_RT[:, index], positions_R, cache))
+    torch.testing.assert_close(torch.stack(found, 1), expected_RTV[:, PROMPT - 1 :], atol=1e-5, rtol=1e-5)
