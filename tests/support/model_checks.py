@@ -1,4 +1,4 @@
-"""Comparison of the learner's, the export's and the native engine's numbers with those of plain transformers, for tiny models.
+"""Comparison of the numbers of learner, export and native engine with those of plain transformers, for tiny models.
 
 Each check raises AssertionError, or the error of the part that refuses the model.
 """

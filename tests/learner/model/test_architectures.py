@@ -1,4 +1,5 @@
-"""Every architecture of docs/models.md, as a tiny random model: learner, export and native engine against transformers."""
+"""Every architecture of docs/models.md, as a tiny random model: learner, export and native engine, against
+transformers."""
 
 from __future__ import annotations
 
