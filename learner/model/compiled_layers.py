@@ -38,7 +38,7 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
     settings: Any = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, COMPILED_VARIANTS)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward)
 
 
 def padded_row(packed: PackedBatch) -> PackedBatch:

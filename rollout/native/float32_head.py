@@ -31,7 +31,7 @@ class Float32Head:
         bias_V = None if self._head.bias is None else self._head.bias.float()
         if hidden.is_cuda:
             flat_NV = torch.mm(hidden.flatten(0, -2), weight_VH.T, out_dtype=torch.float32)
-            logits = flat_NV.unflatten(0, hidden.shape[:-1])
+            logits: Tensor = flat_NV.view(*hidden.shape[:-1], -1)
             return logits if bias_V is None else logits + bias_V
         if self._copy_VH is None:
             self._copy_VH = weight_VH.float()
