@@ -286,10 +286,12 @@ class RolloutRun:
 
     async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
         """Sample the group of a lease; once more if it fails and the chat template was corrected since it was read."""
+        reloads = self._template.reloads
         try:
             return await self._sampler.sample(lease, prefix)
         except InvalidInput:
-            if not await asyncio.to_thread(self._template.reload, self.tokenizer):
+            await asyncio.to_thread(self._template.reload, self.tokenizer)
+            if self._template.reloads == reloads:
                 raise
             self._running_by_group[lease.group_id] = lease.num_generations
             return await self._sampler.sample(lease, prefix)

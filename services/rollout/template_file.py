@@ -25,6 +25,8 @@ class TemplateFile:
         self._folder = Path(policy.tokenizer_name or policy.model_name).expanduser()
         self._stamp = stamp(self._folder, FILES)
         self._lock = threading.Lock()
+        self.reloads = 0
+        """Number of times that another template was taken: an attempt that began before one may fail by the old one."""
 
     def reload(self, tokenizer: Any) -> bool:
         """Give `tokenizer` the template that is on the disk now; return whether that is another one."""
@@ -41,5 +43,6 @@ class TemplateFile:
             if template == tokenizer.chat_template:
                 return False
             tokenizer.chat_template = template
+            self.reloads += 1
         log.warning("the chat template in %s was changed and is read anew", self._folder)
         return True

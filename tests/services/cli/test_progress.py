@@ -133,3 +133,19 @@ def test_a_queued_run_names_the_one_in_front(capsys: pytest.CaptureFixture[str])
     with pytest.raises(click.exceptions.Exit):
         follow(source, "sums-2", shown=Shown())
     assert capsys.readouterr().err.splitlines() == [advice]
+
+
+def test_the_outcome_counts_only_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    source: Any = Source([state(30, "succeeded")], a_run("sums-1", "succeeded"))
+    follow(source, "sums-1", shown=Shown())
+    out = capsys.readouterr().out
+    assert "tokens:" not in out  # as of a run on examples, whose books have none
+    assert "groups dropped" not in out
+    run = a_run("sums-2", "succeeded")
+    run.tokens.update({"trained": 1200, "dropped": 30})
+    run.groups.update({"dropped:bad_prompt": 3, "dropped:run_ended": 5, "dropped:stale": 0, "trained": 7})
+    sampled: Any = Source([state(30, "succeeded")], run)
+    follow(sampled, "sums-2", shown=Shown())
+    out = capsys.readouterr().out
+    assert "tokens: 1,200 trained, 30 dropped, 0 wasted" in out
+    assert "groups dropped: 3 bad_prompt\n" in out

@@ -139,21 +139,23 @@ async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_els
     assert not bench.working.done()
 
 
-async def test_a_prompt_is_tried_again_once_the_template_was_corrected(bench: Bench) -> None:
+async def test_prompts_are_tried_again_once_the_template_was_corrected(bench: Bench) -> None:
     class Corrected:
-        calls = 0
+        reloads = calls = 0
 
-        def reload(self, tokenizer: Any) -> bool:
+        def reload(self, tokenizer: Any) -> None:
             self.calls += 1
-            tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-            return True
+            if self.calls == 2:  # the first group fails by the template that is still wrong
+                tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+                self.reloads += 1
 
     template: Any = Corrected()
     bench.run._template = template
     bench.exchange.give(lease(0, TWO_TURNS))
-    assert isinstance(await bench.exchange.next(), pb.GroupResult)
-    assert template.calls == 1
-    assert bench.run.num_leases == 0
+    assert (await bench.exchange.next()).data_error_reason == "bad_prompt"
+    bench.exchange.give(lease(1, TWO_TURNS), lease(2, TWO_TURNS), lease(3, TWO_TURNS))
+    for _ in range(3):
+        assert isinstance(await bench.exchange.next(), pb.GroupResult)
 
 
 async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(tmp_path: Path) -> None:

@@ -26,4 +26,5 @@ def test_a_template_that_was_corrected_is_read_anew(tmp_path: Path) -> None:
     assert not file.reload(tokenizer)
     config.write_text("{")
     assert not file.reload(tokenizer)
+    assert file.reloads == 1
     assert tokenizer.chat_template == "{{ messages }} corrected"
