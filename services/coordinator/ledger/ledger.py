@@ -333,6 +333,11 @@ class Ledger(LedgerFile):
         defaults = {"generated": 0, "trained": 0, "wasted": 0}
         return defaults | books | {"dropped": dropped, "live": self.group_queries.open_tokens(run_id)}
 
+    def failures(self, run_id: str) -> dict[str, int]:
+        """Return the number of failed attempts by reason, also of groups that succeeded later."""
+        counters = self.counters(run_id).items()
+        return {name.removeprefix("failures:"): n for name, n in counters if name.startswith("failures:")}
+
     def open_groups(self, run_id: str) -> int:
         """Return the number of groups that are admitted and neither trained nor dropped, from durable counters."""
         counters = self.counters(run_id)

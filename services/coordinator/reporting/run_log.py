@@ -169,6 +169,7 @@ class RunLog:
             "evaluations": evaluations,
             **tokens,
             "groups": self._ledger.groups_by_state(run_id),
+            "failures": self._ledger.failures(run_id),
             "learner_sessions": row["session"],
             "chain": row["chain"],
             "export_path": self._ledger.export_path(run_id),

@@ -24,6 +24,7 @@ async def pause(plane: Plane, run_id: str, reason: str = "bad_prompt") -> None:
             run = coordinator.exchange.active
             assert run is not None
             plane.ledger.update_run(run_id, dropped_in_a_row=7)
+            plane.ledger.count(run_id, f"failures:{reason}", 4)
             coordinator.exchange.pause(run, "4 groups in a row were dropped", reason)
         notices = coordinator.exchange.take_notices()
     await coordinator.act_on(notices)
@@ -40,6 +41,7 @@ async def test_the_reason_of_a_pause_is_in_the_summary_until_the_run_goes_on(
     assert await state_of(plane, run_id) == ("paused", "4 groups in a row were dropped")
     found = json.loads(summary.read_text())
     assert (found["state"], found["message"]) == ("paused", "4 groups in a row were dropped")
+    assert found["failures"] == {"bad_prompt": 4}
     await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
     assert await state_of(plane, run_id) == ("running", "")
     assert plane.ledger.run(run_id)["dropped_in_a_row"] == 0
