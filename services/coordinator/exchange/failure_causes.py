@@ -63,6 +63,11 @@ class DropsInARow:
         self._group_ids: list[int] = []
         self.lowest, self.highest = math.inf, -math.inf
 
+    def end_of_generation(self) -> None:
+        """Note that a group was generated: the row ends if its groups could not be."""
+        if self.reason in ("bad_prompt", "invalid_result"):
+            self.reset()
+
     @property
     def number(self) -> int:
         """Return the number of groups in the row."""

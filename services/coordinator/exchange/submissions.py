@@ -69,6 +69,8 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     sequence_tokens = group.num_tokens + len(group.completions) * len(group.prompt_ids)
     generated = Generated(group.num_tokens, sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
+    if row["class"] == "train":
+        exchange.drops_in_a_row.end_of_generation()
     return exchange.committed(request)
 
 

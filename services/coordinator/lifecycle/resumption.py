@@ -6,9 +6,9 @@ Digests of the functions' files are taken where they are on this machine; the co
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -17,6 +17,7 @@ from paceline.spec import RunSpec
 from services.coordinator.exchange.state import ActiveRun
 from services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from services.coordinator.lifecycle.context import RunContext
+from services.coordinator.lifecycle.dataset_openings import Openings
 from services.coordinator.lifecycle.run_data import changed_data_warnings, open_data
 
 
@@ -26,16 +27,18 @@ class Resumption:
     def __init__(self, context: RunContext, prompts: PromptCheck):
         self._ledger, self._exchange = context.ledger, context.exchange
         self._prompts = prompts
+        self._openings = Openings()
 
     async def read(self, run_id: str) -> ActiveRun | None:
         """Return the active run with its data sets opened anew, if dropped groups have paused it; else None.
 
-        Raises DataError, Unreadable for a data set that cannot be used now: the run stays paused.
+        An opening goes on when the caller gives up waiting, and the next call gets its outcome. Raises DataError, Unreadable
+        for a data set that cannot be used now: the run stays paused.
         """
         run = self._exchange.active
         if run is None or run.run_id != run_id or not self._ledger.drop_reason_of_pause(run_id):
             return None
-        data = await asyncio.to_thread(open_data, run.spec)
+        data = await self._openings.open(run_id, partial(open_data, run.spec))
         return replace(run, prompts=data.prompts, validation=data.validation)
 
     def take(self, run_id: str, run: ActiveRun | None) -> dict[str, str]:

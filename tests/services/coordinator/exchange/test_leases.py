@@ -297,6 +297,22 @@ def test_a_prompt_that_no_attempt_can_encode_is_dropped_at_once(make_world: Make
     assert world.states()[0] == "dropped"
 
 
+def test_bad_prompts_among_good_ones_do_not_pause_the_run(world: World) -> None:
+    rollout = Rollout(world)
+    good, *others = rollout.lease(8)
+    for lease in others:
+        rollout.hand_back(lease, error="the prompt has 3000 tokens")
+    for _ in range(5):  # bad prompts fail at once, and the good one takes its time
+        for lease in rollout.lease(8):
+            rollout.hand_back(lease, error="the prompt has 3000 tokens")
+    assert world.kinds("paused") == []
+    rollout.finish(good)
+    for lease in rollout.lease(8)[:2]:
+        rollout.hand_back(lease, error="the prompt has 3000 tokens")
+    assert world.counters["groups:dropped:bad_prompt"] > 8
+    assert world.kinds("paused") == []
+
+
 def test_prompts_that_fail_for_one_cause_pause_the_run_with_the_first_error(world: World) -> None:
     rollout = Rollout(world)
     for number in range(4):  # two batches of 2
