@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import fsspec
 import pytest
 import torch
 from loaded_models import differing, save_model
@@ -97,3 +99,13 @@ def test_files_that_are_not_safetensors_are_read_by_transformers(
     save_model("untied", tmp_path)
     monkeypatch.setattr("learner.model.policy.model_files", lambda *_: (str(tmp_path), None))
     assert differing(load_policy(make_spec(tmp_path).policy, CPU), tmp_path, torch.float32) == []
+
+
+def test_a_model_at_a_url_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = save_model("moe", tmp_path / "model")
+    url = f"memory://{uuid4().hex}/model"
+    fsspec.filesystem("memory").put(str(folder), url, recursive=True)
+    loaded = load_policy(make_spec(tmp_path).policy.model_copy(update={"model_name": url}), CPU)
+    assert differing(loaded, folder, torch.float32) == []
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
