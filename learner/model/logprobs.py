@@ -91,12 +91,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.vocabulary_tile, ctx.float32_head = vocabulary_tile, float32_head
         ctx.entropy_gradient = entropy_gradient
         sums = _OnlineSoftmax(targets_N, hidden_NH.device, with_entropy)
+        add = sums.add if len(weight_VH) > vocabulary_tile else sums.set
         for vocabulary, weight_WH in _tiles_of(weight_VH, vocabulary_tile):
             head_WH = _operand(weight_WH, float32_head)
             for chunk in _slices(len(targets_N), chunk_tokens):
-                sums.add(
-                    chunk, vocabulary, _logits(hidden_NH[chunk], head_WH, float32_head, inverse_temperature)
-                )
+                add(chunk, vocabulary, _logits(hidden_NH[chunk], head_WH, float32_head, inverse_temperature))
         logprobs_N, log_z_N, entropy_N = sums.result()
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, log_z_N, entropy_N)
         if not entropy_gradient:
@@ -144,6 +143,7 @@ class _OnlineSoftmax:
         self._targets_N, self._with_entropy = targets_N, with_entropy
         self._target_logits_N, self._sum_N, self._weighted_N = zeros(), zeros(), zeros()
         self._max_N = zeros().fill_(torch.finfo().min)
+        self._whole: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, chunk: slice, vocabulary: slice, logits_MW: Tensor) -> None:
         """Add the logits of one tile, which are overwritten."""
@@ -165,9 +165,23 @@ class _OnlineSoftmax:
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return (log p of the targets, log Σ exp(z), entropy or zeros); log p by differences of logits, which are exact."""
+        if self._whole is not None:
+            return self._whole
         log_sum_N = self._sum_N.log()
         entropy_N = log_sum_N - self._weighted_N / self._sum_N if self._with_entropy else self._weighted_N
         return (self._target_logits_N - self._max_N) - log_sum_N, self._max_N + log_sum_N, entropy_N
+
+    def set(self, chunk: slice, vocabulary: slice, logits_MW: Tensor) -> None:
+        """Set the results of a chunk from its only tile, the whole vocabulary, whose logits are overwritten: with these sums
+        recorded runs train again bit for bit."""
+        if self._whole is None:
+            self._whole = (self._target_logits_N, self._max_N, self._weighted_N)
+        logprobs_N, log_z_N, entropy_N = self._whole
+        log_z_N[chunk] = logits_MW.logsumexp(-1)
+        logprobs_N[chunk] = logits_MW.gather(-1, self._targets_N[chunk, None])[:, 0] - log_z_N[chunk]
+        if self._with_entropy:
+            logp_MW = logits_MW.sub_(log_z_N[chunk, None])
+            entropy_N[chunk] = -(logp_MW.exp() * logp_MW.clamp_(min=torch.finfo().min)).sum(-1)
 
 
 def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | None) -> Tensor:
