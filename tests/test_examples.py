@@ -20,7 +20,7 @@ from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 from reward.runner import RewardRunner
-from services.cli.train import load_for
+from services.cli.running.train import load_for
 from services.local.one_call import TrainedRun, assembled
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ import click
 
 from paceline.errors import InvalidInput, NotFound
 from paceline.spec import RunSpec
-from services.cli.records import opened_ledger
+from services.cli.recorded.records import opened_ledger
 from services.common.options import directory_option, find_run
 
 if TYPE_CHECKING:

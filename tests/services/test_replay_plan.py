@@ -7,7 +7,7 @@ from exchange_drivers import Learner, Reward, Rollout, World, fill
 
 from paceline.errors import SpecError
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml
-from services.cli.replay import overridden
+from services.cli.recorded.replay import overridden
 from services.replay.plan import plan_replay
 
 

@@ -72,7 +72,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_commands_that_need_no_coordinator_import_no_grpc() -> None:
-    code = "import sys, services.cli.runs, services.cli.up, services.cli.records, paceline.client; " \
+    code = "import sys, services.cli.running.runs, services.cli.running.up, services.cli.recorded.records, paceline.client; " \
         "print(sorted({'torch', 'grpc', 'rich'} & sys.modules.keys()))"  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -138,7 +138,7 @@ def test_up_tells_its_coordinator_how_much_of_the_disk_stays_free(
         asked.extend(options["coordinator"])
         raise PacelineError("nothing is started here")
 
-    monkeypatch.setattr("services.cli.up.LocalCluster", start)
+    monkeypatch.setattr("services.cli.running.up.LocalCluster", start)
     result = paceline("up", str(spec_path), "--directory", str(tmp_path / "runs"), "--min-free-mb", "7")
     assert result.stderr.splitlines()[-1] == "Error: nothing is started here"
     assert asked[:2] == ["--min-free-mb", "7"]
@@ -187,7 +187,7 @@ class Dropping:
 
 
 def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.runs.Client", Dropping)
+    monkeypatch.setattr("services.cli.running.runs.Client", Dropping)
     assert paceline("drop", "sums-1", "3", "15").stdout == (
         "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` goes on\n"
     )
@@ -371,8 +371,8 @@ def test_up_waits_for_its_own_coordinator_without_limit(
             patience.append(options)
             raise PacelineError("that is all")
 
-    monkeypatch.setattr("services.cli.up.LocalCluster", Clusterless)
-    monkeypatch.setattr("services.cli.up.Client", Recording)
+    monkeypatch.setattr("services.cli.running.up.LocalCluster", Clusterless)
+    monkeypatch.setattr("services.cli.running.up.Client", Recording)
     result = paceline("up", str(spec_path), "--directory", str(tmp_path / "runs"))
     assert "that is all" in result.output
     assert patience == [{"wait_s": math.inf, "reconnect_s": math.inf}]

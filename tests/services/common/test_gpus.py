@@ -13,7 +13,7 @@ from command_line import paceline
 from paceline.errors import SpecError, Unavailable
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
-from services.cli.up import _with_division
+from services.cli.running.up import _with_division
 from services.common.gpus import (
     divide,
     for_cuda,
@@ -282,7 +282,7 @@ def test_a_service_with_a_gpu_gets_no_other_and_must_use_it(
 
 
 def test_up_refuses_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.up.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("services.cli.running.up.visible_gpus", lambda: ("0",))
     spec = tmp_path / "spec.yaml"
     spec.write_text("{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}")
     result = paceline("up", spec, "cluster.learner_ranks=2", "--directory", tmp_path / "runs")

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from services.cli import render
-from services.cli.records import opened_ledger
+from services.cli.recorded.records import opened_ledger
 from services.common.options import directory_option, find_run, json_option, print_json
 
 SHOWN = 4

@@ -11,7 +11,7 @@ import pytest
 from command_line import paceline
 from trained_ledger import RUN_ID, Writer
 
-from services.cli.report_page import MAX_POINTS, RunCurves, report_page
+from services.cli.recorded.report_page import MAX_POINTS, RunCurves, report_page
 
 
 def svgs(page: str) -> list[ElementTree.Element]:

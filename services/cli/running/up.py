@@ -18,9 +18,9 @@ from paceline.files.names import LEDGER_NAME
 from paceline.host_memory import available_bytes
 from paceline.memory_estimate import shortage
 from paceline.spec import ClusterSection, RunSpec
-from services.cli.left_runs import left_runs
-from services.cli.progress import Shown, shown_options
-from services.cli.watching import follow
+from services.cli.running.left_runs import left_runs
+from services.cli.running.progress import Shown, shown_options
+from services.cli.running.watching import follow
 from services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
 from services.common.options import (
     directory_option,

@@ -12,7 +12,7 @@ from click.testing import Result
 from command_line import paceline
 
 from paceline.spec.reading import parse_spec, spec_to_yaml
-from services.cli.left_runs import MAX_SHOWN, left_runs
+from services.cli.running.left_runs import MAX_SHOWN, left_runs
 from services.coordinator.ledger.ledger import Ledger
 
 SPEC = parse_spec(
@@ -119,10 +119,10 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     recorded = Recorded()
-    monkeypatch.setattr("services.cli.up.LocalCluster", recorded.cluster)
-    monkeypatch.setattr("services.cli.up.Client", recorded.client)
-    monkeypatch.setattr("services.cli.up.follow", recorded.follow)
-    monkeypatch.setattr("services.cli.up.visible_gpus", tuple)
+    monkeypatch.setattr("services.cli.running.up.LocalCluster", recorded.cluster)
+    monkeypatch.setattr("services.cli.running.up.Client", recorded.client)
+    monkeypatch.setattr("services.cli.running.up.follow", recorded.follow)
+    monkeypatch.setattr("services.cli.running.up.visible_gpus", tuple)
     return recorded
 
 

@@ -214,7 +214,7 @@ def test_best_and_worst_completions(writer: Writer, tmp_path: Path) -> None:
 
 
 def test_few_groups_are_shown_unless_all_are_wanted(writer: Writer) -> None:
-    from services.cli.samples import _lines
+    from services.cli.recorded.samples import _lines
     from services.coordinator.audit.samples import samples_of_step
 
     (group,) = samples_of_step(writer.ledger, RUN_ID, 0)

@@ -13,8 +13,8 @@ import pytest
 
 from paceline.client import Event
 from protos.paceline.v1 import run_pb2
-from services.cli.progress import Course, Shown, screen
-from services.cli.watching import follow, queued_behind
+from services.cli.running.progress import Course, Shown, screen
+from services.cli.running.watching import follow, queued_behind
 
 
 def step(number: int, reward: float | None = 0.5, sequence: int | None = None) -> Event:

@@ -10,7 +10,7 @@ import pytest
 from command_line import paceline
 
 from paceline.client import Event
-from services.cli.metrics import metric_rows
+from services.cli.recorded.metrics import metric_rows
 from services.coordinator.ledger.ledger import Ledger
 
 STEPS = (

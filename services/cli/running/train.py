@@ -16,9 +16,9 @@ from paceline.client import Client
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.run import Algorithm
-from services.cli.progress import Shown, shown_options
-from services.cli.up import run_here
-from services.cli.watching import follow
+from services.cli.running.progress import Shown, shown_options
+from services.cli.running.up import run_here
+from services.cli.running.watching import follow
 from services.common.options import directory_option
 
 

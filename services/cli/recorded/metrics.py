@@ -13,8 +13,8 @@ import click
 
 from paceline.client import Event
 from services.cli import render
-from services.cli.offline import RecordedRuns
-from services.cli.records import opened_ledger
+from services.cli.recorded.offline import RecordedRuns
+from services.cli.recorded.records import opened_ledger
 from services.common.options import directory_option, find_run, json_option, print_json
 
 KINDS = ("step", "evaluation")

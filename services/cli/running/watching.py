@@ -11,10 +11,10 @@ import click
 
 from paceline.client import ENDED_STATES, Client
 from services.cli import render
-from services.cli.progress import Course, Shown, screen
+from services.cli.running.progress import Course, Shown, screen
 
 if TYPE_CHECKING:
-    from services.cli.offline import RecordedRuns
+    from services.cli.recorded.offline import RecordedRuns
 
 
 def follow(

@@ -1,0 +1,1 @@
+"""Commands that read the records of runs: no coordinator is needed."""
