@@ -58,6 +58,7 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch hides it otherwise
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_equals_plain(tmp_path: Path, graphs: list[Any], checkpointing: bool) -> None:
     folder = save_tiny_policy(tmp_path)
