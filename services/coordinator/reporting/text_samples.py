@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.wire import decode_result, decode_rewards
+from services.coordinator.ledger.groups import State
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.text_limits import cut
 
@@ -22,7 +23,7 @@ MAX_BYTES = 2000
 
 def evaluation_text(ledger: Ledger, run_id: str, kind: str, functions: Sequence[str]) -> str:
     """Return the first scored groups of an evaluation's class as text; empty if none is kept or can be read."""
-    rows = [row for row in ledger.group_queries.of_class(run_id, kind) if row["state"] == "scored"]
+    rows = [row for row in ledger.group_queries.of_class(run_id, kind) if row["state"] == State.SCORED]
     try:
         texts = [_group_text(ledger, run_id, row, functions) for row in rows[:PROMPTS]]
     except PacelineError:  # a damaged record is the concern of those that need it
