@@ -17,7 +17,10 @@ ROOT = DOCS.parent
 def test_the_pages_are_current() -> None:
     # In a new process, because click keeps the help option of a command from its first call, here that of an earlier test.
     checked = subprocess.run(
-        [sys.executable, "-m", "services.cli.reference", "--check"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "services.cli.reference", "--check"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert checked.returncode == 0, checked.stderr
 
