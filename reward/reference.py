@@ -21,7 +21,7 @@ from paceline.data.tokens import check_same_tokenizer
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.groups import FloatArray, IntArray
-from paceline.models import check_head, fault_of_load, resolved_dtype
+from paceline.models.loading import check_head, fault_of_load, resolved_dtype
 from paceline.spec import PolicySection, RunSpec
 
 if TYPE_CHECKING:

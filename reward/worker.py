@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput, Unreadable
-from paceline.process import die_with_parent
+from paceline.host.process import die_with_parent
 from reward.calling import InvalidRewards, call_function, form_hint
 from reward.loading import RewardFunction, describe_error, load_function
 from reward.protocol import encode, receive

@@ -20,8 +20,8 @@ import torch
 
 from learner.weights.rank_board import LocalBoard
 from learner.weights.shards import whole_slices
-from learner.weights.store_chain import Stored
-from learner.weights.store_writer import StoreWriter
+from learner.weights.store.chain import Stored
+from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.spec import OptimizerSection
 from paceline.weights.object_store import WeightStore

@@ -29,7 +29,7 @@ from learner.checkpoints.checkpoint import Checkpoint
 from learner.checkpoints.verification import Location
 from learner.step.critic import Critic
 from paceline.files.storage import Folder
-from paceline.host_memory import available_bytes
+from paceline.host.memory import available_bytes
 
 SPARE_BYTES = 1 << 30
 """Memory that is left to the host beside the copy of a state."""

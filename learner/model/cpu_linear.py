@@ -1,4 +1,4 @@
-"""Linear layers that train through oneDNN's float32 products where those are faster (`paceline.onednn`).
+"""Linear layers that train through oneDNN's float32 products where those are faster (`paceline.host.onednn`).
 
 Promise: the same values and gradients as `nn.Linear`'s, forward and backward by the same kernel. Where oneDNN does not
 help this module does nothing.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.onednn import is_faster, product
+from paceline.host.onednn import is_faster, product
 
 
 def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

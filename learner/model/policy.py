@@ -35,10 +35,10 @@ from learner.model.cpu_linear import use_onednn_linear
 from learner.model.loading import fill, skeleton
 from learner.model.logprobs import chunked_logprobs
 from learner.model.weight_files import WeightFiles, model_files
-from paceline.architectures import check_architecture, check_positions
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
-from paceline.models import check_head, fault_of_load, resolved_dtype
+from paceline.models.architectures import check_architecture, check_positions
+from paceline.models.loading import check_head, fault_of_load, resolved_dtype
 from paceline.spec import PolicySection
 
 FIELD = "policy.model_name"

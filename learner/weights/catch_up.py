@@ -29,8 +29,8 @@ from learner.weights.publish_result import PublishResult
 from learner.weights.publisher import Publisher
 from learner.weights.rank_board import LocalBoard
 from learner.weights.shards import whole_slices
-from learner.weights.store_offers import StoreOffers
-from learner.weights.store_writer import StoreWriter
+from learner.weights.store.offers import StoreOffers
+from learner.weights.store.writer import StoreWriter
 from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.weights.manifest import Algorithm, longest_s, slowest_s

@@ -10,8 +10,8 @@ from torch import nn
 
 from learner.weights.channel import WithoutMembers
 from learner.weights.shards import local_slices, plan_tensors
-from learner.weights.store_offers import StoreOffers
-from learner.weights.store_writer import StoreWriter
+from learner.weights.store.offers import StoreOffers
+from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.manifest import TensorPlan
 

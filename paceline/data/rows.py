@@ -24,7 +24,7 @@ from paceline.data.joined_rows import JoinedRows
 from paceline.data.messages import fault_of_messages
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
-from paceline.hub_names import hub_remedy
+from paceline.models.hub_names import hub_remedy
 from paceline.spec import DataSection
 
 

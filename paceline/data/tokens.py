@@ -19,7 +19,7 @@ from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput, Unreadable
 from paceline.files.model_source import tokenizer_source
 from paceline.groups import IntArray
-from paceline.models import fault_of_load
+from paceline.models.loading import fault_of_load
 from paceline.spec import DataSection, PolicySection
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")

@@ -5,20 +5,20 @@ refused with both values. Names follow NeMo RL wherever it has a key for the sam
 nowhere else. `paceline.spec.reading` reads the YAML and the dotted overrides.
 """
 
-from paceline.spec.base import Section
-from paceline.spec.data import DataSection, RewardFunctionSection
-from paceline.spec.distillation import DistillationSection
-from paceline.spec.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
-from paceline.spec.loss import LossSection
-from paceline.spec.policy import (
+from paceline.spec.run import RunSpec
+from paceline.spec.sections.base import Section
+from paceline.spec.sections.data import DataSection, RewardFunctionSection
+from paceline.spec.sections.distillation import DistillationSection
+from paceline.spec.sections.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
+from paceline.spec.sections.loss import LossSection
+from paceline.spec.sections.policy import (
     GenerationSection,
     LoraSection,
     OptimizerSection,
     PolicySection,
     SchedulerSection,
 )
-from paceline.spec.run import RunSpec
-from paceline.spec.supervised import (
+from paceline.spec.sections.supervised import (
     DpoSection,
     ExamplesSection,
     KtoSection,
@@ -26,7 +26,7 @@ from paceline.spec.supervised import (
     RmSection,
     SftSection,
 )
-from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 from paceline.spec.value import ValueSection
 
 __all__ = [

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from paceline.errors import SpecError
 from paceline.spec import RewardFunctionSection, RunSpec
-from paceline.spec.base import STORED
 from paceline.spec.explaining.faults import explain, unknown_key
 from paceline.spec.foreign.names import look_up
+from paceline.spec.sections.base import STORED
 
 MAX_PATH = 1024
 PATH_FIELDS = (

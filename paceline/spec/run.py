@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.errors import SpecError
-from paceline.spec.algorithm import AlgorithmSection
-from paceline.spec.base import Section
-from paceline.spec.data import DataSection, RewardFunctionSection
-from paceline.spec.distillation import DistillationSection
-from paceline.spec.grpo import AsyncGrpoSection, GrpoSection
-from paceline.spec.loss import LossSection, preset_of
-from paceline.spec.policy import PolicySection
-from paceline.spec.supervised import (
+from paceline.spec.sections.algorithm import AlgorithmSection
+from paceline.spec.sections.base import Section
+from paceline.spec.sections.data import DataSection, RewardFunctionSection
+from paceline.spec.sections.distillation import DistillationSection
+from paceline.spec.sections.grpo import AsyncGrpoSection, GrpoSection
+from paceline.spec.sections.loss import LossSection, preset_of
+from paceline.spec.sections.policy import PolicySection
+from paceline.spec.sections.supervised import (
     DpoSection,
     ExamplesSection,
     KtoSection,
@@ -23,7 +23,7 @@ from paceline.spec.supervised import (
     RmSection,
     SftSection,
 )
-from paceline.spec.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 from paceline.spec.value import ValueSection
 from paceline.spec.warnings import settings_warnings, unread
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from paceline.spec.base import NonNegativeInt, PositiveFloat, Section
-from paceline.spec.policy import OptimizerSection
+from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, Section
+from paceline.spec.sections.policy import OptimizerSection
 
 
 class ValueSection(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.spec.loss import LossSection
+from paceline.spec.sections.loss import LossSection
 
 
 def settings_warnings(loss_fn: LossSection, max_age: int, *, samples: bool) -> tuple[str, ...]:

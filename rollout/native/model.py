@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from paceline.architectures import check_architecture
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
-from paceline.models import fault_of_load
-from paceline.onednn import is_faster, product
+from paceline.host.onednn import is_faster, product
+from paceline.models.architectures import check_architecture
+from paceline.models.loading import fault_of_load
 from paceline.spec import PolicySection
 from rollout.native.float32_head import Float32Head
 from rollout.native.kv_cache import SlotCache

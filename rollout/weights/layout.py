@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source, tokenizer_source
-from paceline.models import resolved_dtype
+from paceline.models.loading import resolved_dtype
 from paceline.spec import PolicySection
 
 NAMES_SHOWN = 5

@@ -19,7 +19,7 @@ import torch
 
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.groups import Version
-from paceline.host_memory import available_bytes
+from paceline.host.memory import available_bytes
 from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
 from paceline.weights.link import MEMBER, WeightLink, first_line, form_link

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from learner.collectives import broadcast_bytes
 from paceline.address import checked_address
 from paceline.errors import Busy, PacelineError, Unavailable
-from paceline.onednn import bound_caches
-from paceline.process import end_process
+from paceline.host.onednn import bound_caches
+from paceline.host.process import end_process
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.errors import SpecError
-from paceline.host_memory import available_bytes
-from paceline.memory_estimate import Estimate, estimate, gigabytes, read_config, sentence, shape_of, shortage
+from paceline.host.memory import available_bytes
+from paceline.models.memory_estimate import (
+    Estimate,
+    estimate,
+    gigabytes,
+    read_config,
+    sentence,
+    shape_of,
+    shortage,
+)
 from paceline.spec import RunSpec
 from services.common.gpus import divide, missing_gpus, named_in
 from services.local.machine_checks import Finding

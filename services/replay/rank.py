@@ -24,8 +24,8 @@ from learner.checkpoints import checkpoint as checkpoints
 from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
-from paceline.onednn import bound_caches
-from paceline.process import end_process
+from paceline.host.onednn import bound_caches
+from paceline.host.process import end_process
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
 from services.common.processes.parent_death import die_with_starter

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from paceline.errors import Unavailable
-from paceline.onednn import bound_caches
+from paceline.host.onednn import bound_caches
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from protos.paceline.v1 import rollout_pb2_grpc
 from services.common.advertise import advertised_host
@@ -85,7 +85,7 @@ def main(
 
     run_service(serve)
     shut_down_tracing()
-    from paceline.process import end_process
+    from paceline.host.process import end_process
 
     end_process()  # its weight links have used gloo, which does not survive the interpreter's finalisation
 

@@ -205,7 +205,7 @@ class RolloutRun:
             stall_s,
             sorted(self._running_by_group),
         )
-        from paceline.process import end_process
+        from paceline.host.process import end_process
 
         end_process(1)
 

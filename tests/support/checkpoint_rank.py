@@ -23,7 +23,7 @@ from learner.step.trainer import Trainer
 from learner.weights.gather import gather_weights
 from paceline.errors import Conflict
 from paceline.files.storage import Folder
-from paceline.process import end_process
+from paceline.host.process import end_process
 
 
 def main(policy: Path, of_one: Path, of_one_sha256: str, out: Path) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from learner.checkpoints import checkpoint
 from paceline.errors import CheckpointFault, PacelineError
-from paceline.process import end_process
+from paceline.host.process import end_process
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
 from services.learner.training.checkpoints import SessionCheckpoints

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from learner.weights import gather
-from paceline.process import end_process
+from paceline.host.process import end_process
 
 
 class Uneven(nn.Module):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from learner.weights.gather import gather_weights
 from paceline.errors import PacelineError
-from paceline.process import end_process
+from paceline.host.process import end_process
 from paceline.spec.reading import parse_spec, spec_to_yaml
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2

@@ -13,8 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from model_zoo import REFUSED, WORKING, Architecture
 
-from paceline.architectures import check_architecture
 from paceline.errors import InvalidInput
+from paceline.models.architectures import check_architecture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WORKS = "works on CPUs"

@@ -10,8 +10,8 @@ from torch import nn
 
 from learner.weights.rank_board import make_board
 from learner.weights.shards import local_slices, plan_tensors
-from learner.weights.store_chain import Stored
-from learner.weights.store_writer import StoreWriter
+from learner.weights.store.chain import Stored
+from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer

@@ -22,10 +22,10 @@ from learner.step.trainer import Trainer
 from learner.weights.gather import gather_weights
 from learner.weights.rank_board import make_board
 from learner.weights.shards import local_slices, plan_tensors
-from learner.weights.store_chain import Stored
-from learner.weights.store_writer import StoreWriter
+from learner.weights.store.chain import Stored
+from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
-from paceline.process import end_process
+from paceline.host.process import end_process
 from paceline.weights.object_store import WeightStore
 
 STEPS = 5

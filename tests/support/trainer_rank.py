@@ -27,7 +27,7 @@ from learner.step.trainer import Trainer
 from learner.weights import stream
 from learner.weights.gather import gather_merged
 from paceline.errors import Conflict, InvalidInput, NonFiniteLoss, Unreadable
-from paceline.process import end_process
+from paceline.host.process import end_process
 from paceline.spec import PolicySection
 from paceline.weights.lora_names import FINGERPRINT, fingerprint
 from services.demo.model import make_tokenizer

@@ -125,8 +125,8 @@ def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> 
 
 def _shortage_here(spec: RunSpec, coordinator: str) -> str:
     """Return a warning when this machine, where the coordinator and its workers are, has too little memory for the run."""
-    from paceline.host_memory import available_bytes
-    from paceline.memory_estimate import shortage
+    from paceline.host.memory import available_bytes
+    from paceline.models.memory_estimate import shortage
     from paceline.weights.link import is_loopback
 
     host = checked_address(coordinator).rpartition(":")[0].strip("[]")

@@ -15,8 +15,8 @@ import click
 from paceline.client import Client
 from paceline.errors import PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
-from paceline.host_memory import available_bytes
-from paceline.memory_estimate import shortage
+from paceline.host.memory import available_bytes
+from paceline.models.memory_estimate import shortage
 from paceline.spec import ClusterSection, RunSpec
 from services.cli.running.left_runs import left_runs
 from services.cli.running.progress import Shown, shown_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from paceline.process import die_with_parent
+from paceline.host.process import die_with_parent
 
 STARTER_VARIABLE = "PACELINE_STARTER"
 

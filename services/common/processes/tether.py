@@ -1,7 +1,7 @@
 """Launcher that becomes another program which cannot outlive its starter, however the starter ends.
 
 It runs as a file by a bare interpreter (`tethered` gives the command line), so it costs some 20 ms and imports no
-module of Paceline; that is why it repeats the call of `paceline.process.die_with_parent`. The kernel sends the signal
+module of Paceline; that is why it repeats the call of `paceline.host.process.die_with_parent`. The kernel sends the signal
 when the *thread* that started the process ends: start tethered processes from a thread that waits for them. Linux only;
 elsewhere the program simply runs.
 """

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.architectures import check_architecture
 from paceline.data.rows import PromptSource
 from paceline.errors import DataError
+from paceline.models.architectures import check_architecture
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from services.coordinator.lifecycle.run_data import RunData, open_data
 

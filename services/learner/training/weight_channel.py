@@ -14,11 +14,11 @@ from learner.weights.delta import DeltaChannel, Rank0DeltaChannel
 from learner.weights.publish_result import PublishResult
 from learner.weights.publisher import Publisher
 from learner.weights.rank_board import make_board
-from learner.weights.store_chain import Stored
-from learner.weights.store_offers import StoreOffers
-from learner.weights.store_writer import StoreWriter
+from learner.weights.store.chain import Stored
+from learner.weights.store.offers import StoreOffers
+from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
-from paceline.models import resolved_dtype
+from paceline.models.loading import resolved_dtype
 from paceline.spec import RunSpec
 from paceline.weights.link import is_loopback
 from paceline.weights.manifest import Algorithm

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.errors import InvalidInput
-from paceline.spec.data import RESERVED_TEMPLATE_KWARGS
+from paceline.spec.sections.data import RESERVED_TEMPLATE_KWARGS
 from rollout.engine import SamplingParams
 from services.rollout.openai.messages import Json, Message, Unsupported
 

@@ -11,8 +11,8 @@ import pytest
 from model_checks import check_all
 from model_zoo import REFUSED, WORKING, Architecture
 
-from paceline.architectures import check_architecture
 from paceline.errors import InvalidInput
+from paceline.models.architectures import check_architecture
 
 
 @pytest.mark.parametrize("architecture", WORKING, ids=lambda architecture: architecture.class_name)

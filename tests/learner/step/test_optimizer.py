@@ -12,7 +12,7 @@ from tiny_policy import make_spec
 
 from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
 from paceline.spec import OptimizerSection, SchedulerSection
-from paceline.spec.policy import SchedulerName
+from paceline.spec.sections.policy import SchedulerName
 
 PEAK_AT_3 = {"warmup_steps": 4}
 """9 steps: rates 1/4, 2/4, 3/4, the peak at step 3, the last step is 8."""

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 from learner.weights.publish_result import PublishResult
 from learner.weights.rank_board import make_board
 from learner.weights.shards import local_slices, plan_tensors
-from learner.weights.store_offers import StoreOffers
-from learner.weights.store_writer import StoreWriter
+from learner.weights.store.offers import StoreOffers
+from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer

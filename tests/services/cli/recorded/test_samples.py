@@ -14,7 +14,7 @@ from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
 from paceline.data.examples import read_preference
 from paceline.data.rows import open_prompts
-from paceline.spec.data import DataSection
+from paceline.spec.sections.data import DataSection
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
 

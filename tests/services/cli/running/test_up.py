@@ -143,7 +143,7 @@ def test_submit_warns_where_the_workers_are_on_this_machine(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HALF_BILLION))
     (tmp_path / "spec.yaml").write_text(SPEC)
-    monkeypatch.setattr("paceline.host_memory.available_bytes", lambda: 6 * 10**9)
+    monkeypatch.setattr("paceline.host.memory.available_bytes", lambda: 6 * 10**9)
     model = f"policy.model_name={tmp_path}"
     assert "6.0 GB are free here" in paceline("submit", tmp_path / "spec.yaml", model).stderr
     monkeypatch.setattr(Client, "submit", interrupted)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from learner.weights.publish_result import PublishResult
-from learner.weights.store_chain import Stored
-from learner.weights.store_offers import MAX_SNAPSHOTS, StoreOffers
+from learner.weights.store.chain import Stored
+from learner.weights.store.offers import MAX_SNAPSHOTS, StoreOffers
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.offers import StoreOffer

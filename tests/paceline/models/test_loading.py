@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InvalidInput, Unreadable
-from paceline.models import fault_of_load, resolved_dtype
+from paceline.models.loading import fault_of_load, resolved_dtype
 
 
 @pytest.mark.parametrize(

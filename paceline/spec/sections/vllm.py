@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from paceline.spec.base import PositiveInt, Section
+from paceline.spec.sections.base import PositiveInt, Section
 
 
 class VllmSection(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from paceline.spec.base import PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import PositiveFloat, PositiveInt, Section
 
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {

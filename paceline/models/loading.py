@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput, Unreadable
-from paceline.hub_names import hub_remedy
+from paceline.models.hub_names import hub_remedy
 
 FILE_WORDS = ("mismatch", "PytorchStreamReader", "state_dict")
 """Words in torch's errors that are about the files of a model; its other errors are about the device."""

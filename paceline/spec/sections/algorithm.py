@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from paceline.spec.base import Section
-from paceline.spec.loss import LossSection
-from paceline.spec.policy import PolicySection
+from paceline.spec.sections.base import Section
+from paceline.spec.sections.loss import LossSection
+from paceline.spec.sections.policy import PolicySection
 
 NO_LIMIT_OF_STEPS = 1_000_000_000
 """max_num_steps until the epochs are resolved."""

@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.spec.algorithm import AlgorithmSection, steps_left_to_epochs
-from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from paceline.spec.loss import LossSection
-from paceline.spec.policy import PolicySection
+from paceline.spec.sections.algorithm import AlgorithmSection, steps_left_to_epochs
+from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from paceline.spec.sections.loss import LossSection
+from paceline.spec.sections.policy import PolicySection
 
 ExampleForm = Literal["demonstration", "preference", "labeled_completion"]
 

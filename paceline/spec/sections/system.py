@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from paceline.spec.base import STORED, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import STORED, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 def _checked_folder(name: str, folder: str | None, info: ValidationInfo) -> str | None:

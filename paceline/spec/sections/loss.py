@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.spec.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from paceline.spec.presets import PRESETS, Preset, PresetName
+from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 def preset_of(loss_fn: Any) -> Preset | None:

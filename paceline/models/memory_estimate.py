@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.models import resolved_dtype
+from paceline.models.loading import resolved_dtype
 from paceline.spec import PolicySection, RunSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from model_shapes import HALF_BILLION, PARAMETERS, spec_of
 
-from paceline.memory_estimate import PROCESS_BYTES, estimate, read_config, shape_of, shortage
+from paceline.models.memory_estimate import PROCESS_BYTES, estimate, read_config, shape_of, shortage
 
 GB = 10**9
 
@@ -97,5 +97,5 @@ def test_a_config_that_tells_nothing_gives_no_warning(text: str, tmp_path: Path)
 
 
 def test_a_name_on_the_hub_that_is_not_cached_gives_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.memory_estimate._cached_config", lambda name: None)
+    monkeypatch.setattr("paceline.models.memory_estimate._cached_config", lambda name: None)
     assert read_config("org/model") is None

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.onednn import is_faster, product
+from paceline.host.onednn import is_faster, product
 
 CPU = torch.device("cpu")
 
 NEW_SHAPES = """
 import psutil, torch
-from paceline.onednn import bound_caches, product
+from paceline.host.onednn import bound_caches, product
 bound_caches()
 torch.set_num_threads(1)
 weight = torch.ones(64, 64)

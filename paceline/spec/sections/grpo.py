@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from paceline.spec.algorithm import AlgorithmSection, steps_left_to_epochs
-from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from paceline.spec.loss import LossSection
-from paceline.spec.policy import PolicySection
+from paceline.spec.sections.algorithm import AlgorithmSection, steps_left_to_epochs
+from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.loss import LossSection
+from paceline.spec.sections.policy import PolicySection
 
 AdvantageName = Literal[
     "trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline", "gae"

@@ -7,7 +7,7 @@ every `anchor_interval` versions, when the deltas since the last one outweigh it
 
 The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
 store that fails is tried again, with the reason in the log, until it works; training goes on. A waiting version is replaced
-by the next one (`learner/weights/store_jobs.py`).
+by the next one (`learner/weights/store/jobs.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from learner.weights.rank_board import RankBoard
 from learner.weights.shards import LocalSlice
-from learner.weights.store_chain import Chain, Stored
-from learner.weights.store_jobs import Job, StoreJobs
+from learner.weights.store.chain import Chain, Stored
+from learner.weights.store.jobs import Job, StoreJobs
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import PacelineError
 from paceline.groups import Version

@@ -6,11 +6,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.spec.algorithm import AlgorithmSection
-from paceline.spec.base import PositiveFloat
-from paceline.spec.grpo import GrpoSection
-from paceline.spec.loss import LossSection
-from paceline.spec.policy import PolicySection
+from paceline.spec.sections.algorithm import AlgorithmSection
+from paceline.spec.sections.base import PositiveFloat
+from paceline.spec.sections.grpo import GrpoSection
+from paceline.spec.sections.loss import LossSection
+from paceline.spec.sections.policy import PolicySection
 
 WHOLE_DISTRIBUTIONS = ("jsd", "gkd", "top_k", "full")
 

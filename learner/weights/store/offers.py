@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from learner.weights.publish_result import PublishResult
-from learner.weights.store_chain import Stored
+from learner.weights.store.chain import Stored
 from paceline.backoff import pause_after
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.spec.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from paceline.spec.vllm import VllmSection, check_vllm_kwargs
+from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.vllm import VllmSection, check_vllm_kwargs
 
 SchedulerName = Literal[
     "constant",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.architectures import check_architecture, check_positions
 from paceline.errors import InvalidInput
+from paceline.models.architectures import check_architecture, check_positions
 
 NAME = "policy.model_name 'm'"
 

@@ -1,0 +1,1 @@
+"""The weight store as the learner's ranks write it."""

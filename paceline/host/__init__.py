@@ -1,0 +1,1 @@
+"""The machine and this process: memory, the end of processes, oneDNN."""
