@@ -104,7 +104,7 @@ protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 pages: $(STAMP) ## Generate the pages of keys, commands, foreign names, metrics and models in docs/
 	$(BIN)/python -m services.cli.reference
 	$(BIN)/python -m services.coordinator.reporting.metric_table
-	$(BIN)/python tests/support/models_page.py
+	$(BIN)/python tests/support/models/models_page.py
 
 clean: ## Remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
-import network
 from chaos_setting import Setting, make_spec, repair, strike, tormented
 from chaos_watch import UNKNOWN_STEP, StepClock, coordinator_address, phase_of, progress, whole_others
 from disk import mount, unmount
 from faults import KINDS, LINKS, ROLES, Fault, schedule
+from links import network
 from verdict import Verdict, judge
 
 from paceline.client import ENDED_STATES, Client

@@ -17,9 +17,9 @@ from chaos_watch import coordinator_address
 from corruption import Corruption
 from disk import Ballast
 from faults import LINKS, Fault
+from links.network import Network
+from links.proxy import Proxy
 from lying import LyingWorker
-from network import Network
-from proxy import Proxy
 
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec

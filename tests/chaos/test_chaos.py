@@ -6,11 +6,11 @@ import contextlib
 import json
 from pathlib import Path
 
-import network
 import pytest
 from campaign import Result, Upcoming, campaign
 from faults import FILES, KINDS, LINKS, ON_REQUEST, ROLES, schedule
 from lies import LIES
+from links import network
 from verdict import Verdict, judge
 
 from services.coordinator.ledger.ledger import Ledger

@@ -7,16 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUPPORT = Path(__file__).parent
-ROOT = SUPPORT.parents[1]
+SCRIPTS = Path(__file__).parent / "processes"
+ROOT = SCRIPTS.parents[2]
+PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "support" / "models")))
 
 
 def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 300) -> None:
-    """Run a script of `tests/support` in this many ranks, and fail with its errors unless all ranks end well."""
+    """Run a script of `tests/support/processes` in this many ranks, and fail with its errors unless all ranks end well."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*torchrun, SUPPORT / script, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        [*torchrun, SCRIPTS / script, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
         timeout=timeout_s,

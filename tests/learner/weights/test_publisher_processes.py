@@ -24,8 +24,8 @@ from learner.weights.publisher import Publisher, PublishResult
 from paceline.groups import Version
 from paceline.weights.offers import LinkOffer
 
-MEMBER = Path(__file__).parents[2] / "support" / "link_member.py"
-ROOT = MEMBER.parents[2]
+MEMBER = Path(__file__).parents[2] / "support" / "processes" / "link_member.py"
+ROOT = MEMBER.parents[3]
 DEADLINE_S = 120.0
 MIB = 1 << 20
 MAX_WAIT_S = 3.0

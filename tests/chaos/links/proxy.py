@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from harm import HARMS, Direction, Harm
+from links.harm import HARMS, Direction, Harm
 
 
 class Proxy:

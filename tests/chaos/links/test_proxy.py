@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
-from harm import HARMS, WHOLE_CHUNKS
-from proxy import Proxy
+from links.harm import HARMS, WHOLE_CHUNKS
+from links.proxy import Proxy
 
 DEADLINE_S = 20.0
 HOUR_S = 3600.0

@@ -31,8 +31,8 @@ from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
 
-MEMBER = Path(__file__).parents[2] / "support" / "store_member.py"
-ROOT = MEMBER.parents[2]
+MEMBER = Path(__file__).parents[3] / "support" / "processes" / "store_member.py"
+ROOT = MEMBER.parents[3]
 DEADLINE_S = 120.0
 PROMPT_IDS = [3, 1, 4, 1, 5]
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from network import Network, missing
+from links.network import Network, missing
 
 DEADLINE_S = 30.0
 ECHO = """

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 import zmq
-from zmtp import GREETING_BYTES, LONG, MessageSplitter, Piece
+from links.zmtp import GREETING_BYTES, LONG, MessageSplitter, Piece
 
 DEADLINE_S = 20.0
 MESSAGES = [

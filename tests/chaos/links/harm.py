@@ -20,7 +20,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from zmtp import MessageSplitter, Piece
+from links.zmtp import MessageSplitter, Piece
 
 HARMS = ("cut", "drop", "delay", "truncate", "duplicate")
 WHOLE_CHUNKS = 8
