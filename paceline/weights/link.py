@@ -29,6 +29,9 @@ SENDER, MEMBER = 0, 1
 IN_FLIGHT = 2
 """Buckets under way at one time: one on the wire while the next is prepared."""
 
+CONNECT_TIMEOUT = timedelta(seconds=20)
+"""The longest attempt to reach the rendezvous, which listens before it is offered. Torch cannot be interrupted in it."""
+
 
 class WeightLink:
     """One formed group of two. Used by one thread at a time; after an error it is only good for dropping."""
@@ -149,8 +152,9 @@ def form_link(
     timeout = timedelta(seconds=max_wait_s)
     try:
         client = dist.TCPStore(  # type: ignore[attr-defined]
-            store_host, store_port, is_master=False, timeout=timeout
+            store_host, store_port, is_master=False, timeout=min(timeout, CONNECT_TIMEOUT)
         )
+        client.set_timeout(timeout)
         store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
         # Both say they are here before either starts: a peer that is away then costs a wait with a deadline and
         # not a half-formed group.

@@ -61,6 +61,7 @@ class Worker:
     """A worker whose learner is in the same process, with the coordinator left out between them."""
 
     def __init__(self) -> None:
+        self.others = set(threading.enumerate())
         self.membership, self.engine = Membership(), SlowEngine()
         self.weights = RolloutWeights(
             "run", "m", cast(Any, self.membership), cast(Any, self.engine), MAX_WAIT_S, "127.0.0.1", STORE
@@ -89,7 +90,7 @@ class Worker:
         self.engine.go_on.set()
         self.publisher.close()
         self.weights.close()
-        for thread in threading.enumerate():  # until none has anything to report
+        for thread in set(threading.enumerate()) - self.others:  # until none has anything to report
             if thread.name.startswith("weights-"):
                 await asyncio.to_thread(thread.join, DEADLINE_S)
 
