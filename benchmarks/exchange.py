@@ -69,7 +69,7 @@ def measure(
     whole_life: bool,
     groups_per_s: float | None = None,
 ) -> dict[str, Any]:
-    """One load on a coordinator of its own."""
+    """One load on a separate coordinator."""
     large = measure_disk(folder, LARGE_BYTES)
     disk = [measure_disk(folder, group_bytes)]
     cluster = LocalCluster(folder / "runs", ClusterSection())

@@ -195,7 +195,7 @@ class Load:
         """Between the groups of all workers together."""
         self._next_s = time.perf_counter()
         self._generating: deque[tuple[float, zmq.Socket[bytes], pb.Lease]] = deque()
-        """When a group is done, and whose."""
+        """The end of a group, with its worker."""
         self._tokens = group_bytes // (COMPLETIONS * BYTES_PER_TOKEN)
         self._completions = [_random_completion(seed, self._tokens) for seed in range(COMPLETIONS)]
         self._version = -1
@@ -208,7 +208,7 @@ class Load:
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._asked_s: dict[zmq.Socket[bytes], float] = {}
         self._arrived_s = 0.0
-        """When the reply that is worked on was received."""
+        """Time at which the current reply was received."""
         self._arrived: deque[tuple[zmq.Socket[bytes], list[zmq.Frame], float]] = deque()
         self._retries: deque[tuple[float, zmq.Socket[bytes]]] = deque()
         self._context = context

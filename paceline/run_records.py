@@ -1,4 +1,4 @@
-"""What a client reads of a run afterwards: its events so far, its metrics, and its samples from the ledger beside it."""
+"""The records of a run that a client reads afterwards: its events so far, its metrics, and its samples from the ledger beside it."""
 
 from __future__ import annotations
 

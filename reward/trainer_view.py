@@ -1,4 +1,4 @@
-"""What a reward function may see of the training, and what it may log: TRL's `trainer_state`, `log_metric`, `log_extra`."""
+"""A reward function's view of the training, and its calls to log: TRL's `trainer_state`, `log_metric`, `log_extra`."""
 
 from __future__ import annotations
 

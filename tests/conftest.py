@@ -43,7 +43,7 @@ settings.load_profile("paceline")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes `-n auto` starts: none for tests of one file, which stay together; else one for each core."""
+    """Return the number of processes that `-n auto` starts: none for tests of one file, which stay together; else one for each core."""
     files = {str(argument).partition("::")[0] for argument in config.args}
     if len(files) == 1 and all(name.endswith(".py") for name in files):
         return 0

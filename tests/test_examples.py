@@ -1,4 +1,4 @@
-"""What the README and examples/ tell a user to type, loaded, opened and scored as the services would."""
+"""The commands and files of the README and examples/, loaded, opened and scored as the services would."""
 
 import ast
 import json
@@ -262,7 +262,7 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
 
 
 def defines(path: Path, name: str) -> bool:
-    """Whether a file defines `function`, `Class` or `Class.method`."""
+    """Return whether a file defines `function`, `Class` or `Class.method`."""
     body: list[ast.stmt] = ast.parse(path.read_text()).body
     for part in name.split("."):
         found = [

@@ -1,4 +1,4 @@
-"""TRL in an environment of its own, made once: its versions must not meet Paceline's."""
+"""TRL in a separate environment, made once: its versions must not meet Paceline's."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MICRO_BATCH = 64
 
 
 class StepClock(TrainerCallback):
-    """When each optimizer step ended, and the mean completion length that TRL logged for it."""
+    """The end of each optimizer step, and the mean completion length that TRL logged for it."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []

@@ -1,4 +1,4 @@
-"""A rollout member in a process of its own: a real receiver and a real native engine, steered by lines of JSON.
+"""A rollout member in a separate process: a real receiver and a real native engine, steered by lines of JSON.
 
 Commands on stdin: `offer` (as the control plane would bring it), `raw` (take part in one broadcast of the raw group),
 `copy` (copy the model's bytes once in memory). Events on stdout: `ready`, `ack` with the seconds of each part, `raw`,

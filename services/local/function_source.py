@@ -1,8 +1,8 @@
 """A function object as a file: its source, with what it uses of its module, for reward functions of a notebook or script.
 
 Nothing is pickled. The file has the function, the functions and classes that it uses and that were defined beside it, the
-imports that they use, and constants. What cannot be written so, such as the variables of an enclosing function, is refused
-with its name.
+imports that they use, and constants. A function that needs more, such as a variable of an enclosing function, is refused
+with that name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many single-bit flips of a ledger's SQLite file `paceline ledger verify` finds.
+"""Counts the single-bit flips of a ledger's SQLite file that `paceline ledger verify` finds.
 
     make bitflips BITFLIPS="--flips 300 --seed 1"
 

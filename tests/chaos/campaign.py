@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Result:
-    """What a campaign came to."""
+    """The result of a campaign."""
 
     runs: int = 0
     met: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -58,11 +58,11 @@ class Result:
     longest_step_s: float = 0.0
     """Longest time between two trained steps, by a clock outside of the services."""
     on_links: dict[str, Counter[str]] = field(default_factory=dict)
-    """What the faults of each link have met there."""
+    """Traffic that the faults of each link have met."""
 
     @property
     def faults(self) -> int:
-        """How many."""
+        """Number of faults."""
         return sum(self.met.values())
 
     @property
@@ -86,7 +86,7 @@ class Result:
         return "\n".join(rows)
 
     def traffic(self) -> str:
-        """What the faults of links have met, in words."""
+        """Describe the traffic that the faults of links have met."""
         return "; ".join(
             f"{link}: {', '.join(f'{what} {number}' for what, number in sorted(met.items())) or 'nothing'}"
             for link, met in sorted(self.on_links.items())
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether the promise held."""
+        """Return whether the promise held."""
         return not self.problems and not any(getattr(v, name) for v in self.verdicts for name in COUNTS)
 
 
@@ -213,7 +213,7 @@ def torment(
 
 
 def may_strike(setting: Setting, fault: Fault, repairs: list[tuple[float, Fault]], leave: int) -> bool:
-    """Whether enough others of the fault's role are left."""
+    """Return whether enough others of the fault's role are left."""
     if leave == 0 or fault.role not in ("rollout", "reward"):
         return True
     paused = {(other.role, other.index) for _, other in repairs}

@@ -1,4 +1,4 @@
-"""What a campaign torments: services with proxies between them and a disk of their own, and the run that they work on."""
+"""The setting of a campaign: services with proxies between them, on a disk that nothing else uses, and their run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class Link(Protocol):
-    """What can suffer for a while: a proxy, a network."""
+    """A part that can be harmed for a while: a proxy, a network."""
 
     @property
     def met(self) -> Counter[str]:
-        """How often what it suffered has met traffic."""
+        """Count how often each harm has met traffic."""
         ...
 
     def harm(self, kind: str) -> None:
@@ -50,7 +50,7 @@ class Link(Protocol):
 
 @dataclass
 class Setting:
-    """What faults are dealt out to."""
+    """The targets of faults."""
 
     cluster: LocalCluster
     links: dict[str, Link]
@@ -109,7 +109,7 @@ def tormented(
 
 
 def exchange_address(cluster: LocalCluster) -> str:
-    """Where the newest coordinator's exchange listens. Raises IndexError before there is one."""
+    """Return the address of the newest coordinator's exchange. Raises IndexError before there is one."""
     lines = cluster.log_path("coordinator").read_text().splitlines()
     said = [line for line in lines if "exchange on tcp://" in line]
     return LISTENS.findall(said[-1])[0]

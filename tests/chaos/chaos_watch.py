@@ -1,4 +1,4 @@
-"""What a campaign sees of its runs from outside: steps by a clock of its own, phases, and who is whole."""
+"""View of a campaign's runs from outside: the time of each step, phases, and the services that are unharmed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def coordinator_address(cluster: LocalCluster) -> str:
 
 
 def phase_of(cluster: LocalCluster, fault: Fault) -> str:
-    """What the service is doing just before the fault, as far as others can see."""
+    """Return the service's activity just before the fault, as far as others can see."""
     try:
         with _client(cluster) as client:
             members = client.members()

@@ -31,7 +31,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 STOP_S = 60.0
-"""How long it may take until the coordinator lets go of its ledger."""
+"""Longest time until the coordinator has released its ledger."""
 
 RESUME_S = 60.0
 HELD_STATES = ("paused", "failed")
@@ -153,7 +153,7 @@ class Corruption:
         return bit
 
     def _compare(self, bit: Bit, run_id: str) -> None:
-        """Whether verify finds the bit, if anything still refers to it."""
+        """Return whether verify finds the bit, if anything still refers to it."""
         if not bit.path.exists():
             return
         owner = run_id

@@ -1,4 +1,4 @@
-"""A disk that is small enough to be filled: a tmpfs of its own, and the file that fills it."""
+"""A disk that is small enough to be filled: a separate tmpfs, and the file that fills it."""
 
 from __future__ import annotations
 

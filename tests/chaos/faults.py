@@ -1,4 +1,4 @@
-"""What can happen to a service, and a seeded schedule of it."""
+"""The faults of services, and a seeded schedule of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lies import LIES
 
 ROLES = {"rollout": 2, "reward": 2, "learner": 1, "coordinator": 1}
-"""How many services of each role a campaign has."""
+"""Number of services of each role in a campaign."""
 
 KINDS = {
     **{"kill": 6, "pause": 4, "term": 1, "full": 1},
@@ -25,14 +25,14 @@ ON_REQUEST = ("full", "corrupt")
 """Kinds that a campaign has only when they are asked for."""
 
 FILES = ("segment", "checkpoint", "manifest", "sqlite", "export")
-"""Where a bit is changed; the last is an earlier run's."""
+"""Files in which a bit is changed; the last belongs to an earlier run."""
 
 LINKS = {
     "control": ("cut", "drop", "delay", "truncate"),
     "exchange": ("cut", "drop", "delay", "truncate", "duplicate"),
     "network": ("drop", "delay"),
 }
-"""What each can suffer: the proxies before the coordinator's two ports, which every worker uses, and the network of the
+"""Faults of each link: the proxies before the coordinator's two ports, which every worker uses, and the network of the
 rollout workers, where they have one of their own (network.py)."""
 
 UNNOTICED_S = 6.0

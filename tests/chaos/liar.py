@@ -173,7 +173,7 @@ class LyingRun(RolloutRun):
 
 
 async def ask(request: pb.ExchangeRequest, frames: list[bytes], membership: Membership) -> str:
-    """What the exchange answers, over a connection of its own."""
+    """Return the exchange's answer, over a separate connection."""
     request.protocol, request.term, request.request_id = PROTOCOL, welcome.term, 1
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.DEALER)

@@ -15,7 +15,7 @@ ABOUT_GROUPS = (
     "probabilities",
     "not a number",
 )
-"""What is said of a group that was really leased and sampled."""
+"""Lies about a group that was really leased and sampled."""
 
 ABOUT_OTHERS = (
     "another's result",
@@ -26,6 +26,6 @@ ABOUT_OTHERS = (
     "receipt",
     "batch",
 )
-"""What is said in the name, or about the work, of others."""
+"""Lies in the name, or about the work, of others."""
 
 LIES = (*ABOUT_GROUPS, *ABOUT_OTHERS, "silence")

@@ -43,7 +43,7 @@ class LyingWorker:
         return True
 
     def told(self) -> list[dict[str, Any]]:
-        """What it has said so far, with the exchange's answers."""
+        """Return its messages so far, with the exchange's answers."""
         if not self._report.exists():
             return []
         return [json.loads(line) for line in self._report.read_text().splitlines()]

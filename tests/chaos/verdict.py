@@ -1,4 +1,4 @@
-"""What a run that was tormented came to, from records that were written independently of each other."""
+"""The judgement of a campaign's run, from records that were written independently of each other."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def judge(directory: Path, run_id: str, stalled: str = "") -> Verdict:
 
 
 def _by_receipts(ledger: Ledger, run_id: str) -> Counter[int]:
-    """How often each group was trained along the lineage: of each step, what the newest session says."""
+    """Count how often each group was trained along the lineage: the newest session's record of each step."""
     rows = ledger.db.execute(
         "SELECT group_ids FROM receipts r WHERE run_id = ? AND session = (SELECT MAX(session) FROM receipts n"
         " WHERE n.run_id = r.run_id AND n.step = r.step)",

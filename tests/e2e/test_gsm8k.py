@@ -26,7 +26,7 @@ RECORDED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.json
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 over bytes, with a chat template of its own."""
+    """A tiny Qwen3 over bytes, with its chat template."""
     folder = tmp_path_factory.mktemp("chat-model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

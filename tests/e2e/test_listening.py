@@ -1,4 +1,4 @@
-"""What a running cluster opens to others: nothing beyond the address that it was told to listen on."""
+"""The addresses that a running cluster opens to others: nothing beyond the address that it was told to listen on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_sockets(process: psutil.Process) -> list[str]:
 
 
 def is_open_datagram(connection: Any) -> bool:
-    """Whether a UDP socket takes datagrams from anybody."""
+    """Return whether a UDP socket takes datagrams from anybody."""
     return connection.type == socket.SOCK_DGRAM and not connection.raddr
 
 

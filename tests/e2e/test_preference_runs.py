@@ -162,7 +162,7 @@ def test_a_teacher_in_the_reward_pool_teaches_on_after_its_worker_was_killed(
     references = verify(ledger, run.run_id).facts["references"]
     ledger.close()
     assert references >= 24 * 8
-    # What the reward pool said is on record: a replay without any teacher reaches the same weights.
+    # The reward pool's answers are on record: a replay without any teacher reaches the same weights.
     folder = cluster.directory / run.run_id
     arguments = ["replay", str(folder), "--from", "20", "--output", str(tmp_path / "out"), "--device", "cpu"]
     replayed = CliRunner().invoke(main, [*arguments, "--json"])

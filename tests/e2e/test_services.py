@@ -64,7 +64,7 @@ class Reflected:
 
 
 def address_of(client: Client, role: str) -> str:
-    """Where a worker of that role listens; of several rollout workers, one that has weights."""
+    """Return the address of a worker of that role; of several rollout workers, one that has weights."""
     from protos.paceline.v1.common_pb2 import Role
 
     return next(

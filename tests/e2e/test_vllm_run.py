@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 RUN_TIMEOUT_S = 900.0
 """An engine takes 20 s to start on two idle cores, and minutes on busy ones."""
 KILLS = int(os.environ.get("PACELINE_KILLS", "4"))
-"""How often a service is started and killed; `make test-vllm-slow KILLS=20` takes longer."""
+"""Number of times that a service is started and killed; `make test-vllm-slow KILLS=20` takes longer."""
 MakeSpec = Callable[..., RunSpec]
 
 

@@ -37,7 +37,7 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 def manifests(cluster: LocalCluster, run_id: str, kind: str) -> list[StoredVersion]:
-    """What the run's own store holds, by version."""
+    """Return the contents of the run's store, by version."""
     found = sorted((cluster.directory / run_id / "weights").glob(f"*/{kind}.json"))
     return [StoredVersion.from_bytes(path.read_bytes()) for path in found]
 

@@ -62,7 +62,7 @@ class Source(Protocol):
 
 @dataclass
 class Found:
-    """What came of it."""
+    """The result of a campaign."""
 
     messages: int = 0
     crashes: int = 0
@@ -73,7 +73,7 @@ class Found:
 
     @property
     def good(self) -> bool:
-        """Whether the promise held; how much memory may grow is the caller's."""
+        """Return whether the promise held; the caller decides how much memory may grow."""
         return self.run_ended_well and self.crashes == 0
 
 
@@ -202,7 +202,7 @@ def resident_mb(cluster: LocalCluster) -> dict[str, float]:
 
 
 def deaths(cluster: LocalCluster) -> int:
-    """How many lives of services have ended."""
+    """Count the processes of services that have ended."""
     return sum(len(cluster.deaths(role, index)) for role in ROLES for index in cluster.pids(role))
 
 

@@ -16,13 +16,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 MAX_DEPTH = 5
 KNOWN_SHARE = 0.7
-"""How often a field gets a value that the receiver knows, where there is one."""
+"""Probability that a field gets a value that the receiver knows, where there is one."""
 
 TORN_SHARE = 0.15
-"""How often the bytes of a message are torn, flipped or grown afterwards."""
+"""Probability that the bytes of a message are torn, flipped or grown afterwards."""
 
 LONG_SHARE = 0.01
-"""How often a text is long or a list has many elements."""
+"""Probability that a text is long or a list has many elements."""
 
 INTEGERS = (0, 1, 2, 3, 7, 128, 4096, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
 DOUBLES = (0.0, 1.0, 0.5, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"), 3.4e38)

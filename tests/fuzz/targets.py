@@ -1,4 +1,4 @@
-"""Where messages go: every rpc of every service, the exchange, every HTTP route. Each source sends in bounded time and reads
+"""The targets of messages: every rpc of every service, the exchange, every HTTP route. Each source sends in bounded time and reads
 what comes back without believing it.
 
 Half of what is said on the control plane and on the exchange comes from members that the coordinator has accepted, so that it
@@ -38,10 +38,10 @@ from protos.paceline.v1 import exchange_pb2 as pb
 
 CALL_S = 3.0
 STREAM_S = 0.3
-"""How long a stream is listened to."""
+"""Time that a stream is read."""
 
 ORDERS = {"Cancel", "Pause", "Resume", "DropGroups", "Drain"}
-"""What a person with the token may order: said by strangers only, or it would be obeyed."""
+"""Orders that a person with the token may give; only strangers send them, because they would be obeyed."""
 
 SERVICES: dict[str, tuple[ModuleType, ...]] = {
     "coordinator": (run_pb2, worker_pb2),

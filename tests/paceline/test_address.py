@@ -1,4 +1,4 @@
-"""What is an address and what is not."""
+"""Valid and invalid addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels comes back as it was, and what does not fit is a WireError."""
+"""Values that travel come back as they were, and values that do not fit are a WireError."""
 
 from __future__ import annotations
 

@@ -70,13 +70,13 @@ class World:
     def __init__(self, directory: Path, spec: RunSpec, run_id: str = "test-1"):
         self.path = directory / "ledger.sqlite"
         self.begun: dict[tuple[int, int], tuple[Completion, ...]] = {}
-        """What leases came with, by group and attempt."""
+        """Contents of the leases, by group and attempt."""
         self.spec = spec
         self.run_id = run_id
         self.now_s = 1000.0
         self.notices: list[Notice] = []
         self.check = True
-        """Whether the ledger has to verify at the end of the test."""
+        """True where the ledger has to verify at the end of the test."""
         self.ledger = Ledger(self.path)
         with self.ledger.transaction():
             self.ledger.add_run(run_id, spec_to_yaml(spec), str(directory))
@@ -221,7 +221,7 @@ class World:
         self._known: dict[str, Member] = {}
         """Whoever was a member once."""
         self._versions: dict[str, Version] = {}
-        """What rollout workers hold, members or not."""
+        """Return the leases that rollout workers hold, members or not."""
         self.enter("anybody")
         grpo = self.spec.algorithm == "grpo"
         prompts = open_prompts(self.spec.data, self.spec.seed) if grpo else None
@@ -307,7 +307,7 @@ class Rollout:
         return list(self.ask(room).reply.lease.leases)
 
     def completions(self, lease: pb.Lease, length: int = 4) -> list[Completion]:
-        """What it generates for a lease: completion i has length + i tokens."""
+        """Return the completions for a lease: completion i has length + i tokens."""
         seeds = [lease.group_id * 100 + lease.attempt * 10 + i for i in range(lease.num_generations)]
         fresh = [make_completion(self.version, length + i, seed, f"{seed}") for i, seed in enumerate(seeds)]
         begun = self.world.begun.get((lease.group_id, lease.attempt))

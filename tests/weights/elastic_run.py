@@ -92,7 +92,7 @@ class Worker:
         self.send(signal.SIGUSR1)
 
     def struck_at_s(self) -> float:
-        """When the fault happened, by the wall clock; 0 before."""
+        """Wall-clock time of the fault; 0 before."""
         if not self._report.exists() or not (lines := self._report.read_text().splitlines()):
             return 0.0
         return float(json.loads(lines[-1])["time"])
@@ -105,7 +105,7 @@ class Worker:
 
 
 class Reference:
-    """What transformers makes of the weights in a Hugging Face folder."""
+    """Return the state that transformers loads from a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -121,7 +121,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a worker answered to `PROMPT`."""
+    """A worker's answer to `PROMPT`."""
 
     version: Version
     greedy: list[int]
@@ -130,7 +130,7 @@ class Sampled:
     """Of the tokens of `random`."""
 
     def difference(self, reference: Reference) -> str:
-        """How this differs from what it should be under these weights; empty if it does not."""
+        """Describe the difference from the expected answer under these weights; empty if there is none."""
         best = reference.logits(self.greedy).argmax(-1).tolist()
         if best != self.greedy:
             return f"greedy tokens {self.greedy}, should be {best}"
@@ -187,7 +187,7 @@ class ElasticRun:
         worker.end()
         self.workers.pop(worker.name, None)
 
-    # What others say
+    # Reports of other services
 
     def step(self) -> int:
         """Steps trained."""
@@ -199,14 +199,14 @@ class ElasticRun:
         return found[0] if found else None
 
     def version(self, worker: Worker) -> Version | None:
-        """What a worker acknowledged last."""
+        """Return the version that a worker acknowledged last."""
         member = self.member(worker)
         if member is None or not member.HasField("version"):
             return None
         return Version(member.version.session, member.version.step)
 
     def member_events(self, worker: Worker) -> list[str]:
-        """What became of a worker, by the run's events."""
+        """Return the fate of a worker, by the run's events."""
         with contextlib.closing(Ledger(self.cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
             events = [json.loads(e["json"]) for e in ledger.events(self.run_id, 0) if e["kind"] == "member"]
         return [event["what"] for event in events if event["member_id"].startswith(f"{worker.name}-")]
@@ -295,7 +295,7 @@ class ElasticRun:
         return found
 
     def wrong_weights(self, worker: Worker, reference: Reference, version: Version) -> str:
-        """How a worker's tokens and log-probabilities differ from those of `version`; empty if not."""
+        """Describe how a worker's tokens and log-probabilities differ from those of `version`; empty if they do not."""
         sampled = self.sampled(worker)
         if sampled.version != version:
             return f"{worker.name} samples under {tuple(sampled.version)}, the learner is at {tuple(version)}"

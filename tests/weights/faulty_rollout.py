@@ -41,7 +41,7 @@ def arm(*_: object) -> None:
 
 
 def is_ordered(phase: str) -> bool:
-    """Whether harm is to be done, and in this phase."""
+    """Return whether harm is to be done, and in this phase."""
     return armed.is_set() and orders["phase"] == phase
 
 

@@ -13,7 +13,7 @@ NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 def elsewhere(directory: Path) -> tuple[str, ...]:
-    """What makes a program see `directory` empty. Skips the test where the kernel does not let us."""
+    """Return the command that makes a program see `directory` empty. Skips the test where the kernel does not let us."""
     prefix = (*NAMESPACE, "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "seen").touch()

@@ -14,7 +14,7 @@ from weight_soak import MAX_WAIT_S, PHASES, SIGNALS, Round, Soak
 
 
 def harmless(one: Round) -> bool:
-    """Whether a round found nothing but slowness, which is the machine's."""
+    """Return whether a round found nothing but slowness, which is the machine's."""
     return not [text for text in one.problems if " after " not in text]
 
 

@@ -32,7 +32,7 @@ AT_MOST = 5
 
 @dataclass
 class Outcome:
-    """What a run with many comings and goings came to."""
+    """The result of a run in which many workers join and leave."""
 
     state: str
     steps: int
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether it ended as promised: well, with balanced books, and nothing but rollout workers was restarted."""
+        """Return whether it ended as promised: well, with balanced books, and nothing but rollout workers was restarted."""
         undisturbed = self.sessions == 1 and self.deaths == 0 and not self.problems
         return self.state == "succeeded" and undisturbed and self.generated == self.accounted
 

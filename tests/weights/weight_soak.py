@@ -32,7 +32,7 @@ RECEIVERS = 3
 
 @dataclass
 class Round:
-    """What one round came to."""
+    """The result of one round."""
 
     what: str
     begun_s: float = 0.0
@@ -43,7 +43,7 @@ class Round:
     replacement_s: float = 0.0
     """From the start of the replacement's process to its serving the current version."""
     told: list[str] = field(default_factory=list)
-    """What the run's events say of the one that was harmed."""
+    """The run's events about the process that was harmed."""
     problems: list[str] = field(default_factory=list)
 
 

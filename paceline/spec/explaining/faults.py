@@ -1,4 +1,4 @@
-"""What is wrong with a spec, in one line for each fault: the dotted key as it was typed, the value, and the remedy.
+"""The faults of a spec, in one line for each: the dotted key as it was typed, the value, and the remedy.
 
 For an unknown key the dictionary of other libraries' names answers first, then spelling, then a key of that name elsewhere.
 """

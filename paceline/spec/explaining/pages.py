@@ -22,7 +22,7 @@ A spec is a YAML file of sections. Each key can be overridden on the command lin
 NAMES = """\
 # Names of other libraries
 
-What a setting of TRL, NeMo RL, verl or prime-rl is called in a spec. An unknown key is answered from the same list, and
+The keys of a spec for the settings of TRL, NeMo RL, verl and prime-rl. An unknown key is answered from this list, and
 `paceline import` uses it ([migration.md](migration.md)). This page is generated from `paceline/spec/foreign/` by
 `python -m services.cli.reference`. `.*` stands for every key below.
 """

@@ -1,4 +1,4 @@
-"""What is wrong with a value, in our words and with the value to write, from pydantic's description of the fault."""
+"""The fault of a value, in our words and with the value to write, from pydantic's description."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ForeignName:
     values: Mapping[Any, Any] | None = None
     """Values there and ours, where they differ."""
     rule: Rule = ""
-    """How `paceline import` carries the value over: as it is, computed from several, or by hand."""
+    """Way in which `paceline import` carries the value over: as it is, computed from several, or by hand."""
 
 
 @cache

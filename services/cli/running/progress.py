@@ -32,7 +32,7 @@ Show = Callable[[Event], None]
 
 
 class Shown(NamedTuple):
-    """What the user wants to see."""
+    """The output that the user wants to see."""
 
     as_json: bool = False
     """JSON lines instead of text."""

@@ -127,7 +127,7 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
 
 
 def references(record: Record, report: VerifyReport) -> None:
-    """Where the pool serves the reference, compare its log-probabilities with the tokens of every scored group."""
+    """Compare the reference's log-probabilities, where the pool serves it, with the tokens of every scored group."""
     serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
     found: set[int] = set()
     stored_rows = record.db.execute(

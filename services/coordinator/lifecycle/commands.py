@@ -51,7 +51,7 @@ class Commands:
         await self._context.watchers.notify()
 
     async def resume(self, run_id: str) -> None:
-        """Go on with a run that is paused, or queue a run that has failed. What dropped groups were paused for is read anew.
+        """Go on with a run that is paused, or queue a run that has failed. Files whose faults paused the run are read anew.
         Raises NotFound, Conflict; DataError, Unreadable for a data set that cannot be used."""
         run = await self._resumption.read(run_id)
         async with self._context.lock:

@@ -21,7 +21,7 @@ class Delays:
     passed_over: set[str] = field(default_factory=set)
     """Runs whose spec this version cannot read, while there are others."""
     start_again_s: float = 0.0
-    """When the next attempt to start the run that is due may be made, by the monotonic clock."""
+    """Monotonic time of the next attempt to start the run that is due."""
     waits_for: str = ""
     """Reason for which workers must connect later: the run that they may be working on has not been opened yet."""
 

@@ -34,8 +34,8 @@ async def warn_of_backup(context: RunContext) -> None:
     """Warn the active run if the ledger is a backup that was put back."""
     if context.ledger.set_aside is not None:
         message = (
-            f"the ledger is a backup that was put back; what was beside it is in {context.ledger.set_aside} now. What the "
-            "run has written since the backup stays, and nothing loads it"
+            f"the ledger is a backup that was put back; the newer files beside it were moved to "
+            f"{context.ledger.set_aside}. Files that the run has written since the backup stay, and nothing loads them"
         )
         log.warning("%s", message)
         await context.watchers.warn([message])

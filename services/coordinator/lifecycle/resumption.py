@@ -1,4 +1,4 @@
-"""What a person may have corrected while a run was paused, and what is therefore read anew at `resume`: data sets, the
+"""The files that a person may have corrected while a run was paused, and that are therefore read anew at `resume`: data sets, the
 chat template, reward functions. Changes are events of the run.
 
 Digests of the functions' files are taken where they are on this machine; the coordinator never runs them.

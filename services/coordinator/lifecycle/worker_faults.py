@@ -79,7 +79,7 @@ class Faults:
         self._step = -1
         """Next step of the run when the learner failed last."""
         self._retry_learner_s: float | None = None
-        """When the learner gets a new session, by the monotonic clock."""
+        """Monotonic time at which the learner gets a new session."""
         self._roles: set[common_pb2.Role.ValueType] = set()
         """Roles whose faults have paused the active run."""
 

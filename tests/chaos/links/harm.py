@@ -1,4 +1,4 @@
-"""What a link can suffer, and one direction of a connection that suffers it.
+"""The harms of a link, and one direction of a connection that is harmed.
 
     cut        every connection is closed at once, with whatever was half sent, and new ones as they come
     drop       silence: what is sent arrives nowhere and nothing is closed, as behind a switch that is dead. At its end the
@@ -24,10 +24,10 @@ from links.zmtp import MessageSplitter, Piece
 
 HARMS = ("cut", "drop", "delay", "truncate", "duplicate")
 WHOLE_CHUNKS = 8
-"""How many chunks `truncate` lets a direction have at most before the one that it halves."""
+"""Largest number of chunks that `truncate` passes on before the one that it halves."""
 
 NEXT_S = 0.2
-"""How long a message waits for the one that is to overtake it."""
+"""Time that a message waits for the one that is to overtake it."""
 
 QUEUE_SIZE = 64
 """Pieces of one direction that are under way; beyond it the sender is held up."""
@@ -35,7 +35,7 @@ QUEUE_SIZE = 64
 
 @dataclass
 class Harm:
-    """What a link suffers now. Belongs to the proxy's loop."""
+    """The harm of a link at present. Belongs to the proxy's loop."""
 
     rng: random.Random
     kind: str = ""
@@ -73,7 +73,7 @@ class Direction:
         self._splitter = MessageSplitter() if messages else None
         self._under_way: asyncio.Queue[tuple[float, Piece] | None] = asyncio.Queue(QUEUE_SIZE)
         self._whole_chunks: int | None = None
-        """How many are still passed on before one is truncated."""
+        """Number of chunks still passed on before one is truncated."""
 
     async def take(self) -> None:
         """Reads to the end. Raises ValueError for messages that are not ZeroMQ's."""

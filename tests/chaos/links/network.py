@@ -19,11 +19,11 @@ QDISCS = (
     ("netem", "delay", "100ms", "50ms"),
     ("tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms"),
 )
-"""How packets are made late, best first."""
+"""Ways to delay packets, best first."""
 
 
 def missing() -> str:
-    """What this machine lacks for such a network; empty if nothing."""
+    """Return the programs and rights that this machine lacks for such a network; empty if none."""
     if os.geteuid() != 0:
         return "it needs root"
     lacking = [program for program in ("ip", "tc", "iptables") if shutil.which(program) is None]
@@ -124,5 +124,5 @@ def _free_number() -> int:
 
 
 def _run(*command: str) -> str:
-    """What a command prints. Raises subprocess.CalledProcessError."""
+    """Return the output of a command. Raises subprocess.CalledProcessError."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -34,7 +34,7 @@ class Proxy:
 
     @property
     def met(self) -> Counter[str]:
-        """How often what it suffered has met traffic."""
+        """Count how often each harm has met traffic."""
         return self.state.met
 
     def harm(self, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""What the rollout workers' network does to a real connection. Skipped where this machine cannot make one."""
+"""The effects of the rollout workers' network on a real connection. Skipped where this machine cannot make one."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def read(end: socket.socket, size: int) -> bytes:
 
 
 def is_silent(end: socket.socket) -> bool:
-    """Whether the connection stands and nothing has come."""
+    """Return whether the connection stands and nothing has come."""
     end.setblocking(False)
     try:
         end.recv(1)

@@ -19,7 +19,7 @@ MESSAGES = [
 ]
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
 ANSWER = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0") + bytes([4, len(READY)]) + READY
-"""What the peer of a DEALER says first: greeting and READY."""
+"""The first bytes from the peer of a DEALER: greeting and READY."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Where messages begin and end in a byte stream of ZeroMQ: the framing of ZMTP 3.x (https://rfc.zeromq.org/spec/23).
+"""The bounds of messages in a byte stream of ZeroMQ: the framing of ZMTP 3.x (https://rfc.zeromq.org/spec/23).
 
 A connection begins with a greeting of 64 bytes in each direction, of which a side writes the rest when it has seen the
 beginning of the other's. Frames follow: a byte of flags, the body's size in one byte

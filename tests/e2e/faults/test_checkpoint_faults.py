@@ -107,7 +107,7 @@ OPTIONS = {"learner": ("--ranks", "1")}
 
 
 def paceline(*arguments: str) -> str:
-    """What a command of the CLI says, which has to end well."""
+    """Return the output of a command of the CLI, which has to end well."""
     done = subprocess.run(
         [*PACELINE, *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What cannot be read for a moment, as a service starts, pauses the run with the reason; it goes on by itself, to the end."""
+"""A file that cannot be read for a moment, as a service starts, pauses the run with the reason; the run goes on by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stops has to stop, also when nobody is there to say goodbye to."""
+"""A service that is stopped has to end, also when its peers are gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model comes from: folders, URLs and their copies in the cache, names on the hub."""
+"""The sources of models: folders, URLs and their copies in the cache, names on the hub."""
 
 from __future__ import annotations
 

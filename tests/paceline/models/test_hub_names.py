@@ -1,4 +1,4 @@
-"""What to do about a name that the hub did not give."""
+"""Remedies for a name that the hub did not give."""
 
 from __future__ import annotations
 

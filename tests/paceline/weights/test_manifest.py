@@ -1,4 +1,4 @@
-"""Where the bytes of a version lie, and what a manifest from outside must satisfy."""
+"""The places of a version's bytes, and the conditions on a manifest from outside."""
 
 from __future__ import annotations
 

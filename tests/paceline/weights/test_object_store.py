@@ -52,7 +52,7 @@ def s3_server() -> Iterator[int]:
 
 @pytest.fixture(params=["memory", "s3"])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where there is nothing yet."""
+    """A store without an object."""
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}/weights"
     port = request.getfixturevalue("s3_server")

@@ -34,7 +34,7 @@ def sequence(name: str, num_tokens: int, seed: int = 0, prompt: Any = PROMPT) ->
 
 @pytest.fixture
 def batch(make_model: Callable[..., Any]) -> DecodeBatch:
-    """Over a model of its own, since weights are replaced in place."""
+    """over a separate model, since weights are replaced in place."""
     import copy
 
     batch = DecodeBatch(NativeModel(copy.deepcopy(make_model()), (), 256), 8)

@@ -1,4 +1,4 @@
-"""A rollout member in a process of its own: a real WeightReceiver behind lines of JSON on stdin and stdout.
+"""A rollout member in a separate process: a real WeightReceiver behind lines of JSON on stdin and stdout.
 
 Arguments: max_wait_s, then a fault and the bytes of a version after which this process does it to itself: `stop`,
 `kill`, or `none 0`.

@@ -1,4 +1,4 @@
-"""A rollout worker's sampling and receiving in a process of its own, behind lines of JSON on stdin and stdout.
+"""A rollout worker's sampling and receiving in a separate process, behind lines of JSON on stdin and stdout.
 
 Argument: a spec as JSON. Takes offers of stored weights, samples one completion after the other once it has weights, and
 says what it sampled under which version. Says `ready` first; ends when stdin does.

@@ -1,4 +1,4 @@
-"""Offers of stored weights to a worker in a process of its own, which is stopped, meets damage, and must never
+"""Offers of stored weights to a worker in a separate process, which is stopped, meets damage, and must never
 label a token with a version that it does not hold."""
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def overwrite(world: World, start: int, data: bytes) -> None:
 
 
 def root_of(world: World, name: str) -> int:
-    """Where the table's or index's first page begins."""
+    """Return the offset of the table's or index's first page."""
     with contextlib.closing(sqlite3.connect(world.path)) as db:
         page: int = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (name,)).fetchone()[0]
         size: int = db.execute("PRAGMA page_size").fetchone()[0]

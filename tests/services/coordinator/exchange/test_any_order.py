@@ -50,7 +50,7 @@ ACTIONS = (
 
 
 class Reference:
-    """What the workers were told, over all of the coordinator's lives."""
+    """Answers to the workers, over all starts of the coordinator."""
 
     def __init__(self) -> None:
         self.attempt: dict[int, int] = {}

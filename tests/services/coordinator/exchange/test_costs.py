@@ -1,4 +1,4 @@
-"""What has ended costs nothing: no request reads the groups that a run has had before, however many they are."""
+"""Groups that have ended cost nothing: no request reads the groups that a run has had before, however many they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, Wor
 
 
 def instructions(world: World) -> dict[str, int]:
-    """How many instructions of SQLite's machine a step's life takes, by kind of request."""
+    """Count the instructions of SQLite's virtual machine for one step, by kind of request."""
     counts: dict[str, int] = {}
     kind = ""
 

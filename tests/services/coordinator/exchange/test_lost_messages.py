@@ -33,7 +33,7 @@ def test_leases_whose_reply_was_lost_are_given_out_anew(world: World) -> None:
 
 
 def test_a_worker_that_is_back_goes_on_with_what_it_holds(world: World) -> None:
-    """It was silent for too long. To lend it the same group once more would have it generated twice by one worker."""
+    """It was silent for too long. To lease it the same group once more would have it generated twice by one worker."""
     rollout = Rollout(world)
     first, second, third = rollout.lease(6)
     world.release("rollout")

@@ -1,4 +1,4 @@
-"""What the reward pool says of every token on a reference's behalf: committed with the scores, served with the batch."""
+"""Log-probabilities of the reference from the reward pool: committed with the scores, served with the batch."""
 
 from __future__ import annotations
 

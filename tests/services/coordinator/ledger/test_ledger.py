@@ -264,7 +264,7 @@ def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> No
 
 
 def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
-    """What SQLite knows of every table's and index's columns."""
+    """Return SQLite's description of every table's and index's columns."""
     names = [
         row["name"]
         for row in ledger.db.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite%'")
@@ -280,7 +280,7 @@ def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
 
 
 def test_other_tables_are_another_format() -> None:
-    """Who changes a table gives the format the next number, here and there: older ledgers lack what was added."""
+    """A change of a table takes the next number of the format, here and there: older ledgers lack what was added."""
     words = " ".join(re.sub(r"--.*", "", SCHEMA).split())
     assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (7, "ca4e4f7862ca410f")
 

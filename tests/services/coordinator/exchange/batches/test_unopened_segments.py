@@ -26,11 +26,11 @@ class Segments:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.error: OSError | None = None
-        """What opening one for reading raises."""
+        """Error that opening one for reading raises."""
         self.refused = asyncio.Event()
         """Set when that was tried."""
         self.unwritable = ""
-        """What opening a path that ends with it raises the error for, whatever for."""
+        """End of the paths that raise the error when they are opened in any mode."""
         self.unwritten = threading.Event()
         """Set when that was tried, from any thread."""
         self._open = os.open

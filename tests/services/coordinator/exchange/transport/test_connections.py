@@ -101,7 +101,7 @@ def raw(exchange: ExchangeSocket) -> socket.socket:
 def is_cut_off_while_it_sends(
     connection: socket.socket, pieces: bytes, number: int, exchange: ExchangeSocket, *, all_read: bool = True
 ) -> bool:
-    """Whether the connection ends before `pieces` has gone out so many times. Sending may also hang: the other side's kernel
+    """Return whether the connection ends before `pieces` has gone out so many times. Sending may also hang: the other side's kernel
     may have no more room at that moment, and then it refuses nothing until it has forgotten the connection."""
     connection.settimeout(10.0)
     for _ in range(number):
@@ -121,7 +121,7 @@ def members(exchange: ExchangeSocket) -> int:
 
 
 def is_cut(connection: socket.socket) -> bool:
-    """Whether the other side has ended it."""
+    """Return whether the other side has ended it."""
     connection.settimeout(0.01)
     try:
         while connection.recv(1 << 16):

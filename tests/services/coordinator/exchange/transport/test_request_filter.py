@@ -1,4 +1,4 @@
-"""What is let in over the socket: nothing useless, nothing without bound, nothing twice; and how parked requests are looked at."""
+"""The filter of requests at the socket: nothing useless, nothing without bound, nothing twice; and how parked requests are looked at."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ async def test_of_many_parked_requests_a_few_are_looked_at_when_nothing_has_happ
 
 
 def has_ipv6() -> bool:
-    """Whether this host has the loopback address of IPv6."""
+    """Return whether this host has the loopback address of IPv6."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

@@ -22,7 +22,7 @@ HELP = "restore a backup, or run `paceline ledger verify --repair`"
 
 @pytest.fixture
 def folder(make_world: MakeWorld, tmp_path: Path) -> Path:
-    """Where a run of one trained step lies; its coordinator has ended."""
+    """Folder with a run of one trained step; its coordinator has ended."""
     world = make_world()
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     fill(rollout, reward, 4)
