@@ -27,6 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# No test needs the Hugging Face hub; without a network each look there would wait for its retries. Tests of the hub's
+# absence see the same errors.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # One token for every coordinator that a test starts as a process, for its workers and for the clients here.
 if "PACELINE_TOKEN_FILE" not in os.environ:
     _FOLDER = tempfile.mkdtemp(prefix="paceline-token-")
