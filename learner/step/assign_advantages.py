@@ -1,8 +1,10 @@
-"""The phase of a step that assigns advantages: every token of a rollout gets its advantage here, and nowhere else.
+"""The phase of a step that assigns the advantages which come from rewards or a value model.
 
 There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch
-(`learner.advantages.whole_batch`); or from a value model (`learner.advantages.gae`). A teacher's advantages depend on the
-policy that is training, so its objective computes them.
+(`learner.advantages.whole_batch`); or from a value model (`learner.advantages.gae`). A distillation's advantages
+depend on the policy that is training: its objective computes them, and this phase assigns none.
+
+Suffix M is the states of the value model, N the tokens, S the sequences, F the reward functions.
 
 Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
 """

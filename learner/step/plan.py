@@ -1,9 +1,10 @@
-"""The plan of a step: the sequences of each update and of each pass, the same number of passes on all ranks.
+"""The plan of a step: the sequences of each update and of each micro-batch, as many micro-batches on all ranks.
 
-Promise: a group's update is the same whatever rank its sequences are on; every rank makes as many passes for an update as
+Promise: a group's update is the same whatever rank its sequences are on; every rank has as many micro-batches for an update as
 the others, with dummies of zero weight where it has nothing left; an update's counts are those of the global batch.
 
-All ranks call `plan_updates` and `workload` together, each with its own part of the batch.
+All ranks call `plan_updates` and `workload` together, each with its own part of the batch. Suffix U is the updates, M the
+micro-batches of one, N the tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def plan_updates(
 ) -> list[Update]:
     """Return the batch of `step` as `num_updates` updates of whole groups, in order of their id."""
     parts: Sequence[Sequence[int]]
-    parts = [range(len(batch))] if num_updates == 1 else _parts(batch, num_updates, device)
+    parts = [range(len(batch))] if num_updates == 1 else _update_indices(batch, num_updates, device)
     indices_UM: list[list[tuple[int, ...]]] = []
     for part in parts:
         lengths, budget_tokens = [batch[i].num_row_tokens for i in part], spec.policy.train_mb_tokens
@@ -52,18 +53,22 @@ def plan_updates(
     )
     passes_U = max_over_ranks(counts_U4[:, 2].clone()).tolist()
     updates = []
-    for indices_M, passes, (tokens, sequences, total, prompts) in zip(
+    for indices_M, passes, (tokens, sequences, num_micro_batches, prompts) in zip(
         indices_UM, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
     ):
-        rows = [pack_samples([batch[i] for i in indices], device) for indices in indices_M]
+        packed_M = [pack_samples([batch[i] for i in indices], device) for indices in indices_M]
         micro_batches = [
-            MicroBatch(row, indices, ages_N=None if row.versions_N is None else step - row.versions_N)
-            for row, indices in zip(rows, indices_M, strict=True)
+            MicroBatch(
+                packed, indices, ages_N=None if packed.versions_N is None else step - packed.versions_N
+            )
+            for packed, indices in zip(packed_M, indices_M, strict=True)
         ]
         micro_batches += [_dummy(objective, device) for _ in range(max(passes, 1) - len(micro_batches))]
         max_tokens = spec.policy.generation.max_new_tokens
         updates.append(
-            Update(tuple(micro_batches), Denominators(tokens, sequences, max_tokens, total, prompts))
+            Update(
+                tuple(micro_batches), Denominators(tokens, sequences, max_tokens, num_micro_batches, prompts)
+            )
         )
     return updates
 
@@ -89,7 +94,7 @@ def workload(
     packed_tokens, num_micro_batches, age_sum, aged_tokens, zeros, with_advantage, has_advantages = (
         sum_over_ranks(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
     )
-    # Packed tensors are dense: the rest of each pass's budget is unfilled, all of it in a dummy pass.
+    # Packed tensors are dense: the rest of each micro-batch's budget is unfilled, all of it in a dummy.
     room = len(micro_batches) * world_size() * spec.policy.train_mb_tokens
     metrics = {
         "tokens": float(sum(u.denominators.tokens for u in updates)),
@@ -104,7 +109,9 @@ def workload(
     return metrics
 
 
-def _parts(batch: Sequence[TrainingSample], num_updates: int, device: torch.device) -> list[list[int]]:
+def _update_indices(
+    batch: Sequence[TrainingSample], num_updates: int, device: torch.device
+) -> list[list[int]]:
     """Return the indices of each update's samples in the batch."""
     group_ids = union_over_ranks([s.group_id for s in batch], device)
     update_of = {group_id: i * num_updates // len(group_ids) for i, group_id in enumerate(group_ids)}

@@ -43,8 +43,8 @@ class Trainer:
     """Model, optimizer and the step. Each rank makes one, after the process group if there are several ranks.
 
     `model` (a transformers model, its parameters DTensors when sharded), `optimizer` and PPO's `critic` are public:
-    checkpoints, export and publishing read them between steps, as they do `synced_reference`. So are `objective`, which makes samples from the examples of a
-    run, and `reference`, which prepares them.
+    checkpoints, export and publishing read them between steps, and `synced_reference` too. `objective` makes samples from
+    the examples of a run. `reference` prepares them. Both are public.
     """
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
@@ -75,7 +75,9 @@ class Trainer:
         trained = [sample for sample in batch if not sample.is_mismatched]
         num_updates = self.spec.policy.num_updates_per_step
         updates = plan_updates(trained, step, self.spec, self.objective, self.device, num_updates)
-        with watch.measure("frozen_s"):  # log-probabilities of frozen policies, advantages, limit and KL
+        with watch.measure(
+            "frozen_s"
+        ):  # the metric has all of it: frozen policies, advantages, the value model, limit and KL
             updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
             updates = with_advantages(trained, updates, self.spec, self.device, self.critic)
             updates = with_m2_limit(updates, self.spec, self.device)

@@ -50,17 +50,17 @@ MAX_HISTORIES = 4096
 
 
 @dataclass
-class _Waiting:
+class _CatchingUp:
     """A member that gets its weights from the store."""
 
     deadline_s: float
     """Monotonic time at which it gets a link at the latest."""
     last_s: float
-    """Limit of the deadline, however often the member reports."""
+    """Latest value of the deadline; reports cannot extend it further."""
     kept_from_link: bool
     """True when it stays here until the deadline, although it has caught up."""
     offered: bool = False
-    """Time of the first offer; the time before is the writer's, not the member's."""
+    """True after the first offer; the time before it is the writer's, not the member's."""
     held: Version | None = None
     timer: threading.Timer | None = None
 
@@ -97,7 +97,7 @@ class CatchUp:
         """Members whose link failed since they entered."""
         self._failures: dict[str, int] = {}
         """Attempts in a row that failed over a member's link."""
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _CatchingUp] = {}
         self._staged: tuple[Version, Mapping[str, torch.Tensor]] | None = None
         self._put: Version | None = None
         self._offers = StoreOffers(
@@ -122,13 +122,14 @@ class CatchUp:
         )
 
     def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
-        """Set the members, as of a publisher. Members that were there before, or before any version, get a link at once."""
+        """Set the members, as of a publisher. A member keeps its link; before the first
+        version every member gets one."""
         with self._lock:
             returned = set(member_ids) - set(self._members)
             self._epoch, self._members = epoch, tuple(member_ids)
             self._entered -= self._failed & returned
             self._failed -= returned
-            if not any(self._publisher.held().values()):
+            if not any(self._publisher.acknowledged().values()):
                 # The first members get links at once: they disturb no running transfer.
                 self._entered |= {m for m in member_ids if self._failures.get(m, 0) < PATIENCE}
                 self._entered -= self._waiting.keys()
@@ -157,7 +158,7 @@ class CatchUp:
 
     def link_ended(self, result: PublishResult) -> None:
         """Take the result of an attempt over a member's link. A member whose link broke or was too slow is expelled, and
-        catches up when it is named again; a member that refuses does so from the third time on.
+        catches up when it is in the roster again; a member that refuses catches up from its third refusal on.
         """
         member_id = result.member_id
         with self._lock:
@@ -204,16 +205,16 @@ class CatchUp:
         if extra >= 0:
             seconds = self._max_wait_s * min(2 ** min(extra, 20), LONGEST_PAUSE)
         ends_s = time.monotonic() + seconds
-        self._waiting[member_id] = waiting = _Waiting(ends_s, ends_s, kept_from_link=extra >= 0)
+        self._waiting[member_id] = waiting = _CatchingUp(ends_s, ends_s, kept_from_link=extra >= 0)
         self._start_timer(member_id, waiting)
 
-    def _start_timer(self, member_id: str, waiting: _Waiting) -> None:
+    def _start_timer(self, member_id: str, waiting: _CatchingUp) -> None:
         left_s = max(0.0, waiting.deadline_s - time.monotonic())
         waiting.timer = threading.Timer(left_s, self._out_of_time, [member_id, waiting])
         waiting.timer.daemon = True
         waiting.timer.start()
 
-    def _stop_waiting(self, member_id: str) -> _Waiting | None:
+    def _stop_waiting(self, member_id: str) -> _CatchingUp | None:
         waiting = self._waiting.pop(member_id, None)
         if waiting is not None and waiting.timer is not None:
             waiting.timer.cancel()
@@ -233,9 +234,9 @@ class CatchUp:
         waiting = self._waiting.get(member_id)
         if waiting is not None and waiting.offered and not waiting.kept_from_link:
             later = min(time.monotonic() + self._max_wait_s, waiting.last_s)
-            sooner = later < waiting.deadline_s
+            must_restart_timer = later < waiting.deadline_s
             waiting.deadline_s = later
-            if sooner and waiting.timer is not None:
+            if must_restart_timer and waiting.timer is not None:
                 waiting.timer.cancel()
                 self._start_timer(member_id, waiting)
 
@@ -260,7 +261,7 @@ class CatchUp:
             )
         self._enter(result.member_id, result.version if result.ok else None)
 
-    def _out_of_time(self, member_id: str, waiting: _Waiting) -> None:
+    def _out_of_time(self, member_id: str, waiting: _CatchingUp) -> None:
         with self._lock, contextlib.suppress(Conflict):  # the run ends at this very moment
             if self._waiting.get(member_id) is not waiting:
                 return

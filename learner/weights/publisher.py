@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from learner.weights.member_link import LinkHistory, LinkSettings, MemberLink
+from learner.weights.member_sender import LinkHistory, LinkSettings, MemberSender
 from learner.weights.publish_result import PublishResult
 from learner.weights.staged import StagedWeights
 from paceline.errors import Conflict
@@ -74,10 +74,10 @@ class Publisher:
             on_result=on_result,
         )
         self._lock = threading.Lock()
-        self._links: dict[str, MemberLink] = {}
+        self._links: dict[str, MemberSender] = {}
         self._before: dict[str, LinkHistory] = {}
         """Histories of ended links, by member."""
-        self._left: list[MemberLink] = []
+        self._left: list[MemberSender] = []
         self._staged: StagedWeights | None = None
         self._closed = False
 
@@ -95,7 +95,7 @@ class Publisher:
             for member_id in self._links.keys() - wanted:
                 self._drop(member_id)
             for member_id in wanted - self._links.keys():
-                link = MemberLink(
+                link = MemberSender(
                     self._settings, member_id, epoch, self._before.get(member_id, LinkHistory())
                 )
                 link.held = held.get(member_id) if held else None
@@ -143,7 +143,7 @@ class Publisher:
         for link in links:
             link.interrupt(reason)
 
-    def held(self) -> dict[str, Version | None]:
+    def acknowledged(self) -> dict[str, Version | None]:
         """Return the version that each member of the roster acknowledged last."""
         with self._lock:
             return {member_id: link.held for member_id, link in self._links.items()}

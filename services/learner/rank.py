@@ -125,7 +125,7 @@ class LearnerRank:
             self._run = None
             run.close()
         self._set_ready(run.ready)
-        if run.out_of_step:
+        if run.diverged:
             raise PacelineError("the ranks may be at different points of the run now, so all of them end")
 
     def _set_ready(self, ready: bool) -> None:

@@ -162,7 +162,7 @@ class RewardWorker:
                 if reply.status == pb.REPLY_STATUS_STALE:
                     await self.assigned.changed.wait()  # the run is over; the next assignment is on its way
                 if reply.status == pb.REPLY_STATUS_INVALID:
-                    await self._ask_later(reply.message)
+                    await self._pause_requests(reply.message)
                     continue
                 self.refused_pause.reset()
                 for task, *frames in zip(reply.task.tasks, payloads[::2], payloads[1::2], strict=True):
@@ -171,7 +171,7 @@ class RewardWorker:
                     scoring.add_done_callback(running.pop)
         changed.cancel()
 
-    async def _ask_later(self, refusal: str) -> None:
+    async def _pause_requests(self, refusal: str) -> None:
         """Wait before asking for tasks again, because the exchange refuses a request; tasks that the worker has go on."""
         pause_s = self.refused_pause.next_s()
         log.error("asking for tasks again in %.0f s, the exchange refuses: %s", pause_s, refusal)

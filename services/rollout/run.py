@@ -143,12 +143,12 @@ class RolloutRun:
 
     async def generate_forever(self) -> None:
         """Take leases and generate until cancelled, or until all leases are returned after `drain`."""
-        async with asyncio.TaskGroup() as groups:
-            guard = groups.create_task(self._end_if_hung())
+        async with asyncio.TaskGroup() as tasks:
+            guard = tasks.create_task(self._end_if_hung())
             while not self._draining:
                 group_size = self.spec.grpo.num_generations_per_prompt
                 running = sum(self._running_by_group.values())
-                # One group waits, so that no slot stays empty.
+                # One group is requested ahead, so that the engine never has room without work.
                 room = self.engine.capacity + group_size - running
                 if room < group_size and running:
                     self._room.clear()
@@ -168,7 +168,7 @@ class RolloutRun:
                     guard.cancel()
                     return  # the run is over; the next assignment is on its way
                 if reply.status == pb.REPLY_STATUS_INVALID:
-                    await self._ask_later(reply.message)
+                    await self._pause_requests(reply.message)
                     continue
                 self.refused_pause.reset()
                 for lease in reply.lease.leases:
@@ -179,14 +179,14 @@ class RolloutRun:
                         continue
                     payload = payloads[lease.prefix_frame - 1] if lease.prefix_frame else None
                     self._take(lease)
-                    groups.create_task(self._generate(lease, payload))
+                    tasks.create_task(self._generate(lease, payload))
             guard.cancel()  # from here on the drain's grace is the limit
         await (
             self._no_external.wait()
         )  # the engine closes after this call; `drain` has a deadline for external requests
 
-    async def _ask_later(self, refusal: str) -> None:
-        """Wait before asking for leases again, because the exchange refuses a request. Groups under way go on: if this
+    async def _pause_requests(self, refusal: str) -> None:
+        """Wait before the next request for leases, because the exchange refuses one. Groups under way go on: if this
         worker ended, they would be lost, and the end would count as their crash."""
         pause_s = self.refused_pause.next_s()
         log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
@@ -195,8 +195,8 @@ class RolloutRun:
             await asyncio.wait_for(self._room.wait(), pause_s)
 
     async def _end_if_hung(self) -> None:
-        """End the process as a crash would, because a hung engine cannot be ended otherwise; a group that is present
-        each time is quarantined."""
+        """Exit with status 1, as after a crash, because nothing else ends a hung engine. The coordinator counts the crash for
+        every group that this worker holds."""
         stall_s = self.spec.policy.generation.stall_s
         await until_hung(self.engine, stall_s)
         log.critical(
@@ -214,7 +214,7 @@ class RolloutRun:
         unfinished leases.
 
         External requests have the same time, and then end as they are. Returns within `grace_s` seconds, also when no
-        coordinator takes the leases back: it then notices the worker's silence.
+        coordinator accepts the returned leases: it then notices the worker's silence.
         """
         self._draining = True
         self._room.set()
@@ -235,7 +235,7 @@ class RolloutRun:
             return left
         return 0
 
-    async def ask(self, request: GenerationRequest) -> Completion:
+    async def generate_external(self, request: GenerationRequest) -> Completion:
         """Generate a completion for a request from outside of the run: no lease, no token accounting. Raises the errors
         of `Engine.generate`."""
         if self._draining:
@@ -343,8 +343,8 @@ class RolloutRun:
         error: str = "",
         reason: str = "bad_prompt",
     ) -> None:
-        """Return a lease, with what was generated or with an error. Without a reason for it further attempts may succeed;
-        after `bad_prompt` none would."""
+        """Return a lease, with what was generated or with an error. With the reason `bad_prompt` no other attempt
+        would succeed; with an empty one another may."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,

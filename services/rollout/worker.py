@@ -236,7 +236,9 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
             seed = sample_seed(request.seed, 0, index)
             async with gate.place():
                 call_id = f"call/{call}/{index}"
-                return await run.ask(GenerationRequest(call_id, prompt_ids, params, seed, stop=run.stop))
+                return await run.generate_external(
+                    GenerationRequest(call_id, prompt_ids, params, seed, stop=run.stop)
+                )
 
         with gate.admitted(request.n or 1):
             completions = await gather_or_cancel(sample(i) for i in range(request.n or 1))

@@ -20,7 +20,7 @@ from paceline.wire import PROTOCOL, decode_completions, decode_result, encode_co
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.leases import release_member
+from services.coordinator.exchange.leases import revoke_from_member
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
 from services.coordinator.exchange.transport.dispatch import handle
 from services.coordinator.exchange.uploads.group_checks import Limits
@@ -165,7 +165,7 @@ class World:
         """A member is gone, as the coordinator takes note of it."""
         self.exchange.senders.leave(member_id)
         with self.ledger.transaction():
-            released = release_member(self.exchange, member_id, crashed=crashed)
+            released = revoke_from_member(self.exchange, member_id, crashed=crashed)
             evaluation.unpin_member(self.exchange, self.run, member_id)
         self.notices += self.exchange.take_notices()
         return released

@@ -1,6 +1,7 @@
 """Admission: how far generation may run ahead of training. Pure arithmetic, no state.
 
-B groups make a step; η is the oldest age, in steps, that a trained token may have.
+B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained token is
+older; with `ready_first` late groups train up to `hard_max_age_steps`.
 """
 
 from __future__ import annotations

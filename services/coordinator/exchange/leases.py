@@ -31,12 +31,12 @@ def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Excha
     """Answer requests for leases of different workers, each up to its room: evaluation first, then training, lowest
     slot first. Data that the requests share is read once and written once.
     """
-    _compare_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
+    _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     free: list[tuple[sqlite3.Row, int]] = []
-    if run.prompts is not None and not exchange.paused(run):
+    if run.prompts is not None and not exchange.takes_no_work(run):
         group_size = run.spec.grpo.num_generations_per_prompt
         num_groups = sum(max(1, min(request.lease.room, MAX_ROOM) // group_size) for request in requests)
-        free = _free_groups(exchange, run, num_groups + quarantine.num_reserved(exchange))
+        free = _admit_and_list_free(exchange, run, num_groups + quarantine.num_reserved(exchange))
     leases = _NewLeases(exchange, run, free)
     outcomes = [leases.answer(request) for request in requests]
     leases.write()
@@ -191,8 +191,8 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
     ledger.update_run(run_id, cursor=cursor, next_slot=next_slot)
 
 
-def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
-    """Compare the groups that workers report to hold with the record."""
+def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
+    """Make the record agree with the groups that workers report to hold."""
     if not requests:
         return
     member_ids = [request.member_id for request in requests]
@@ -202,7 +202,7 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
         member_id, held = request.member_id, set(request.lease.held.group_ids)
         # The worker does not know of some leases, because the reply with them was lost.
         if on_record[member_id] - held:
-            groups.release_unknown(run.run_id, member_id, sorted(held))
+            groups.revoke_unknown(run.run_id, member_id, sorted(held))
         # It still works on groups whose leases were revoked while it was silent, and that no other worker got. Groups that
         # it has returned meanwhile do not have its name, and stay free. A suspected worker's claim may be outdated; it
         # repeats the claim when it reconnects.
@@ -210,8 +210,8 @@ def _compare_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Exch
             groups.restore_leases(run.run_id, member_id, sorted(held))
 
 
-def _free_groups(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
-    """Return the first `number` free groups to train, each with its step. Prompts are admitted where groups are missing.
+def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
+    """Return the first `number` free groups to train, each with its step, after admitting prompts where groups are missing.
 
     in_order: the slot decides the step. ready_first: the number of groups ahead that are in no batch yet.
     """
@@ -232,7 +232,7 @@ def _free_groups(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[
     return free
 
 
-def held_by(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
+def was_given(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
     """Return whether the worker was given this attempt at the group, however long ago."""
     if attempt == row["attempt"] and row["member_id"] == member_id:
         return True  # as in a ledger of an older format, which had no record of holders
@@ -245,17 +245,18 @@ def group_seed(run: ActiveRun, group_id: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-def revoke_from_silent(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
-    """Revoke the score tasks and, with `with_leases`, the leases of silent workers, although they may return. The first
+def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
+    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers, which may return. The
+    first
     result of any attempt wins. Return the number of groups.
     """
-    number = exchange.groups.release_scorers(member_ids)
+    number = exchange.groups.revoke_tasks(member_ids)
     if with_leases:
-        number += exchange.groups.release_members(member_ids)
+        number += exchange.groups.revoke_leases(member_ids)
     return number
 
 
-def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
+def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
     """Revoke every lease and task of a member that is gone; return the number of leases."""
     if crashed and exchange.active is not None:
         quarantine.on_crash(exchange, exchange.active, member_id)
@@ -264,6 +265,6 @@ def release_member(exchange: Exchange, member_id: str, *, crashed: bool = False)
     exchange.offered.pop(member_id, None)
     exchange.overdue.discard(member_id)
     exchange.suspected.discard(member_id)
-    released = exchange.groups.release_members([member_id])
-    exchange.groups.release_scorers([member_id])
+    released = exchange.groups.revoke_leases([member_id])
+    exchange.groups.revoke_tasks([member_id])
     return released

@@ -1,7 +1,7 @@
 """Workers that hold work which others could do: their leases and tasks go to others, and they get none before they
 submit something.
 
-`lease_ages.py` finds them; this module connects it to the ledger and acts on it.
+`lease_durations.py` finds them; this module connects it to the ledger and acts on it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from protos.paceline.v1 import common_pb2
 from services.coordinator.exchange import evaluation, leases
-from services.coordinator.exchange.lease_ages import LeaseAges, Overdue
+from services.coordinator.exchange.lease_durations import LeaseDurations, Overdue
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
 
@@ -21,16 +21,16 @@ def find(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
     oldest_step = 0 if measured is None else measured["step"]
     samplers = {m for m, version in exchange.versions.items() if version.step >= oldest_step}
     queries = exchange.group_queries
-    found = exchange.ages.check(now_s, queries.leases(run.run_id), samplers - unable)
+    found = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers - unable)
     rewards = exchange.senders.of_role(common_pb2.ROLE_REWARD)
     scorers = {member.member_id for member in rewards if member.fault is None}
-    return found + exchange.task_ages.check(now_s, queries.tasks(run.run_id), scorers - unable)
+    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers - unable)
 
 
 def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
     """Revoke the leases and tasks of overdue workers, in a transaction. A late result still counts if it is the first."""
     for member_id, why in found:
-        taken = leases.revoke_from_silent(exchange, [member_id], with_leases=True)
+        taken = leases.revoke_work(exchange, [member_id], with_leases=True)
         evaluation.unpin_member(exchange, run, member_id)
         exchange.overdue.add(member_id)
         scores = _scores(exchange, member_id)
@@ -40,7 +40,9 @@ def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None
         )
 
 
-def note_submission(exchange: Exchange, ages: LeaseAges, member_id: str, group_id: int, attempt: int) -> None:
+def note_submission(
+    exchange: Exchange, ages: LeaseDurations, member_id: str, group_id: int, attempt: int
+) -> None:
     """Note that a worker submits results; one that was overdue gets work again."""
     ages.note_submission(member_id, group_id, attempt)
     if member_id in exchange.overdue:

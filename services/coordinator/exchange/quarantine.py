@@ -2,10 +2,10 @@
 pool.
 
 A worker's crash proves nothing about one of the many groups that it held. So every group that it held is counted as
-present; a group that was present at SHARED_DEATHS crashes is quarantined: from then on it is leased alone, to a worker
-that first finishes its other work. It is dropped(poison) when ALONE_DEATHS more workers have crashed with nothing else in hand.
+present; a group that was present at SHARED_CRASHES crashes is quarantined: from then on it is leased alone, to a worker
+that first finishes its other work. It is dropped(poison) when ALONE_CRASHES more workers have crashed with nothing else in hand.
 
-The promise: infrastructure does not drop a group. A worker that falls silent on a standing connection (stopped, cut
+The promise: a group is never dropped because of a fault of a network or a host. A worker that falls silent on a standing connection (stopped, cut
 off, its host gone) has not crashed, a worker that leaves in good order has not either, and the count of a worker that
 returns is removed. Generating and scoring are counted apart.
 """
@@ -17,10 +17,10 @@ import sqlite3
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
-SHARED_DEATHS = 2
+SHARED_CRASHES = 2
 """Crashes at which a group was present among others before it is quarantined."""
 
-ALONE_DEATHS = 2
+ALONE_CRASHES = 2
 """Further crashes, with the group alone in hand, after which it is dropped."""
 
 
@@ -34,7 +34,7 @@ def choose(
     quarantined = quarantined_groups(exchange, run)
     if not quarantined or room <= 0:
         return rows[: max(room, 0)]
-    held = {row["group_id"] for row in exchange.group_queries.held_by(run.run_id, member_id)}
+    held = {row["group_id"] for row in exchange.group_queries.work_of(run.run_id, member_id)}
     if quarantined & held:
         return []
     reserved = exchange.reserved
@@ -57,7 +57,7 @@ def choose(
 def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
     """Return the groups that are leased alone."""
     deaths_by_group = exchange.ledger.deaths.of_run(run.run_id)
-    return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_DEATHS}
+    return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_CRASHES}
 
 
 def num_reserved(exchange: Exchange) -> int:
@@ -69,7 +69,7 @@ def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
     """Count the crash of a worker for each group that it held, before its leases are revoked; drop groups that
     are proven to cause crashes.
     """
-    for row in exchange.group_queries.held_by(run.run_id, member_id):
+    for row in exchange.group_queries.work_of(run.run_id, member_id):
         _count(exchange, run, row, member_id, member_id)
 
 
@@ -83,16 +83,16 @@ def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_
 def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
     """Count a death, by its name, for a group; drop the group when the limit is reached."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
-    if deaths == SHARED_DEATHS:
+    if deaths == SHARED_CRASHES:
         exchange.notice(
             "warning",
             message=f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone",
         )
-    elif deaths >= SHARED_DEATHS + ALONE_DEATHS:
+    elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
         exchange.notice(
             "warning",
             message=f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
-            f"{ALONE_DEATHS} with it alone; check its prompt and the log of {member_id}",
+            f"{ALONE_CRASHES} with it alone; check its prompt and the log of {member_id}",
         )
         exchange.drop(run, row, "poison")
         if row["class"] != "train":

@@ -25,8 +25,8 @@ MAX_ROOM = 1024
 """Most tasks in one answer, whatever room a worker states."""
 
 MAX_TASK_BYTES = 32 << 20
-"""Size of the groups in one answer, unless it has only one: a longer answer arrives later than each part of it
-could."""
+"""Size of the groups in one answer, unless it has only one: the first groups need not wait until the last ones have
+arrived."""
 
 
 def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
@@ -35,7 +35,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     reply.task.SetInParent()
     if request.task.HasField("held"):  # it does not know of tasks whose reply was lost
         held = list(request.task.held.group_ids)
-        exchange.groups.release_unknown_tasks(run.run_id, request.member_id, held)
+        exchange.groups.revoke_unknown_tasks(run.run_id, request.member_id, held)
     if request.member_id in exchange.overdue or exchange.scoring_withheld(run):
         return Outcome(reply, empty=True)
     payloads: list[Frame] = []
@@ -79,7 +79,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     row = exchange.group(run, score.group_id)
     if row is None:
         return exchange.stale(request, f"no group {score.group_id} in run {run.run_id}")
-    if not _held_by(row, request):
+    if not _was_given(row, request):
         return exchange.stale(
             request,
             f"attempt {score.attempt} at scoring group {score.group_id} was never {request.member_id}'s",
@@ -94,11 +94,11 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     if (score.handed_back or score.error) and not _holds(row, request):
         return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
     if score.handed_back:
-        exchange.groups.release_scorer(run.run_id, score.group_id, request.member_id, score.attempt)
+        exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
         if score.crashed:
             quarantine.on_score_crash(exchange, run, row, request.member_id)
         if score.error:
-            _not_counted(exchange, run, request)
+            _count_infrastructure_failure(exchange, run, request)
         return exchange.committed(request)
     if score.error:
         return _failed(exchange, run, request, row)
@@ -111,8 +111,8 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
             request, f"rewards of shape {rewards_CF.shape} with {len(functions)} functions"
         )
     totals_C = totals(rewards_CF, run.weights_F)
-    known_C = totals_C[~np.isnan(totals_C)]
-    if np.isinf(known_C).any():
+    valid_C = totals_C[~np.isnan(totals_C)]
+    if np.isinf(valid_C).any():
         return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
     reference: list[FloatArray] = []
     if _wants_reference(run, row):
@@ -130,7 +130,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         rewards=rewards_CF.astype("<f4").tobytes(),
         scores_digest=scores_digest(rewards_CF, reference),
         functions=json.dumps(functions),
-        reward=float(known_C.mean()) if len(known_C) else None,
+        reward=float(valid_C.mean()) if len(valid_C) else None,
     )
     exchange.groups.score(run.run_id, score.group_id, scored)
     if row["class"] != "train":
@@ -144,7 +144,9 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
 
 def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
     score = request.score
-    overdue.note_submission(exchange, exchange.task_ages, request.member_id, score.group_id, score.attempt)
+    overdue.note_submission(
+        exchange, exchange.task_durations, request.member_id, score.group_id, score.attempt
+    )
 
 
 def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:
@@ -168,14 +170,14 @@ def _holds(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
     return bool(row["scorer_id"] == request.member_id and row["score_attempt"] == request.score.attempt)
 
 
-def _held_by(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
+def _was_given(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
     """Return whether the sender was given this attempt at the scoring, however long ago."""
     return _holds(row, request) or held_attempt(row["scorers"], request.score.attempt) == request.member_id
 
 
-def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Count a failure of the infrastructure: the group is scored again, however often. A warning comes after 1, 2, 4, 8
-    … of them.
+def _count_infrastructure_failure(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
+    """Count a failure of the infrastructure apart, because it never drops the group: the group is scored again. A warning
+    comes after 1, 2, 4, 8 … of them.
     """
     exchange.ledger.count(run.run_id, "failures:unavailable")
     failures = exchange.ledger.counters(run.run_id)["failures:unavailable"]
@@ -190,7 +192,7 @@ def _not_counted(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
     score = request.score
     if exchange.scoring_withheld(run):  # the group is scored again after `resume`, by the corrected function
-        exchange.groups.release_scorer(run.run_id, score.group_id, request.member_id, score.attempt)
+        exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
         return exchange.committed(request)
     failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures
     exchange.groups.fail_scoring(run.run_id, row["group_id"], failures)

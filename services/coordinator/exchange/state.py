@@ -27,7 +27,7 @@ from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL, Buffer
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
-from services.coordinator.exchange.lease_ages import LeaseAges
+from services.coordinator.exchange.lease_durations import LeaseDurations
 from services.coordinator.ledger.batch_split import Splits
 from services.coordinator.ledger.group_queries import GroupQueries
 from services.coordinator.ledger.groups import Groups
@@ -96,14 +96,14 @@ class ActiveRun:
         """B: groups in a step."""
         return self.spec.grpo.num_prompts_per_step
 
-    def group_size(self, kind: str) -> int:
+    def group_size(self, group_class: str) -> int:
         """Return the completions of a group of this class."""
         grpo = self.spec.grpo
-        return grpo.num_generations_per_prompt if kind == "train" else grpo.val_samples_per_prompt
+        return grpo.num_generations_per_prompt if group_class == "train" else grpo.val_samples_per_prompt
 
     @property
     def max_age(self) -> int:
-        """η: oldest age, in steps, of a trained token."""
+        """η: bound of the age, in steps, at admission and at a lease; with `in_order` also of a trained token."""
         return self.spec.async_grpo.max_trajectory_age_steps
 
     @property
@@ -124,10 +124,10 @@ class Exchange:
         """Members. Other senders get no leases and no tasks, because nobody would notice their death."""
         self.suspected: set[str] = set()
         """Members that may be gone: they keep what they hold, but no batch waits for it."""
-        self.ages = LeaseAges()
-        """Ages of leases."""
-        self.task_ages = LeaseAges()
-        """Ages of tasks."""
+        self.lease_durations = LeaseDurations()
+        """Durations of leases."""
+        self.task_durations = LeaseDurations()
+        """Durations of tasks."""
         self.overdue: set[str] = set()
         """Workers that held leases or tasks for too long: they get none before they have submitted something."""
         self.versions: dict[str, Version] = {}
@@ -136,8 +136,10 @@ class Exchange:
         """Newest version that is, or was, on its way to each: the worker may sample from it before it acknowledges
         it."""
         self.notices: list[Notice] = []
-        self.first_asked_s: dict[int, float] = {}
-        """Time when the batch of a step was first asked for, and (negative key) first could have been fixed."""
+        self.first_requested_s: dict[int, float] = {}
+        """Time of the first request for the batch of a step, by step."""
+        self.first_complete_s: dict[int, float] = {}
+        """Time from which the batch of a step could have been fixed, by step (`ready_first`)."""
         self.admission_closed = ""
         """Reason why no group is admitted for now; empty when the admission rule alone decides."""
         self.unreadable_data = ""
@@ -148,13 +150,13 @@ class Exchange:
         """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
         self.splits = Splits(ledger.db)
         self.training: Training | None = None
-        """Step of the newest session that asked for a part (`services.coordinator.exchange.batches.session_faults`)."""
+        """Step of the newest session whose parts were served last (`services.coordinator.exchange.batches.session_faults`)."""
 
         self.failure_counts = FailureCounts()
         self.drops_in_a_row = DropsInARow()
 
         self._freed = False
-        self._unopened_said_s = -math.inf
+        self._unopened_warned_s = -math.inf
         """Time of the last warning of a segment that cannot be opened."""
         self._counted = (0, 0)
         """Cache for `num_ahead`: (slot, groups before it that are in no batch yet)."""
@@ -183,12 +185,12 @@ class Exchange:
         again.
         """
         now_s = time.monotonic()
-        if now_s - self._unopened_said_s < UNOPENED_PERIOD_S:
+        if now_s - self._unopened_warned_s < UNOPENED_PERIOD_S:
             return
-        self._unopened_said_s = now_s
+        self._unopened_warned_s = now_s
         self.notice(
             "warning",
-            message=f"{fault}. Groups wait for it, and it is tried again by itself; look at its permissions and at the limit "
+            message=f"{fault}. Groups wait for it, and it is tried again by itself; check its permissions and at the limit "
             "of open files",
         )
 
@@ -213,8 +215,8 @@ class Exchange:
 
     # Shared by the handlers
 
-    def paused(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused, or all its steps are trained."""
+    def takes_no_work(self, run: ActiveRun) -> bool:
+        """Return whether the run is paused or all its steps are trained, so that nothing is leased."""
         row = self.ledger.run(run.run_id)
         return bool(row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps)
 
@@ -226,8 +228,8 @@ class Exchange:
         return bool(row["state"] == "paused" and row["message"])
 
     def scoring_withheld(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused because its reward functions fail: they score what is generated once a person
-        has resumed it.
+        """Return whether the run is paused because its reward functions fail. After `resume` the corrected functions score
+        the waiting groups.
         """
         return self.withheld(run) and self.ledger.drop_reason_of_pause(run.run_id) == "reward_failed"
 
@@ -274,7 +276,7 @@ class Exchange:
 
     def learner_waits(self, run: ActiveRun) -> bool:
         """Return whether the next batch was asked for and cannot be fixed yet."""
-        return self.ledger.run(run.run_id)["next_batch"] in self.first_asked_s
+        return self.ledger.run(run.run_id)["next_batch"] in self.first_requested_s
 
     def drop(
         self,
@@ -317,7 +319,7 @@ class Exchange:
                 "warning", message=f"group {row['group_id']} was dropped as {reason!r}{alike}: {error}"
             )
 
-    def forget_failures(self, first_group: int) -> None:
+    def clear_failures(self, first_group: int) -> None:
         """Begin all counts of failures anew, with groups from `first_group` on, because a person resumes the run."""
         self.failure_counts, self.drops_in_a_row = FailureCounts(), DropsInARow()
         self.drops_in_a_row.first_group = first_group
@@ -343,36 +345,37 @@ class Exchange:
 
     def end_run(self, run_id: str) -> None:
         """Drop the open groups as run_ended, and remove evaluations that were not finished."""
-        for kind in self._open_classes(run_id):
-            if kind != "train":
-                self.remove_groups(run_id, kind)
+        for group_class in self._open_classes(run_id):
+            if group_class != "train":
+                self.remove_groups(run_id, group_class)
                 continue
-            for row in self.group_queries.open_of_class(run_id, kind):
+            for row in self.group_queries.open_of_class(run_id, group_class):
                 self._drop(run_id, row, "run_ended", row["tokens"])
         self.ledger.deaths.remove_run(run_id)
         self._deactivate(run_id)
 
-    def remove_groups(self, run_id: str, kind: str) -> None:
+    def remove_groups(self, run_id: str, group_class: str) -> None:
         """Remove the groups of an evaluation and all that they hold, because nobody needs them after its end."""
-        self.ledger.note_removed_records(self.groups.remove(run_id, kind))
+        self.ledger.note_removed_records(self.groups.remove(run_id, group_class))
 
     def _open_classes(self, run_id: str) -> list[str]:
         """Return the classes of groups that may be open: training, and evaluations that are not done."""
         return ["train", *(f"eval:{step}" for step in self.ledger.evaluations.pending_steps(run_id))]
 
-    def set_aside(self, run_id: str) -> None:
-        """Stop work on the run, which may go on later: open groups stay open, and their leases and tasks are taken
-        back.
+    def stop_work(self, run_id: str) -> None:
+        """Stop work on the run, which may go on later: open groups stay open, and their leases and tasks are
+        revoked.
         """
-        for kind in self._open_classes(run_id):
-            self.groups.release_class(run_id, kind)
+        for group_class in self._open_classes(run_id):
+            self.groups.revoke_class(run_id, group_class)
         self.ledger.evaluations.unpin_all(run_id)
         self._deactivate(run_id)
 
     def _deactivate(self, run_id: str) -> None:
         if self.active is not None and self.active.run_id == run_id:
             self.active = None
-            self.first_asked_s.clear()
+            self.first_requested_s.clear()
+            self.first_complete_s.clear()
             self.training, self.ranks = None, 0
             self.unreadable_data = ""
             self.reserved.clear()

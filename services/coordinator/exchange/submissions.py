@@ -6,7 +6,7 @@ import sqlite3
 
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import evaluation, overdue, quarantine
-from services.coordinator.exchange.leases import held_by
+from services.coordinator.exchange.leases import was_given
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.exchange.uploads.group_checks import fault_of_group, fault_of_ids
 from services.coordinator.exchange.uploads.intake import Arrived
@@ -28,20 +28,22 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     row = exchange.group(run, result.group_id)
     if row is None:
         return exchange.stale(request, f"no group {result.group_id} in run {run.run_id}")
-    if not held_by(row, result.attempt, request.member_id):
+    if not was_given(row, result.attempt, request.member_id):
         return exchange.stale(
             request,
             f"attempt {result.attempt} of group {result.group_id} was never leased to {request.member_id}",
         )
-    if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_known or group is not None):
+    if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_decided or group is not None):
         if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
             _note_submission(exchange, request)
         return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
-    if arrived.is_known:  # until a moment ago: it was put back, and is generated again
+    if (
+        arrived.is_decided
+    ):  # it was when the result arrived; its record was found damaged since, and the group is generated again
         return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
     if group is None or arrived.location is None:
-        exchange.ages.note_refusal(request.member_id)
+        exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, arrived.fault)
     expected = run.group_size(row["class"])
     if len(group.completions) != expected:
@@ -52,12 +54,12 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         group, pinned := evaluation.pinned_version(exchange, run, row)
     ):
         if row["lease_step"] == pinned.step:  # else another version was pinned since
-            exchange.ages.note_refusal(request.member_id)
+            exchange.lease_durations.note_refusal(request.member_id)
         exchange.groups.readmit(run.run_id, result.group_id)
         return exchange.stale(request, "tokens of another version than the evaluation's")
     fault = _fault(exchange, run, arrived, row, result.attempt)
     if fault:
-        exchange.ages.note_refusal(request.member_id)
+        exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, f"group {result.group_id}: {fault}")
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
@@ -109,18 +111,20 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
             )
         fault = _fault(exchange, run, arrived, row, returned.attempt)
         if fault:
-            return exchange.refuse(request, f"what was begun of group {returned.group_id}: {fault}")
+            return exchange.refuse(request, f"the prefix of group {returned.group_id}: {fault}")
         exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.location)
         oldest = prefix.oldest_step
         oldest = oldest if oldest >= 0 else row["lease_step"]
         exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)
-    exchange.groups.release(run.run_id, returned.group_id, request.member_id, returned.attempt)
+    exchange.groups.end_lease(run.run_id, returned.group_id, request.member_id, returned.attempt)
     return exchange.committed(request)
 
 
 def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
     result = request.group
-    overdue.note_submission(exchange, exchange.ages, request.member_id, result.group_id, result.attempt)
+    overdue.note_submission(
+        exchange, exchange.lease_durations, request.member_id, result.group_id, result.attempt
+    )
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:

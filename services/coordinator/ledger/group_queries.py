@@ -89,7 +89,7 @@ class GroupQueries:
 
     # Groups that workers hold
 
-    def held_by(self, run_id: str, member_id: str) -> list[sqlite3.Row]:
+    def work_of(self, run_id: str, member_id: str) -> list[sqlite3.Row]:
         """Return the groups that a member generates or scores."""
         return self._db.execute(
             "SELECT * FROM groups WHERE state = 'leased' AND member_id = ? AND run_id = ? UNION ALL"

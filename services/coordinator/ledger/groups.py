@@ -3,6 +3,9 @@
     admitted ──► leased ──► generated ──► scored ──► batched(step) ──► trained(step)
        └───────────┴────────────┴───────────┴────────────┴──► dropped(reason)
 
+A late result commits a group that is admitted again: admitted → generated. Groups of an evaluation end as scored, may be
+restarted (`restart_evaluation`), and are deleted with it (`remove`).
+
 Back: leased → admitted when its worker is gone or has returned it, generated and scored → admitted when its payload is lost,
 batched → scored when its batch is fixed anew. Methods run inside a transaction of the ledger and decide nothing: which group
 makes which transition is the exchange's policy. Every statement names the states that its transition starts from. A method
@@ -52,7 +55,7 @@ class NewLease(NamedTuple):
     member_id: str
     attempt: int
     lease_step: int
-    """Oldest version that its tokens can have."""
+    """Oldest version that its tokens can have. `Lease.step` on the wire is another number: the step that the group is for."""
     holders: str
     """Everyone who ever held the group, this one included."""
 
@@ -89,7 +92,7 @@ class Groups:
 
     # Admission
 
-    def admit(self, run_id: str, kind: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
+    def admit(self, run_id: str, group_class: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
         """Insert new groups of a class: id, slot, prompt and columns of each. One statement inserts many of them, because
         between two statements another thread may take the interpreter.
         """
@@ -106,18 +109,18 @@ class Groups:
             rows.append({**row, "seal": row_checksums.of("prompts", row), "slot": slot})
             num_chars += len(prompt_json) + len(columns_json)
             if len(rows) == INSERTED_AT_ONCE or num_chars > MAX_INSERTED_CHARS:
-                self._insert(kind, rows)
+                self._insert(group_class, rows)
                 rows, num_chars = [], 0
         if rows:
-            self._insert(kind, rows)
+            self._insert(group_class, rows)
 
-    def _insert(self, kind: str, rows: Sequence[Mapping[str, object]]) -> None:
+    def _insert(self, group_class: str, rows: Sequence[Mapping[str, object]]) -> None:
         as_json = json.dumps(rows)
         self._db.execute(
             "INSERT INTO groups (run_id, group_id, class, state, slot)"
             " SELECT json_extract(value, '$.run_id'), json_extract(value, '$.group_id'), ?, 'admitted',"
             " json_extract(value, '$.slot') FROM json_each(?)",
-            (kind, as_json),
+            (group_class, as_json),
         )
         self._db.execute(
             "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json, seal)"
@@ -143,48 +146,48 @@ class Groups:
         _check(changed, [lease.group_id for lease in leases], State.ADMITTED)
 
     def restore_leases(self, run_id: str, member_id: str, group_ids: Sequence[int]) -> None:
-        """Give those groups back to their last holder, in the same attempt, that are admitted and still have its name."""
+        """Lease these groups again to the member, in the same attempt, if they are admitted and still have its name."""
         self._db.execute(
             "UPDATE groups SET state = 'leased' WHERE run_id = ? AND state = 'admitted' AND member_id = ?"
             " AND group_id IN (SELECT value FROM json_each(?))",
             (run_id, member_id, json.dumps(group_ids)),
         )
 
-    def release(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
-        """Admit a group again that this attempt of the member holds; the member's name goes."""
+    def end_lease(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
+        """End the lease of this attempt: the group returns to `admitted`, without the member's name."""
         self._db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
             " AND state = 'leased' AND member_id = ? AND attempt = ?",
             (run_id, group_id, member_id, attempt),
         )
 
-    def release_unknown(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
-        """Admit the groups again that are leased to the member and not among those that it holds."""
+    def revoke_unknown(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
+        """Revoke the member's leases of groups that are not among those that it holds; its name is removed."""
         self._db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
             " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",
             (run_id, member_id, json.dumps(held)),
         )
 
-    def release_members(self, member_ids: Sequence[str]) -> int:
-        """Admit all groups again that the members hold. Their names stay, for `restore_leases`. Return the number of groups."""
+    def revoke_leases(self, member_ids: Sequence[str]) -> int:
+        """Revoke all leases of the members. Their names stay, for `restore_leases`. Return the number of groups."""
         return self._db.execute(
             "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
             " AND member_id IN (SELECT value FROM json_each(?))",
             (json.dumps(member_ids),),
         ).rowcount
 
-    def release_class(self, run_id: str, kind: str) -> None:
+    def revoke_class(self, run_id: str, group_class: str) -> None:
         """Revoke all leases and score tasks of a class."""
         self._db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted'"
             " WHERE run_id = ? AND class = ? AND state = 'leased'",
-            (run_id, kind),
+            (run_id, group_class),
         )
         self._db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET scorer_id = NULL"
             " WHERE run_id = ? AND class = ? AND state = 'generated'",
-            (run_id, kind),
+            (run_id, group_class),
         )
 
     def clear_holder(self, run_id: str, group_id: int) -> None:
@@ -205,7 +208,7 @@ class Groups:
         )
 
     def readmit(self, run_id: str, group_id: int) -> None:
-        """Admit a group again that is admitted or leased, whoever holds it."""
+        """Return an admitted or leased group to `admitted`, without a holder."""
         changed = self._db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
             " AND state IN ('admitted', 'leased')",
@@ -214,7 +217,7 @@ class Groups:
         _check(changed, [group_id], State.ADMITTED, State.LEASED)
 
     def fail_generation(self, run_id: str, group_id: int, failures: int) -> None:
-        """Admit a leased group again after an attempt that failed because of the group's data."""
+        """Return a leased group to `admitted` after an attempt that failed because of the group's data."""
         changed = self._db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL, generation_failures = ?"
             " WHERE run_id = ? AND group_id = ? AND state = 'leased'",
@@ -242,7 +245,8 @@ class Groups:
         _check(changed, [group_id], State.ADMITTED, State.LEASED)
 
     def generate_again(self, run_id: str, group_id: int) -> None:
-        """Admit a generated or scored group again, as before its generation. A batched one is scored again first (`unbatch`)."""
+        """Return a generated or scored group to `admitted`, as before its generation. A batched one must
+        return to `scored` first (`unbatch`)."""
         changed = self._db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL, scorer_id = NULL, tokens = 0, sequence_tokens = 0,"
             " oldest_step = NULL, digest = NULL, rewards = NULL, functions = NULL, reward = NULL, scores_digest = ''"
@@ -251,13 +255,13 @@ class Groups:
         )
         _check(changed, [group_id], State.GENERATED, State.SCORED)
 
-    def restart_evaluation(self, run_id: str, kind: str, member_id: str) -> list[int]:
+    def restart_evaluation(self, run_id: str, group_class: str, member_id: str) -> list[int]:
         """Admit all groups of an evaluation again but the dropped ones and those leased to the member. Return their ids."""
         readmitted = self._db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted', member_id = NULL, scorer_id = NULL"
             " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"
             " RETURNING group_id",
-            (run_id, kind, member_id),
+            (run_id, group_class, member_id),
         )
         return [group_id for (group_id,) in readmitted.fetchall()]
 
@@ -272,15 +276,15 @@ class Groups:
         )
         _check(changed, [group_id], State.GENERATED)
 
-    def release_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
-        """Revoke the task that this attempt of the member holds."""
+    def end_task(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
+        """End the task of this attempt of the member."""
         self._db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'generated'"
             " AND scorer_id = ? AND score_attempt = ?",
             (run_id, group_id, member_id, attempt),
         )
 
-    def release_unknown_tasks(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
+    def revoke_unknown_tasks(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
         """Revoke the member's tasks that are not among those that it holds."""
         self._db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
@@ -288,7 +292,7 @@ class Groups:
             (run_id, member_id, json.dumps(held)),
         )
 
-    def release_scorers(self, member_ids: Sequence[str]) -> int:
+    def revoke_tasks(self, member_ids: Sequence[str]) -> int:
         """Revoke all tasks of the members. Return their number."""
         return self._db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE state = 'generated' AND scorer_id IN (SELECT value FROM json_each(?))",
@@ -325,7 +329,7 @@ class Groups:
         _check(changed, group_ids, State.SCORED)
 
     def unbatch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
-        """Take the batch of a step apart, which has these groups: they are scored again."""
+        """Take the batch of a step apart, which has these groups: they return to `scored`, with their scores."""
         changed = self._db.execute(
             "UPDATE groups INDEXED BY step_groups SET state = 'scored', step = NULL, rank_order = NULL"
             " WHERE run_id = ? AND step = ? AND state = 'batched'",
@@ -362,7 +366,7 @@ class Groups:
         )
         _check(changed, [group_id], *OPEN_STATES)
 
-    def remove(self, run_id: str, kind: str) -> list[sqlite3.Row]:
+    def remove(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
         """Delete the groups of an evaluation with their prompts and payloads, in as many statements for thousands of groups as
         for one. Return (segment, start) of the payloads.
         """
@@ -370,15 +374,16 @@ class Groups:
             "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
             " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)"
             " RETURNING segment, start",
-            (run_id, run_id, kind),
+            (run_id, run_id, group_class),
         ).fetchall()
         self._db.execute(
             "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
             " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)",
-            (run_id, run_id, kind),
+            (run_id, run_id, group_class),
         )
         self._db.execute(
-            "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?", (run_id, kind)
+            "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
+            (run_id, group_class),
         )
         return removed
 

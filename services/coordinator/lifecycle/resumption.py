@@ -50,7 +50,7 @@ class Resumption:
             return {}
         self._exchange.groups.clear_failures(run_id)
         admitted = self._ledger.counters(run_id).get("groups:ever_admitted", 0)
-        self._exchange.forget_failures(first_group=admitted)
+        self._exchange.clear_failures(first_group=admitted)
         facts = {"functions": function_digests(active.spec)}
         warnings = changed_function_warnings(self._ledger.function_digests(run_id), facts["functions"])
         if run is not None and run.prompts is not None:

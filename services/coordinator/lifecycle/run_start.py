@@ -118,7 +118,7 @@ class RunStarter:
                 return
             by_a_person = row["state"] == "paused" and not self._ledger.is_retried(run_id)
             with self._ledger.transaction():
-                self._exchange.set_aside(run_id)
+                self._exchange.stop_work(run_id)
                 set_state(self._ledger, run_id, "paused", message, retried=not by_a_person)
             self._delays.passed_over.add(run_id)
             if self._delays.retried == run_id:

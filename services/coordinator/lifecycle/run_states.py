@@ -80,7 +80,7 @@ class RunStates:
             active = run is not None and run.run_id == run_id
             with self._ledger.transaction():
                 if state == "failed":
-                    self._exchange.set_aside(run_id)
+                    self._exchange.stop_work(run_id)
                 else:
                     self._exchange.end_run(run_id)
                 self._ledger.update_run(run_id, state=state, message=message)

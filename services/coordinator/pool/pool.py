@@ -56,8 +56,8 @@ class Pool:
         self._reports = Reports(runs, members, self.assignments, self.expel)
 
     def expect_holders(self) -> None:
-        """Keep the places of members that hold leases or the newest session after a restart, once they can reach it:
-        they have the usual time to come back before their leases are taken away."""
+        """Keep the membership of those that hold leases or the newest session after a restart, once they can reach it:
+        they have the usual time to come back before their leases are revoked."""
         for member_id, role in self._ledger.holders():
             # Counted as connected: after a broken stream they would have half the time, less than a worker's longest
             # backoff.
@@ -177,7 +177,7 @@ class Pool:
         run = self._exchange.active
         async with self._lock:
             with self._kept_on_fault(member), self._ledger.transaction(synced=False):
-                released = leases.release_member(self._exchange, member.member_id, crashed=crashed)
+                released = leases.revoke_from_member(self._exchange, member.member_id, crashed=crashed)
                 if run is not None:
                     evaluation.unpin_member(self._exchange, run, member.member_id)
                 notices = self._exchange.take_notices()
@@ -273,7 +273,7 @@ class Pool:
             if not self._ledger.group_queries.num_held().keys() & set(silent):
                 return
             with self._ledger.transaction():
-                number = leases.revoke_from_silent(
+                number = leases.revoke_work(
                     self._exchange, silent, with_leases=self._exchange.learner_waits(run)
                 )
         if number:

@@ -84,7 +84,7 @@ class Watchdog:
             return []
         since_s, asked = self._moving_s, True
         if learners:
-            asked_s = self._exchange.first_asked_s.get(step)
+            asked_s = self._exchange.first_requested_s.get(step)
             self._moving_s, asked = now_s, asked_s is not None
             has_work = row["next_batch"] > row["next_step"] or run.prompts is None
             if asked_s is None and has_work and any(m.ready_run == run.run_id for m in learners):

@@ -52,7 +52,7 @@ class LearnerRun:
         self.step = assignment.start_step
         self.ready = False
         """True after the set-up has succeeded."""
-        self.out_of_step = False
+        self.diverged = False
         """True when this rank failed where others may not have, so that their collectives would never meet again."""
         self._assignment = assignment
         self._rank = rank
@@ -91,7 +91,7 @@ class LearnerRun:
 
     def train(self) -> None:
         """Train from the assignment to the end of the run, or of this session. Faults of the run are reported, not raised."""
-        if not self._ready_to_train():
+        if not self._try_set_up():
             return
         self.ready = True
         self._reports.report(vocab_size=self._vocabulary)
@@ -111,7 +111,7 @@ class LearnerRun:
             )
         except Unavailable as error:
             self._fail(str(error), fault=worker_pb2.FAULT_PASSING)
-            self.out_of_step = self._rank.world_size > 1
+            self.diverged = self._rank.world_size > 1
         except Exception as error:
             self._end_at_step(error)
 
@@ -139,8 +139,8 @@ class LearnerRun:
 
     # Set-up
 
-    def _ready_to_train(self) -> bool:
-        """Set the session up; report why it cannot train, if it cannot."""
+    def _try_set_up(self) -> bool:
+        """Set the session up; return False, with a report of the reason, if it cannot train."""
         try:
             self._set_up()
         except FailedElsewhere as error:
@@ -172,7 +172,7 @@ class LearnerRun:
             self.publishing.open(self._trainer.model)
 
     def _read(self) -> None:
-        """Read everything that the spec names, without a collective."""
+        """Make the trainer and the sources of examples, without a collective."""
         spec = self._spec
         if self._rank.device.type == "cpu" and not self._rank.cpu_chosen:
             refuse_cpu(spec.cluster, "learner")
@@ -328,7 +328,12 @@ class LearnerRun:
             self._fail(text, fault=worker_pb2.FAULT_PASSING)
             return
         self._reports.report(finished=True, export_path=str(path))
-        self._next_batch()  # None comes: members are served and orders carried out until the run or this session ends
+        self._serve_until_end()
+
+    def _serve_until_end(self) -> None:
+        """Serve members and carry out orders until the run or this session ends. There is no further batch, so the loop
+        that waits for one returns None at the end."""
+        self._next_batch()
 
     def _fail(self, message: str, **facts: Any) -> None:
         log.error("run %s: %s", self.run_id, message)
@@ -340,7 +345,7 @@ class LearnerRun:
         log.error("run %s: step %d cannot be trained", self.run_id, self.step, exc_info=error)
         fault = describe(error, self._spec, self._rank.device, self._longest)
         self._fail(f"{fault.message} (rank {self._rank.rank})", fault=fault.kind)
-        self.out_of_step = True
+        self.diverged = True
         self._rank.leave(fault.message)
 
     @property

@@ -33,7 +33,7 @@ class Served(Protocol):
     tokenizer: Any
     params: SamplingParams
 
-    async def ask(self, request: GenerationRequest) -> Completion:
+    async def generate_external(self, request: GenerationRequest) -> Completion:
         """Generate a completion outside of all leases. Raises the errors of `Engine.generate`."""
 
 
@@ -96,7 +96,7 @@ class Sampler:
             self.seed,
             on_progress=self._progress if watched else None,
         )
-        completion = await self.served.ask(request)
+        completion = await self.served.generate_external(request)
         self._refuse_other_versions(completion)
         ended = completion.finish_reason == "stop"
         # The token that ends a completion is not part of its text, special or not.

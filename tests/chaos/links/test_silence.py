@@ -17,7 +17,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.common import zmq_keepalive
 from services.common.grpc_server import GrpcServer
 from services.common.membership import Membership
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Waiting, parse
+from services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest, parse
 
 DEADLINE_S = 60.0
 Reports = asyncio.Queue[worker_pb2.ConnectRequest]
@@ -48,9 +48,9 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
             while (await self.reports.get()).WhichOneof("report") != kind:
                 pass
 
-    async def take(self) -> Waiting:
+    async def take(self) -> PendingRequest:
         """The next request at the exchange; introductions ask for nothing."""
-        received: list[Waiting] = []
+        received: list[PendingRequest] = []
 
         def has_come() -> bool:
             message = self.socket.receive()

@@ -31,7 +31,7 @@ class Links:
     def set_members(self, epoch: int, members: Iterable[str], held: Mapping[str, Version]) -> None:
         self.sets.put((sorted(members), dict(held)))
 
-    def held(self) -> dict[str, Version | None]:
+    def acknowledged(self) -> dict[str, Version | None]:
         return self.serving
 
     def next(self) -> tuple[list[str], dict[str, Version]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.weights.member_link import FIRST_BACKOFF_S
+from learner.weights.member_sender import FIRST_BACKOFF_S
 from learner.weights.publisher import Publisher, PublishResult
 from paceline.errors import Conflict, Unavailable, WireError
 from paceline.groups import Version
@@ -131,7 +131,7 @@ def test_wrong_checksum_is_refused_by_name_and_the_next_version_goes_through(ben
     refused = bench.result()
     assert (refused.ok, refused.version) == (False, V1)
     assert "the member refused: tensor 'weight' arrived with" in refused.error
-    assert bench.publisher.held() == {"m": None}
+    assert bench.publisher.acknowledged() == {"m": None}
 
     bench.publisher.stage(V2, ones(2.0))
     while not (result := bench.result()).ok:
@@ -219,7 +219,7 @@ def test_member_that_leaves_in_the_middle_is_not_reported_and_not_tried_again(be
     bench.publisher.close()  # joins the link's threads
     assert bench.results.empty()
     assert bench.offers.empty()
-    assert bench.publisher.held() == {}
+    assert bench.publisher.acknowledged() == {}
 
 
 def test_late_yes_counts(hasty: Bench) -> None:
@@ -231,7 +231,7 @@ def test_late_yes_counts(hasty: Bench) -> None:
     hasty.publisher.acknowledge("m", V1, True)
     late = hasty.result()
     assert (late.ok, late.version) == (True, V1)
-    assert hasty.publisher.held() == {"m": V1}
+    assert hasty.publisher.acknowledged() == {"m": V1}
 
 
 def test_offer_that_cannot_be_sent_is_a_failed_attempt(bench: Bench) -> None:
@@ -520,7 +520,7 @@ def test_refused_attempts_leave_no_threads_and_no_descriptors(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, forms: bool
 ) -> None:
     """The member refuses at once, so that the learner waits for it in vain, or after the last byte."""
-    monkeypatch.setattr("learner.weights.member_link.FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr("learner.weights.member_sender.FIRST_BACKOFF_S", 0.0)
     bench.publisher.close()
     bench = Bench(max_wait_s=600.0)
     refused, enough = 0, threading.Event()

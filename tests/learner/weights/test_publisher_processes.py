@@ -160,7 +160,7 @@ def test_two_members_get_every_byte_and_keep_their_links(fleet: Fleet) -> None:
             arrived = member.weights.get(timeout=DEADLINE_S)
             assert arrived["version"] == [0, step]
             assert arrived["tensors"] == expected(tensors)
-    assert fleet.publisher.held() == {"a": (0, 2), "b": (0, 2)}
+    assert fleet.publisher.acknowledged() == {"a": (0, 2), "b": (0, 2)}
 
 
 def test_a_member_stopped_in_the_middle_holds_up_nobody_and_catches_up(fleet: Fleet) -> None:
@@ -208,7 +208,7 @@ def test_a_member_killed_in_the_middle_is_reported_and_a_joiner_gets_the_newest(
     joined = fleet.result(joiner)
     assert (joined.ok, joined.version, joined.epoch) == (True, (0, 2), 3)
     assert joiner.weights.get(timeout=DEADLINE_S)["tensors"] == expected(newest)
-    assert fleet.publisher.held() == {"a": (0, 2), "c": (0, 2)}
+    assert fleet.publisher.acknowledged() == {"a": (0, 2), "c": (0, 2)}
 
 
 STUCK = """

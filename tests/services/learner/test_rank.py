@@ -67,7 +67,7 @@ def test_health_says_whether_the_learner_could_set_up_its_last_run(
     class Run:
         """A run whose set-up fails in the first session, and not in the second."""
 
-        out_of_step = False
+        diverged = False
 
         def __init__(self, assignment: worker_pb2.RunAssignment, _: LearnerRank) -> None:
             self.session, self.ready = assignment.session, assignment.session == 2

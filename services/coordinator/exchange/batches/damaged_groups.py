@@ -50,9 +50,9 @@ def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None
 def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
     """Revoke the leases or tasks of a reply that could not be sent, so that its request gets others."""
     for task in reply.task.tasks:
-        exchange.groups.release_scorer(run.run_id, task.group_id, member_id, task.attempt)
+        exchange.groups.end_task(run.run_id, task.group_id, member_id, task.attempt)
     for lease in reply.lease.leases:
-        exchange.groups.release(run.run_id, lease.group_id, member_id, lease.attempt)
+        exchange.groups.end_lease(run.run_id, lease.group_id, member_id, lease.attempt)
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:

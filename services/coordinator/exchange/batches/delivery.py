@@ -26,12 +26,12 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
         return exchange.refuse(request, f"rank {wanted.rank} of {wanted.world_size} ranks cannot be")
     session_faults.note_session(exchange, run, request.session)
     fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not take a served batch away
-    if wanted.step > row["next_step"] or (exchange.paused(run) and wanted.step >= fixed):
+    if wanted.step > row["next_step"] or (exchange.takes_no_work(run) and wanted.step >= fixed):
         return _wait(exchange, request)
     if exchange.withheld(run):
         return _wait(exchange, request)
     if run.prompts is not None and wanted.step == row["next_batch"]:
-        exchange.first_asked_s.setdefault(wanted.step, now_s)
+        exchange.first_requested_s.setdefault(wanted.step, now_s)
         if not fix_if_due(exchange, run, now_s):
             return _wait(exchange, request)
     if run.prompts is None:
@@ -52,12 +52,12 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     return part
 
 
-def may_be_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
+def fix_and_check_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Return whether ranks that wait for a batch may get one; called once for all. Fixes the batch that is due."""
     row = exchange.ledger.run(run.run_id)
     if run.prompts is None or row["next_batch"] > row["next_step"]:
         return True
-    return not exchange.paused(run) and fix_if_due(exchange, run, now_s)
+    return not exchange.takes_no_work(run) and fix_if_due(exchange, run, now_s)
 
 
 def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:

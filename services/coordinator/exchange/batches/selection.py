@@ -24,7 +24,7 @@ def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     However many ranks ask in a transaction, it is checked once, until a group is scored.
     """
     row = exchange.ledger.run(run.run_id)
-    if row["next_batch"] not in exchange.first_asked_s or row["next_batch"] > row["next_step"]:
+    if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:
         return False
     due = exchange.ledger.decided(BATCH_DUE, lambda: fix(exchange, run, now_s))
     if due:
@@ -48,7 +48,7 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     # Groups that an older Paceline scored have none.
     with_scores = all(group["scores_digest"] for group in chosen)
     digest = batch_digest(chosen, with_scores=with_scores)
-    wait_s = now_s - exchange.first_asked_s.get(step, now_s)
+    wait_s = now_s - exchange.first_requested_s.get(step, now_s)
     metrics = batch_metrics(run.spec, run.weights_F, chosen, step) | {"learner_wait_s": wait_s}
     batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision, with_scores)
     exchange.ledger.batches.add(run.run_id, step, batch)
@@ -56,14 +56,16 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     exchange.slots_changed()
     exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
     exchange.ledger.invalidate(BATCH_DUE)
-    exchange.first_asked_s = {s: t for s, t in exchange.first_asked_s.items() if abs(s) > step}
+    for times_s in (exchange.first_requested_s, exchange.first_complete_s):
+        for passed in [s for s in times_s if s <= step]:
+            del times_s[passed]
     return True
 
 
 def take_apart(
     exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str
 ) -> None:
-    """Replace the batch of `step`, which no session has trained: its groups are scored ones again, and the next batch
+    """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores, and the next batch
     of the step, without the groups in `taken_out`, is its next revision.
     """
     ledger = exchange.ledger
@@ -90,7 +92,7 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
     usable = [group for group in scored if step - group["oldest_step"] <= spec.hard_max_age_steps]
     if len(usable) < run.batch:
         return None
-    ready_s = exchange.first_asked_s.setdefault(-step - 1, now_s)
+    ready_s = exchange.first_complete_s.setdefault(step, now_s)
     if now_s - ready_s < spec.late_wait_s and must_wait(_live(exchange, run), step, run.max_age):
         return None
     return usable[: run.batch]

@@ -35,7 +35,7 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
     try:
         if arrived.kind == "lease":
             return handle_leases(exchange, [arrived])[0]
-        refusal = turn_away(exchange, request) or _refusal(exchange, arrived)
+        refusal = refusal_of_sender(exchange, request) or _refusal(exchange, arrived)
         if refusal is not None:
             return refusal
         assert run is not None
@@ -60,7 +60,9 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
 
 def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outcome]:
     """Answer requests for leases of different workers together, inside a transaction."""
-    refusals = [turn_away(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests]
+    refusals = [
+        refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests
+    ]
     welcome = [
         arrived.request for arrived, refusal in zip(requests, refusals, strict=True) if refusal is None
     ]
@@ -70,7 +72,7 @@ def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outco
     return [next(given) if refusal is None else refusal for refusal in refusals]
 
 
-def turn_away(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
+def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
     """Return the answer to a sender that is not (or no longer) a member of this term, at any time, also outside of a
     transaction.
     """
@@ -91,16 +93,14 @@ def turn_away(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None
             "secret of the last Welcome with each request",
         )
     if standing is Standing.EARLIER:
-        outcome = exchange.stale(
-            request, "the secret is that of an earlier Welcome; the next one brings another"
-        )
+        outcome = exchange.stale(request, "this secret is outdated; wait for the next Welcome")
         outcome.reply.term = 0
         return outcome
     return None
 
 
 def is_introduction(request: pb.ExchangeRequest) -> bool:
-    """Return whether the request only tells the sender of a connection, and is not answered."""
+    """Return whether the request only announces the sender of a connection; it is not answered."""
     return request.request_id == 0 and request.WhichOneof("body") is None
 
 
@@ -111,14 +111,14 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
         if kind == "batch":
             return delivery.end(exchange, request)
         return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current one")
-    return _not_its_part(exchange, arrived)
+    return _refusal_of_wrong_sender(exchange, arrived)
 
 
-def _not_its_part(exchange: Exchange, arrived: Arrived) -> Outcome | None:
+def _refusal_of_wrong_sender(exchange: Exchange, arrived: Arrived) -> Outcome | None:
     """Return the answer to a member whose request belongs to another role, rank or session."""
     request, kind = arrived.request, arrived.kind
     member = exchange.senders.get(request.member_id)
-    assert member is not None, "turn_away comes before"
+    assert member is not None, "refusal_of_sender comes before"
     role = ROLES.get(kind, member.role)
     if member.role != role:
         name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()

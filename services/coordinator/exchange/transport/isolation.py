@@ -12,7 +12,7 @@ from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from services.coordinator.exchange.state import Exchange, Outcome
 from services.coordinator.exchange.transport.dispatch import handle
-from services.coordinator.exchange.transport.router_socket import Waiting
+from services.coordinator.exchange.transport.router_socket import PendingRequest
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
@@ -23,7 +23,7 @@ class IsolatedHandler:
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
 
-    def handle(self, waiting: Waiting, now_s: float) -> Outcome:
+    def handle(self, waiting: PendingRequest, now_s: float) -> Outcome:
         """Answer one request by itself: a fault in one must not undo the others of the transaction."""
         try:
             with self._undone_alone():
@@ -45,7 +45,7 @@ class IsolatedHandler:
                 yield outcomes
         except (sqlite3.Error, LedgerFault):
             raise
-        except Exception as error:  # of one of them, which `handle` counts when it meets it alone
+        except Exception as error:  # of one of them; `handle` logs it when that request runs by itself
             seldom.warning("together", "requests failed together, they are tried one by one: %r", error)
             outcomes.clear()
 

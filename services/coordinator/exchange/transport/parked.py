@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.state import Exchange, Outcome
-from services.coordinator.exchange.transport.router_socket import Waiting
+from services.coordinator.exchange.transport.router_socket import PendingRequest
 
 
 class ParkedRequests:
@@ -14,12 +14,14 @@ class ParkedRequests:
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
-        self._waiting: dict[tuple[str, str, int], Waiting] = {}
+        self._waiting: dict[tuple[str, str, int], PendingRequest] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def finish(self, waiting: Waiting, outcome: Outcome, now_s: float) -> list[tuple[Waiting, Outcome]]:
+    def answer_or_park(
+        self, waiting: PendingRequest, outcome: Outcome, now_s: float
+    ) -> list[tuple[PendingRequest, Outcome]]:
         """Return the answers to send, or park the request when there is nothing to give yet. An earlier request of the same
         sender is answered empty, because what is given now goes to the new one.
         """
@@ -33,8 +35,8 @@ class ParkedRequests:
             self._waiting[waiting.key] = waiting
         return answers
 
-    def take_due(self, kinds: Collection[str], max_leases: int, now_s: float) -> list[Waiting]:
-        """Take out the requests of these kinds, up to `max_leases` requests for leases, and those whose wait time has ended."""
+    def take_due(self, kinds: Collection[str], max_leases: int, now_s: float) -> list[PendingRequest]:
+        """Take out up to `max_leases` requests for leases, other requests of `kinds`, and all whose wait time has ended."""
         taken = []
         for key, waiting in list(self._waiting.items()):
             due = max_leases > 0 if waiting.kind == "lease" else waiting.kind in kinds
@@ -44,7 +46,7 @@ class ParkedRequests:
                 taken.append(waiting)
         return taken
 
-    def _nothing(self, waiting: Waiting) -> Outcome:
+    def _nothing(self, waiting: PendingRequest) -> Outcome:
         """Return the answer that there is nothing yet."""
         reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
         if waiting.kind == "batch":

@@ -10,33 +10,38 @@ from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.state import Exchange
-from services.coordinator.exchange.transport.dispatch import is_introduction, turn_away
+from services.coordinator.exchange.transport.dispatch import is_introduction, refusal_of_sender
 from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 from services.coordinator.exchange.transport.request_filter import RequestFilter
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message, Waiting, parse
+from services.coordinator.exchange.transport.router_socket import (
+    ExchangeSocket,
+    Message,
+    PendingRequest,
+    parse,
+)
 from services.coordinator.exchange.uploads.group_checks import Limits
 
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""
 
 MAX_PENDING_BYTES = 128 << 20
-"""Bytes of groups in memory that are not committed; beyond it groups are not read from ZeroMQ. Less than a segment
-(`PayloadStore.removal_candidates`), except for one message."""
+"""Bytes of groups in memory that are not committed; beyond it groups are not read from ZeroMQ. A segment is larger, so that
+the segment of a record that no transaction refers to yet is among the two newest, which are never removed."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Receiver:
     """The first step of the pipeline, on the event loop. Of the requests that are let in, `checks` takes results with
-    bulk, and `queue` the others.
+    arrays, and `queue` the others.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         socket: ExchangeSocket,
-        checks: PipelineThread[Waiting],
-        queue: Callable[[Sequence[Waiting]], None],
+        checks: PipelineThread[PendingRequest],
+        queue: Callable[[Sequence[PendingRequest]], None],
     ):
         self._exchange = exchange
         self._socket = socket
@@ -44,7 +49,7 @@ class Receiver:
         self._readable, self._room = asyncio.Event(), asyncio.Event()
         self.filter = RequestFilter(exchange)
         self.pending_bytes = 0
-        """Size of results with bulk that are not answered."""
+        """Size of results with arrays that are not answered."""
 
     async def run(self) -> None:
         """Read whenever the socket has something. Its descriptor signals changes only, so it is read until empty."""
@@ -75,7 +80,8 @@ class Receiver:
         self._room.set()
 
     def check_connections(self) -> None:
-        """Check the connections, every TICK_S. A message that waits to be read may be the end of what is under way."""
+        """Check the connections, every TICK_S. Messages are read before, because
+        one that arrived is a sign that its connection lives."""
         all_read = self.pending_bytes < MAX_PENDING_BYTES and self._read_some()
         self._socket.check_connections(all_read=all_read)
         self._readable.set()
@@ -100,7 +106,7 @@ class Receiver:
             self._socket.note_message(message, of_member=False)
             self._socket.send(message.identity, reply)
             return
-        refusal = turn_away(self._exchange, waiting.request)
+        refusal = refusal_of_sender(self._exchange, waiting.request)
         introduction = is_introduction(waiting.request)
         self._socket.note_message(message, of_member=refusal is None, first=introduction)
         if refusal is None and introduction:
@@ -113,10 +119,11 @@ class Receiver:
         arrived = waiting.arrived
         if arrived.has_bulk and self.filter.is_under_way(waiting):
             return
-        if arrived.has_bulk and self.filter.is_known(waiting):
-            arrived.is_known, arrived.frames, waiting.size = True, [], 0
+        decided = arrived.has_bulk and self.filter.is_decided(waiting)
+        if decided:  # its arrays are not needed, so it goes the way of requests without any
+            arrived.is_decided, arrived.frames, waiting.size = True, [], 0
         self.filter.let_in(waiting)
-        if arrived.has_bulk:
+        if arrived.has_bulk and not decided:
             run = self._exchange.active
             arrived.limits = Limits.of(run.spec) if run is not None else None
             self.pending_bytes += waiting.size

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from services.coordinator.exchange.state import Exchange
-from services.coordinator.exchange.transport.router_socket import Waiting
+from services.coordinator.exchange.transport.router_socket import PendingRequest
 from services.coordinator.ledger.groups import State
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1}
@@ -46,10 +46,10 @@ class RequestFilter:
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
         self._unanswered: Counter[str] = Counter()
-        self._under_way: dict[Key, Waiting] = {}
+        self._under_way: dict[Key, PendingRequest] = {}
         """Results with bulk that are checked, stored or wait for their transaction."""
 
-    def fault(self, waiting: Waiting) -> str:
+    def fault(self, waiting: PendingRequest) -> str:
         """Return why a member's request is refused; empty where it is let in."""
         request, kind, frames = waiting.request, waiting.kind, waiting.arrived.frames
         allowed = FRAMES.get(kind, 0)
@@ -69,7 +69,7 @@ class RequestFilter:
             return f"{MAX_UNANSWERED} requests of {request.member_id} wait for an answer already"
         return ""
 
-    def is_under_way(self, waiting: Waiting) -> bool:
+    def is_under_way(self, waiting: PendingRequest) -> bool:
         """Return whether a result that was sent again is still under way; the answer to the first then goes to the new
         sender.
         """
@@ -80,7 +80,7 @@ class RequestFilter:
         first.request.request_id, first.request.secret = waiting.request.request_id, waiting.request.secret
         return True
 
-    def is_known(self, waiting: Waiting) -> bool:
+    def is_decided(self, waiting: PendingRequest) -> bool:
         """Return whether a result that was sent again is decided in the ledger, so that its bytes are not needed."""
         run, request, kind = self._exchange.active, waiting.request, waiting.kind
         if not request.again or run is None or run.run_id != request.run_id:
@@ -97,14 +97,14 @@ class RequestFilter:
             return bool(row["state"] != State.GENERATED)
         return bool(row["state"] != State.LEASED or row["attempt"] != submission.attempt)
 
-    def let_in(self, waiting: Waiting) -> None:
+    def let_in(self, waiting: PendingRequest) -> None:
         """Count a request that is let in."""
         waiting.is_counted = True
         self._unanswered[waiting.request.member_id] += 1
         if waiting.arrived.has_bulk:
             self._under_way.setdefault(_key(waiting), waiting)
 
-    def finished(self, waiting: Waiting) -> None:
+    def finished(self, waiting: PendingRequest) -> None:
         """Count a request as answered, or parked."""
         if not waiting.is_counted:
             return
@@ -117,7 +117,7 @@ class RequestFilter:
             del self._under_way[_key(waiting)]
 
 
-def _key(waiting: Waiting) -> Key:
+def _key(waiting: PendingRequest) -> Key:
     request, kind = waiting.request, waiting.kind
     submission = getattr(request, kind)
     digest = "" if kind == "lease_return" else submission.digest

@@ -32,7 +32,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 @dataclass
-class Waiting:
+class PendingRequest:
     """A request with the address to answer to."""
 
     identity: bytes
@@ -211,10 +211,10 @@ def _source(frame: zmq.Frame) -> int:
         return -1
 
 
-def parse(message: Message) -> Waiting:
+def parse(message: Message) -> PendingRequest:
     """Return the request in a message. Raises WireError."""
     arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
     # In this order, NaN becomes the limit.
     wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
     deadline_s = time.monotonic() + wait_s
-    return Waiting(message.identity, arrived, deadline_s, message.size, len(message.header))
+    return PendingRequest(message.identity, arrived, deadline_s, message.size, len(message.header))

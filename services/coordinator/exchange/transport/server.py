@@ -1,19 +1,19 @@
-"""The data plane: a ZeroMQ ROUTER in front of the exchange.
+"""The server of the exchange: a ZeroMQ ROUTER in front of its handlers.
 
 Invariants. Nothing is sent without a request. Every answer leaves after the sync of the commit that it reports, and a
-commit that refers to a group's bytes begins after their sync. Requests that have arrived by then share one transaction
+commit that refers to a group's bytes begins after their sync. All requests that wait when a transaction begins share it
 (group commit). A request that could be given nothing is parked until something changes or its wait time ends; a worker
 has at most one parked request of a kind (a rank: one), so the number of parked requests is bounded by the members.
 Any bytes that arrive are answered or dropped, and the loops go on.
 
-A message passes these steps; all but those on the event loop are threads (`PipelineThread`), so that none waits for another's
-turn. The modules are in this folder and in `services/coordinator/exchange/uploads/`:
+A message passes these steps; all but those on the event loop are threads (`PipelineThread`), so that a slow
+step does not hold up the others. The modules are in this folder and in `services/coordinator/exchange/uploads/`:
 
   receive   event loop: reads the socket; stops while too many groups wait for the disk (transport/receiver.py)
   check     decodes and hashes groups, while leases pass by (uploads/intake.py), and compares their prompts
             (uploads/prompt_check.py)
   store     writes and syncs them, several at once
-  answer    event loop: one transaction after another, every other one for leases alone while there are any
+  answer    event loop: one transaction after another; while leases are requested, every second one answers them alone
   sync      syncs commits while the next transactions go on; synced requests are answered between two of theirs
   read      reads arrays of tasks and batches from the disk
   send      event loop
@@ -40,7 +40,7 @@ from services.coordinator.exchange.transport.isolation import IsolatedHandler
 from services.coordinator.exchange.transport.parked import ParkedRequests
 from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 from services.coordinator.exchange.transport.receiver import Receiver
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Waiting
+from services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest
 from services.coordinator.exchange.uploads.intake import store, validate_upload
 from services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
@@ -62,7 +62,7 @@ STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
 """First and longest pause before groups are stored again for which no segment could be begun."""
 
 MAX_TRANSACTIONS = 1024
-"""Transactions that share a sync: as many as there are."""
+"""Most transactions that share a sync: in practice all that wait."""
 
 TICK_S = 0.2
 """Seconds between two checks of parked requests though nothing happened: some answers change with time alone."""
@@ -87,7 +87,7 @@ seldom = RateLimitedLog(log)
 class Done:
     """Answers and notices of a committed transaction."""
 
-    answers: list[tuple[Waiting, Outcome]] = field(default_factory=list)
+    answers: list[tuple[PendingRequest, Outcome]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     bulk_bytes: int = 0
     """Size of the groups in it."""
@@ -97,7 +97,7 @@ class Done:
 class ToRead:
     """An answer with arrays that are on the disk."""
 
-    waiting: Waiting
+    waiting: PendingRequest
     outcome: Outcome
     frames: list[Buffer] = field(default_factory=list)
     damaged: list[DamagedRecord] = field(default_factory=list)
@@ -130,9 +130,9 @@ class ExchangeServer:
         self._handler = IsolatedHandler(exchange)
         self._parked = ParkedRequests(exchange)
         self._wake: set[str] = set()
-        self._leases: deque[Waiting] = deque()
+        self._leases: deque[PendingRequest] = deque()
         """Requests for leases. They come first, because a sampler without work waits for them."""
-        self._others: deque[Waiting] = deque()
+        self._others: deque[PendingRequest] = deque()
         """Other requests that can be answered: group results that are on the disk, and every other kind."""
         self._ticked = False
         """True when TICK_S has passed since parked requests were checked."""
@@ -147,14 +147,14 @@ class ExchangeServer:
         """Notices of transactions that are on the disk, to act on."""
         self._unopened: UnopenedSegment | None = None
         """Segment that storing waits for, for a warning in the run's events."""
-        self._stores: PipelineThread[Waiting] = PipelineThread(
+        self._stores: PipelineThread[PendingRequest] = PipelineThread(
             "store",
             self._store,
             self._queue,
             size=lambda waiting: waiting.size,
             portion_size=MAX_SYNC_BYTES,
         )
-        self._checks: PipelineThread[Waiting] = PipelineThread("check", self._check)
+        self._checks: PipelineThread[PendingRequest] = PipelineThread("check", self._check)
         self._receiver = Receiver(exchange, self._socket, self._checks, self._queue)
         self._syncs: PipelineThread[Done] = PipelineThread(
             "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
@@ -190,7 +190,7 @@ class ExchangeServer:
         """Send what is queued, then close the socket."""
         self._socket.close()
 
-    def _queue(self, portion: Sequence[Waiting]) -> None:
+    def _queue(self, portion: Sequence[PendingRequest]) -> None:
         """Queue requests that can be answered: uploads that are stored, and all others as they arrive."""
         for waiting in portion:
             if waiting.kind == "lease":
@@ -203,14 +203,14 @@ class ExchangeServer:
 
     # Check and store
 
-    def _check(self, portion: list[Waiting]) -> None:
+    def _check(self, portion: list[PendingRequest]) -> None:
         for waiting in portion:
             validate_upload(waiting.arrived)
             if self._prompts is not None:
                 self._prompts.validate_upload(waiting.arrived)
             self._stores.put(waiting)
 
-    def _store(self, portion: list[Waiting]) -> None:
+    def _store(self, portion: list[PendingRequest]) -> None:
         """Store groups; wait where no segment can be begun for want of a file descriptor or a permission. Groups that
         are not stored are not acknowledged, and MAX_PENDING_BYTES bounds their size.
         """
@@ -238,7 +238,8 @@ class ExchangeServer:
                         await self._bell.wait()
                 except TimeoutError:
                     pass
-            kinds, woken, self._wake = set(self._wake), self._wake, set()
+            woken, self._wake = self._wake, set()
+            kinds = set(woken)
             if time.monotonic() - tick_s > TICK_S:
                 kinds |= {"task", "batch"}
                 tick_s, self._ticked = time.monotonic(), True
@@ -278,9 +279,11 @@ class ExchangeServer:
                         done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
                 if self._exchange.take_freed():
                     kinds.add("lease")
-                if "batch" in kinds - woken and not self._batch_may_be_served(now_s):
+                if "batch" in kinds - woken and not self._fix_and_check_served(now_s):
                     kinds.discard("batch")
-                max_leases = len(self._parked) if "lease" in kinds else PARKED_AT_ONCE * self._ticked
+                max_leases = (
+                    len(self._parked) if "lease" in kinds else (PARKED_AT_ONCE if self._ticked else 0)
+                )
                 self._ticked = False
                 for waiting in self._parked.take_due(kinds, max_leases, now_s):
                     if waiting.kind == "lease":
@@ -293,10 +296,10 @@ class ExchangeServer:
                 self._record(done.notices)
         self._syncs.put(done)
 
-    def _batch_may_be_served(self, now_s: float) -> bool:
-        """Return whether waiting ranks may get a batch; called once for all of them."""
+    def _fix_and_check_served(self, now_s: float) -> bool:
+        """Return whether waiting ranks may get a batch, after fixing the one that is due; called once for all of them."""
         run = self._exchange.active
-        return run is None or delivery.may_be_served(self._exchange, run, now_s)
+        return run is None or delivery.fix_and_check_served(self._exchange, run, now_s)
 
     def _sync(self, portion: list[Done]) -> None:
         self._exchange.ledger.sync()
@@ -329,9 +332,9 @@ class ExchangeServer:
             except Exception as error:  # commits stay; the next notices are acted on
                 unforeseen.note("what follows from a commit", error)
 
-    def _answer_leases(self, now_s: float) -> list[tuple[Waiting, Outcome]]:
+    def _answer_leases(self, now_s: float) -> list[tuple[PendingRequest, Outcome]]:
         """Answer the next requests for leases, of different workers."""
-        by_member: dict[str, Waiting] = {}
+        by_member: dict[str, PendingRequest] = {}
         while (
             self._leases
             and len(by_member) < LEASES_AT_ONCE
@@ -345,9 +348,9 @@ class ExchangeServer:
             outcomes = [self._handler.handle(waiting, now_s) for waiting in by_member.values()]
         return list(zip(by_member.values(), outcomes, strict=True))
 
-    def _answer_others(self, now_s: float, end_s: float) -> list[tuple[Waiting, Outcome]]:
+    def _answer_others(self, now_s: float, end_s: float) -> list[tuple[PendingRequest, Outcome]]:
         """Answer some of the other requests, until `end_s` at most."""
-        taken: list[Waiting] = []
+        taken: list[PendingRequest] = []
         with self._handler.together() as outcomes:
             while self._others and len(taken) < OTHERS_AT_ONCE and (not taken or time.monotonic() < end_s):
                 taken.append(self._others.popleft())
@@ -358,11 +361,15 @@ class ExchangeServer:
         return list(zip(taken, outcomes, strict=True))
 
     def _finish_request(
-        self, waiting: Waiting, outcome: Outcome, now_s: float, answers: list[tuple[Waiting, Outcome]]
+        self,
+        waiting: PendingRequest,
+        outcome: Outcome,
+        now_s: float,
+        answers: list[tuple[PendingRequest, Outcome]],
     ) -> None:
         """Answer a request, or park it when there is nothing to give yet."""
         self._receiver.filter.finished(waiting)
-        answers += self._parked.finish(waiting, outcome, now_s)
+        answers += self._parked.answer_or_park(waiting, outcome, now_s)
 
     # Read
 

@@ -51,7 +51,7 @@ class Arrived:
     """Its location on the disk."""
     fault: str = ""
     """Reason why it can never be accepted; empty while there is none."""
-    is_known: bool = False
+    is_decided: bool = False
     """True when it was sent again and is decided in the ledger: its frames were not kept."""
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Arrived:
     @property
     def has_bulk(self) -> bool:
         """Return whether it has arrays that the ledger keeps, so that they are stored before its transaction."""
-        if self.is_known:
+        if self.is_decided:
             return False
         return self.kind == "group" or (self.kind in ("score", "lease_return") and bool(self.frames))
 

@@ -29,7 +29,7 @@ from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.trainer_state import TRAINER_STATE
-from services.coordinator.exchange.leases import revoke_from_silent
+from services.coordinator.exchange.leases import revoke_work
 from services.learner.training.batches import BatchClient, RankBatch
 
 
@@ -335,13 +335,13 @@ def test_what_a_silent_worker_holds_is_lent_again_and_the_first_result_wins(worl
     rollout.finish(first)
     (task,) = reward.tasks()
     with world.ledger.transaction():
-        assert revoke_from_silent(world.exchange, ["rollout", "reward"], with_leases=False) == 1
+        assert revoke_work(world.exchange, ["rollout", "reward"], with_leases=False) == 1
     assert world.states()[1] == "leased"
     (again,) = Reward(world, "other").tasks()
     assert (again.group_id, again.attempt) == (0, 2)
     assert reward.score(task) == COMMITTED  # it is back, and the first
     with world.ledger.transaction():
-        assert revoke_from_silent(world.exchange, ["rollout"], with_leases=True) == 3
+        assert revoke_work(world.exchange, ["rollout"], with_leases=True) == 3
     other = Rollout(world, "other")
     leases = other.lease(8)
     assert [(lease.group_id, lease.attempt) for lease in leases] == [(1, 2), (2, 2), (3, 2)]

@@ -224,7 +224,7 @@ def test_the_exchange_keeps_nothing_of_what_is_over(make_world: Any) -> None:
 
     early = train(range(3))
     assert train(range(3, 110)) == early
-    assert early["first_asked_s"] <= 2
+    assert early["first_requested_s"] <= 2
     assert world.counters["groups:trained"] == 220
 
 
@@ -241,6 +241,6 @@ def test_a_silent_worker_does_not_take_up_again_what_is_lent_to_others(world: Wo
     ]
     world.exchange.suspected.add("silent")
     with world.ledger.transaction():
-        assert leases.revoke_from_silent(world.exchange, ["silent"], with_leases=True) == len(held)
+        assert leases.revoke_work(world.exchange, ["silent"], with_leases=True) == len(held)
         others, _ = leases.lease_groups(world.exchange, world.run, asked)
     assert [lease.group_id for lease in others.reply.lease.leases] == held

@@ -79,18 +79,18 @@ def test_a_group_lives_from_admitted_to_trained(ledger: Ledger) -> None:
 def test_a_released_group_can_be_leased_again(ledger: Ledger) -> None:
     groups = ledger.groups
     lease(ledger, 0)
-    groups.release(RUN, 0, "rollout", attempt=2)
-    groups.release(RUN, 0, "another", attempt=1)
+    groups.end_lease(RUN, 0, "rollout", attempt=2)
+    groups.end_lease(RUN, 0, "another", attempt=1)
     assert row_of(ledger, 0)["state"] == State.LEASED
-    groups.release(RUN, 0, "rollout", attempt=1)
+    groups.end_lease(RUN, 0, "rollout", attempt=1)
     assert (row_of(ledger, 0)["state"], row_of(ledger, 0)["member_id"]) == (State.ADMITTED, None)
     groups.restore_leases(RUN, "rollout", [0])
     assert row_of(ledger, 0)["state"] == State.ADMITTED, "its name is gone"
     lease(ledger, 0, attempt=2)
-    assert groups.release_members(["rollout", "another"]) == 1
+    assert groups.revoke_leases(["rollout", "another"]) == 1
     groups.restore_leases(RUN, "rollout", [0, 1])
     assert (row_of(ledger, 0)["state"], row_of(ledger, 1)["state"]) == (State.LEASED, State.ADMITTED)
-    groups.release_unknown(RUN, "rollout", held=[1])
+    groups.revoke_unknown(RUN, "rollout", held=[1])
     assert row_of(ledger, 0)["state"] == State.ADMITTED
 
 
@@ -99,14 +99,14 @@ def test_a_task_goes_back_and_a_score_stays(ledger: Ledger) -> None:
     commit(ledger, 0)
     groups.assign_scorer(RUN, 0, "reward", 1, "reward")
     assert ledger.group_queries.free_to_score(RUN, 4) == []
-    groups.release_scorer(RUN, 0, "reward", attempt=1)
+    groups.end_task(RUN, 0, "reward", attempt=1)
     groups.assign_scorer(RUN, 0, "reward", 2, "reward")
-    assert groups.release_scorers(["reward"]) == 1
+    assert groups.revoke_tasks(["reward"]) == 1
     groups.assign_scorer(RUN, 0, "reward", 3, "reward")
     groups.fail_scoring(RUN, 0, 1)
     assert (row_of(ledger, 0)["scorer_id"], row_of(ledger, 0)["score_failures"]) == (None, 1)
     groups.score(RUN, 0, SCORED)
-    assert groups.release_scorers(["reward"]) == 0
+    assert groups.revoke_tasks(["reward"]) == 0
 
 
 def test_a_batch_is_taken_apart_and_a_group_of_it_generated_again(ledger: Ledger) -> None:

@@ -227,7 +227,7 @@ async def test_a_member_whose_bookkeeping_fails_is_looked_at_again(
         raise KeyError(7)
 
     with monkeypatch.context() as patch:
-        patch.setattr("services.coordinator.pool.pool.leases.release_member", fail)
+        patch.setattr("services.coordinator.pool.pool.leases.revoke_from_member", fail)
         await coordinator.pool.expire_silent()
         assert len(coordinator.members) == 2
     await coordinator.pool.expire_silent()

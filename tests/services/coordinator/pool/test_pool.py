@@ -308,16 +308,16 @@ async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(pl
                 " VALUES (?, 0, 'train', 'leased', 0, 'rollout-1')",
                 (run.run_id,),
             )
-    coordinator.exchange.first_asked_s[0] = 0.0
+    coordinator.exchange.first_requested_s[0] = 0.0
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "it is heard of"
     member = coordinator.members.get("rollout-1")
     assert member is not None
     member.suspected = True
-    coordinator.exchange.first_asked_s.clear()
+    coordinator.exchange.first_requested_s.clear()
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "nobody waits for it"
-    coordinator.exchange.first_asked_s[0] = 0.0
+    coordinator.exchange.first_requested_s[0] = 0.0
     member.connected = False
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "that may be a crash"

@@ -88,21 +88,21 @@ def test_whatever_ends_a_step_is_reported_and_ends_the_process(tmp_path: Path, e
     assert (report.fault, report.step, report.session) == (worker_pb2.FAULT_STEP, 2, 3)
     assert report.error == f"{type(error).__name__}: {error} (rank 0)"
     assert reasons == [f"{type(error).__name__}: {error}"]
-    assert session.out_of_step
+    assert session.diverged
 
 
 def test_a_refused_receipt_ends_the_session(tmp_path: Path) -> None:
     session, report, _ = run(tmp_path, PacelineError("the receipt of step 2 was refused: it differs"))
     assert report.fault == worker_pb2.FAULT_STEP
     assert "the receipt of step 2 was refused" in report.error
-    assert session.out_of_step
+    assert session.diverged
 
 
 def test_a_coordinator_that_is_away_is_no_fault_of_the_step(tmp_path: Path) -> None:
     session, report, reasons = run(tmp_path, Unavailable("the coordinator did not answer"))
     assert report.fault == worker_pb2.FAULT_PASSING
     assert reasons == []
-    assert not session.out_of_step
+    assert not session.diverged
 
 
 def test_a_loss_that_is_not_finite_pauses_as_before(tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_a_loss_that_is_not_finite_pauses_as_before(tmp_path: Path) -> None:
     assert report.resumable
     assert reasons == []
     assert report.fault == worker_pb2.FAULT_UNSPECIFIED
-    assert not session.out_of_step
+    assert not session.diverged

@@ -101,7 +101,7 @@ class Run:
     tokenizer: Any
     params: SamplingParams
 
-    async def ask(self, request: GenerationRequest) -> Completion:
+    async def generate_external(self, request: GenerationRequest) -> Completion:
         return await self.engine.generate(request)
 
 

@@ -3,7 +3,7 @@
 The link's thread waits for a newer version, then for its transfer with a deadline (`learner.weights.transfer`), then backs
 off after a failure. A member that works on a version gets no other offer until it has answered or fallen silent. The
 transfer runs in a second thread, because forming and sending block outside Python and may outlast every time-out; the
-link's thread never enters them. A transfer that fails or passes its deadline is abandoned with its group, and the next
+link's thread never enters them. A transfer that fails or passes its deadline is abandoned with its process group, and the next
 attempt starts with a fresh prefix. No other thread waits for either.
 
 One condition per member guards its state. A version counts as delivered only when the member has answered so.
@@ -55,8 +55,8 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class LinkHistory:
-    """State that a member's links pass on to its next one: prefixes must not repeat, a member that was expelled and named
-    again must wait for its back-off, and a backend that could not reach it is not tried again."""
+    """State that a member's links pass on to its next one: prefixes must not repeat, a member that was expelled and is
+    in the roster again must wait for its back-off, and a backend that could not reach it is not tried again."""
 
     attempts: int = 0
     failures: int = 0
@@ -68,12 +68,12 @@ class LinkHistory:
 @dataclass
 class _Busy:
     last_s: float
-    """Limit of `until_s`, however often the member reports."""
+    """Latest value of `until_s`; reports cannot extend it further."""
     until_s: float = 0.0
 
 
-class MemberLink:
-    """Link that keeps one member at the newest version, until `leave`. `before` is the history of its earlier links."""
+class MemberSender:
+    """Sender that keeps one member at the newest version, until `leave`. `before` is the history of its earlier links."""
 
     def __init__(self, settings: LinkSettings, member_id: str, epoch: int, before: LinkHistory) -> None:
         self._settings = settings

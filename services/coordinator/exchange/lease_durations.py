@@ -41,7 +41,7 @@ class Overdue(NamedTuple):
     why: str
 
 
-class LeaseAges:
+class LeaseDurations:
     """Ages of the leases, or of the tasks."""
 
     def __init__(self) -> None:

@@ -23,7 +23,13 @@ from paceline.groups import Version
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange import overdue
-from services.coordinator.exchange.lease_ages import LIMIT_S, MIN_RESULTS, NO_MEDIAN_S, LeaseAges, Overdue
+from services.coordinator.exchange.lease_durations import (
+    LIMIT_S,
+    MIN_RESULTS,
+    NO_MEDIAN_S,
+    LeaseDurations,
+    Overdue,
+)
 from services.coordinator.members.registry import Fault
 from services.coordinator.pool import pool
 
@@ -34,7 +40,7 @@ class Time:
     """Looks every second at leases that are out."""
 
     def __init__(self) -> None:
-        self.ages, self.now_s, self.held = LeaseAges(), 100.0, dict[Lease, None]()
+        self.ages, self.now_s, self.held = LeaseDurations(), 100.0, dict[Lease, None]()
         self.able: set[str] = set()
         """Workers that could take what others hold."""
         self.found: list[str] = []
@@ -212,7 +218,7 @@ def test_refused_results_are_counted(world: World) -> None:
     (lease,) = idle.lease()
     busy.lease()
     for _ in range(MIN_RESULTS):
-        world.exchange.ages.note_submission("busy", 99, 1)
+        world.exchange.lease_durations.note_submission("busy", 99, 1)
     bad = make_completion(Version(1, 0), 17, 0)
     request, frames = group_result(lease.group_id, 1, [bad, bad])
     request.member_id = "sick"
