@@ -51,6 +51,7 @@ COVERED_BY = {
     "paceline/spec/run.py": "test_reading.py",
     "paceline/spec/sections/algorithm.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/base.py": "tests/paceline/spec/test_reading.py",
+    "paceline/spec/sections/bundle.py": "tests/paceline/bundle/test_collecting.py",
     "paceline/spec/sections/data.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/distillation.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/grpo.py": "tests/paceline/spec/test_reading.py",

@@ -7,6 +7,7 @@ nowhere else. `paceline.spec.reading` reads the YAML and the dotted overrides.
 
 from paceline.spec.run import RunSpec
 from paceline.spec.sections.base import Section
+from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.data import DataSection, RewardFunctionSection
 from paceline.spec.sections.distillation import DistillationSection
 from paceline.spec.sections.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
@@ -32,6 +33,7 @@ from paceline.spec.value import ValueSection
 __all__ = [
     "AdvantageName",
     "AsyncGrpoSection",
+    "BundleSection",
     "CheckpointingSection",
     "ClusterSection",
     "DataSection",

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from paceline.errors import SpecError
 from paceline.spec.sections.algorithm import AlgorithmSection
 from paceline.spec.sections.base import Section
+from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.data import DataSection, RewardFunctionSection
 from paceline.spec.sections.distillation import DistillationSection
 from paceline.spec.sections.grpo import AsyncGrpoSection, GrpoSection
@@ -55,6 +56,7 @@ class RunSpec(Section):
     rm: RmSection = RmSection()
     distillation: DistillationSection = DistillationSection()
     rewards: tuple[RewardFunctionSection, ...] = ()
+    bundle: BundleSection = BundleSection()
     weights: WeightsSection = WeightsSection()
     checkpointing: CheckpointingSection = CheckpointingSection()
     logger: LoggerSection = LoggerSection()

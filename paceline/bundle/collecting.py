@@ -1,0 +1,229 @@
+"""Making of a bundle from a spec, on the submitter's machine: which files travel, their digests, and what is refused.
+
+A path that does not exist here is left to the services, as it was meant before there were bundles: a function's file in a
+worker's image, or data on its disk.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.bundle.imports import imports_of, literal_files
+from paceline.bundle.layout import (
+    data_names,
+    is_path,
+    place_of_data,
+    place_of_data_folder,
+    place_of_file,
+    place_of_folder,
+    split_glob,
+)
+from paceline.bundle.manifest import BundledFile, Kind, Manifest
+from paceline.bundle.requirements import undeclared
+from paceline.errors import SpecError
+from paceline.spec import RunSpec
+
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The files of a run on this machine."""
+
+    manifest: Manifest
+    sources: dict[str, Path]
+    """A file with the content of each digest."""
+    warnings: tuple[str, ...] = ()
+    """Sentences about files that the run may need and that the bundle does not have."""
+
+
+@dataclass
+class _Found:
+    """Files by their place in the bundle, each with the field that named it."""
+
+    spec: RunSpec
+    files: dict[str, tuple[Kind, str, Path]] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, kind: Kind, name: str, place: str, path: Path) -> None:
+        """Add a file, checked. A place that is taken keeps its kind: code is not data as well. Raises SpecError."""
+        if place not in self.files:
+            size = _checked_size(name, path)
+            self.files[place] = (kind, name, path)
+            self.size += size
+            if self.size > self.spec.bundle.max_mb * MB:
+                self._refuse(kind, name, path, size)
+
+    def _refuse(self, kind: Kind, name: str, path: Path, size: int) -> None:
+        remedy = (
+            "give the data as a URL that the services can read (s3://…, gs://…, or file:///… where all of them see the "
+            "path), or raise bundle.max_mb"
+            if kind == "data"
+            else "name fewer files, or raise bundle.max_mb"
+        )
+        raise SpecError(
+            f"{name}: with {str(path)!r} ({size / MB:.1f} MB) the run's files are {self.size / MB:.1f} MB, more than "
+            f"bundle.max_mb {self.spec.bundle.max_mb}; {remedy}"
+        )
+
+
+def collect(spec: RunSpec, data_of: Manifest | None = None) -> Bundle:
+    """Return the bundle of a spec, empty when all that it names is elsewhere. With `data_of` the data files are those of that
+    bundle, and only the others are read.
+
+    Raises SpecError, naming the field and the file: a link that leaves its folder, a device, a file that cannot be read or
+    is changed meanwhile, more than bundle.max_mb.
+    """
+    found = _Found(spec)
+    kept = data_of.subset("data").files if data_of is not None else ()
+    warnings = _add_code(found)
+    _add_included(found)
+    if data_of is None:
+        _add_data(found)
+    files, sources = list(kept), dict[str, Path]()
+    taken = {file.path for file in kept}
+    for place, (kind, name, path) in found.files.items():
+        if place not in taken:
+            file = _digested(place, kind, name, path)
+            files.append(file)
+            sources.setdefault(file.sha256, path)
+    return Bundle(Manifest.of(files), sources, tuple(warnings))
+
+
+def _add_code(found: _Found) -> list[str]:
+    """Add the files of the reward functions with what they import from their folders; return warnings."""
+    spec, others, warnings = found.spec, dict[str, Path](), []
+    for index, reward in enumerate(spec.rewards):
+        file, colon, _ = reward.function.rpartition(":")
+        path = Path(file)
+        if not colon or not path.is_absolute() or not path.exists():
+            continue
+        name = f"rewards.{index}.function"
+        found.add("code", name, place_of_file(spec.folder, file), path)
+        imports = imports_of(path)
+        base = place_of_folder(spec.folder, str(path.parent))
+        for needed in sorted(imports.files - {path}):
+            inside = _inside(name, needed, path.parent)
+            found.add("code", name, f"{base}/{inside}", needed)
+        others |= imports.others
+        for source in sorted(imports.files):
+            warnings += _not_included(found, source, path.parent) if source.suffix == ".py" else []
+    for module in undeclared(others, spec.bundle.requirements):
+        warnings.append(
+            f"{others[module].name} imports {module!r}, which is neither beside it nor a dependency of Paceline; name it in "
+            "bundle.requirements, so that workers without it report that before the first group"
+        )
+    return list(dict.fromkeys(warnings))
+
+
+def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
+    """Return a warning for each file that a module names, that is beside it, and that does not travel."""
+    spec = found.spec
+    included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
+    return [
+        f"{source.name} names {text!r}, a file beside it that does not travel with the run; add it to bundle.include if the "
+        "reward function reads it"
+        for text in sorted(literal_files(source))
+        if source.parent / text not in included and not text.endswith(".py")
+    ]
+
+
+def _add_included(found: _Found) -> None:
+    spec = found.spec
+    if spec.bundle.include and not spec.folder:
+        raise SpecError("bundle.include is relative to the spec's folder, and this spec has none; set folder")
+    folder = Path(spec.folder)
+    if spec.bundle.include and not folder.is_dir():
+        return
+    for index, pattern in enumerate(spec.bundle.include):
+        name = f"bundle.include.{index}"
+        paths = _included(spec, index)
+        if not paths:
+            raise SpecError(f"{name}: no file matches {pattern!r} in {spec.folder}; correct or remove it")
+        for path in paths:
+            found.add("include", name, f"folder/{_inside(name, path, folder)}", path)
+
+
+def _included(spec: RunSpec, index: int) -> list[Path]:
+    """Return the files that an entry of bundle.include names: all of a folder."""
+    if not spec.folder:
+        return []
+    matches = sorted(Path(spec.folder).glob(spec.bundle.include[index]))
+    return [file for path in matches for file in (_files_below(path) if path.is_dir() else [path])]
+
+
+def _add_data(found: _Found) -> None:
+    spec = found.spec
+    for field_name, names in data_names(spec).items():
+        for name in filter(is_path, names):
+            place = place_of_data(spec.folder, name)
+            if glob.has_magic(name):
+                folder, _ = split_glob(name)
+                base = place_of_data_folder(spec.folder, folder)
+                for path in map(Path, sorted(glob.glob(name, recursive=True))):
+                    if path.is_file():
+                        inside = _inside(field_name, path, Path(folder))
+                        found.add("data", field_name, f"{base}/{inside}", path)
+            elif os.path.isdir(name):
+                for path in _files_below(Path(name)):
+                    inside = _inside(field_name, path, Path(name))
+                    found.add("data", field_name, f"{place}/{inside}", path)
+            elif os.path.lexists(name):
+                found.add("data", field_name, place, Path(name))
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that are not hidden, in order; links to folders are files here, and so refused."""
+    for parent, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        folders[:] = sorted(
+            set(folders) - set(links) - {"__pycache__"} - {n for n in folders if n.startswith(".")}
+        )
+        yield from (Path(parent, name) for name in sorted([*names, *links]) if not name.startswith("."))
+
+
+def _inside(name: str, path: Path, folder: Path) -> str:
+    """Return the path below `folder`. Raises SpecError for a link that leaves it."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise SpecError(
+            f"{name}: {str(path)!r} is a link to {str(path.resolve())!r}, outside of {str(folder)!r}; put a copy of the file "
+            "there instead of the link"
+        )
+    return path.relative_to(folder).as_posix()
+
+
+def _checked_size(name: str, path: Path) -> int:
+    """Return the size of a file. Raises SpecError for one that cannot be read as a file."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise SpecError(
+            f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it"
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device, pipe or socket"
+        raise SpecError(f"{name}: {str(path)!r} is {kind}, not a file; name a file")
+    if not os.access(path, os.R_OK):
+        raise SpecError(f"{name}: {str(path)!r} cannot be read: Permission denied; chmod u+r it")
+    return status.st_size
+
+
+def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
+    """Return a file with its digest. Raises SpecError when it cannot be read, or is changed meanwhile."""
+    try:
+        with path.open("rb") as source:
+            sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+            size = source.tell()
+            if os.fstat(source.fileno()).st_size != size:
+                raise SpecError(f"{name}: {str(path)!r} was changed while it was read; submit again")
+    except OSError as error:
+        raise SpecError(
+            f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it"
+        ) from None
+    return BundledFile(place, kind, size, sha256)

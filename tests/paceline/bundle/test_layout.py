@@ -1,0 +1,68 @@
+"""Places of files in a bundle, and the spec of an unpacked one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.bundle.layout import localized, place_of_data, place_of_file, split_glob
+from paceline.bundle.manifest import BundledFile, Kind, Manifest
+from paceline.spec import RunSpec
+from paceline.spec.reading import parse_spec
+
+
+def entry(path: str, kind: Kind) -> BundledFile:
+    return BundledFile(path, kind, 1, "ab" * 32)
+
+
+def spec_of(folder: str = "/home/me/run", **data: object) -> RunSpec:
+    tree = {
+        "folder": folder,
+        "policy": {"model_name": "/models/tiny"},
+        "data": {"train": "/home/me/run/train.jsonl", **data},
+        "rewards": [{"function": "/home/me/run/rewards/exact.py:exact"}, {"function": "exact_match"}],
+    }
+    return parse_spec(tree)
+
+
+def test_places_below_the_folder_and_outside() -> None:
+    assert place_of_file("/home/me/run", "/home/me/run/rewards/exact.py") == "folder/rewards/exact.py"
+    assert place_of_data("/home/me/run", "/home/me/run/d/*.jsonl") == "data/folder/d/*.jsonl"
+    outside = place_of_data("/home/me/run", "/data/train.jsonl")
+    assert outside.startswith("data/outside/")
+    assert outside.endswith("/train.jsonl")
+    assert place_of_data("", "/data/other/train.jsonl") != outside
+    assert split_glob("/a/b*/c.jsonl") == ("/a", "b*/c.jsonl")
+    assert split_glob("/a/b/c") == ("/a/b", "c")
+
+
+def test_only_what_the_bundle_has_is_localized() -> None:
+    spec = spec_of(validation=("/data/v*.jsonl", "hub/name", "s3://bucket/v.jsonl"))
+    place = place_of_data(spec.folder, "/data/v1.jsonl")
+    manifest = Manifest.of(
+        [
+            entry("folder/rewards/exact.py", "code"),
+            entry("data/folder/train.jsonl", "data"),
+            entry(place, "data"),
+        ]
+    )
+    local = localized(spec, manifest, Path("/cache/x"))
+    assert local.data.train == "/cache/x/data/folder/train.jsonl"
+    assert local.data.validation == (
+        str(Path("/cache/x", place).with_name("v*.jsonl")), "hub/name", "s3://bucket/v.jsonl",
+    )  # fmt: skip
+    assert [reward.function for reward in local.rewards] == [
+        "/cache/x/folder/rewards/exact.py:exact",
+        "exact_match",
+    ]
+    assert local.folder == "/cache/x"
+    assert local.policy == spec.policy
+
+    code_only = localized(spec, manifest.subset("code"), Path("/cache/y"))
+    assert code_only.data == spec.data
+    assert localized(spec, Manifest(()), Path("/cache/z")) == spec
+
+
+def test_a_folder_with_data_is_localized_as_a_whole() -> None:
+    spec = spec_of(train="/home/me/run/saved")
+    manifest = Manifest.of([entry("data/folder/saved/part/0.arrow", "data")])
+    assert localized(spec, manifest, Path("/c")).data.train == "/c/data/folder/saved"

@@ -1,0 +1,22 @@
+"""Requirements: named modules that are missing, and imported modules that nobody named."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bundle.requirements import check_requirements, undeclared
+from paceline.errors import Unreadable
+
+
+def test_missing_modules_are_named() -> None:
+    check_requirements(["json", "os.path", "numpy"])
+    with pytest.raises(
+        Unreadable, match=r"'no_such_module', 'json\.no_such_part', which this worker does not have"
+    ):
+        check_requirements(["json", "no_such_module", "json.no_such_part"])
+
+
+def test_dependencies_of_paceline_need_no_requirement() -> None:
+    assert undeclared(["numpy", "sympy", "yaml", "no_such_module", "named"], ["named.part"]) == [
+        "no_such_module"
+    ]
