@@ -7,11 +7,12 @@ kept as `Unread`, so that the report can name it.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import SpecError
+from paceline.migration.reward_source import reward_source
 
 CONFIGS = {
     "GRPOConfig": "grpo",
@@ -39,6 +40,8 @@ class Script:
     algorithm: str
     settings: dict[str, Any]
     notes: list[str]
+    files: dict[str, str] = field(default_factory=dict)
+    """Files to write beside the spec, by name: the script's own reward functions."""
 
 
 def read_script(path: Path) -> Script:
@@ -48,21 +51,24 @@ def read_script(path: Path) -> Script:
             f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration"
         )
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpecError(f"{path} is not valid Python: {error}") from None
-    return _Reader(path, tree).read()
+    return _Reader(path, text, tree).read()
 
 
 class _Reader:
-    def __init__(self, path: Path, tree: ast.Module):
+    def __init__(self, path: Path, text: str, tree: ast.Module):
         self._path = path
+        self._text = text
         self._tree = tree
         self._calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         self._values = self._assigned()
         self._functions = {
             node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         }
+        self._rewards_file = f"{path.stem}_rewards.py"
         self._notes: list[str] = []
 
     def read(self) -> Script:
@@ -81,12 +87,12 @@ class _Reader:
                 settings |= self._of_adapter(call)
         if "dataset_name" not in settings:
             settings |= self._of_data()
-        self._check_guard()
+        files = self._reward_files(settings.get("reward_funcs", ()))
         unread = {name: value.text for name, value in settings.items() if isinstance(value, Unread)}
         for name, text in unread.items():
             self._notes.append(f"{name} is {text} in the script, which was not run; set it by hand")
         kept = {name: value for name, value in settings.items() if name not in unread}
-        return Script(CONFIGS[_name(config.func)], kept, self._notes)
+        return Script(CONFIGS[_name(config.func)], kept, self._notes, files)
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
         return {word.arg: self._value(word.value) for word in call.keywords if word.arg}
@@ -119,7 +125,7 @@ class _Reader:
             if isinstance(value, str):
                 rewards.append({"function": "reward_model", "kwargs": {"path": value}})
             elif name in self._functions:
-                rewards.append({"function": f"{self._path.name}:{name}"})
+                rewards.append({"function": f"{self._rewards_file}:{name}"})
             elif name:
                 rewards.append(name)
             else:
@@ -158,19 +164,18 @@ class _Reader:
             )
         return found
 
-    def _check_guard(self) -> None:
-        """Note a training that starts when the file is imported, as reward workers do."""
-        for node in self._tree.body:
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Call)
-                and _name(node.value.func) == "train"
-            ):
-                self._notes.append(
-                    f"{self._path.name} trains when it is imported, and reward workers import it: put `trainer.train()` below "
-                    "`if __name__ == '__main__':`, or move the reward functions to a file without it"
-                )
-                return
+    def _reward_files(self, rewards: Any) -> dict[str, str]:
+        """Return the file with the script's own reward functions, if it has any."""
+        named = [reward["function"].partition(":") for reward in rewards if isinstance(reward, dict)]
+        functions = [function for file, _, function in named if file == self._rewards_file]
+        if not functions:
+            return {}
+        text, missing = reward_source(self._text, self._tree, functions)
+        if missing:
+            self._notes.append(
+                f"{self._rewards_file} uses {', '.join(missing)}, which the script does not define at its top; define it there"
+            )
+        return {self._rewards_file: text}
 
     def _assigned(self) -> dict[str, Any]:
         """Return the literals that one name each has in the whole script."""

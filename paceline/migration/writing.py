@@ -64,6 +64,7 @@ def _converted(library: str, path: Path, processes: int) -> Conversion:
             script = python_script.read_script(path)
             done = trl.convert(script.settings, processes=processes, algorithm=script.algorithm)
             done.notes = [*script.notes, *done.notes]
+            done.files |= script.files
             return done
         if library == "trl":
             return trl.convert(sources.read_yaml(path, "trl"), processes=processes)

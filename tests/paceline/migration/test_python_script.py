@@ -50,7 +50,7 @@ def test_literals_are_read_and_other_expressions_are_named(tmp_path: Path) -> No
         "bf16": True,
         "model_name_or_path": "org/model",
         "reward_funcs": [
-            {"function": "train.py:short"},
+            {"function": "train_rewards.py:short"},
             {"function": "reward_model", "kwargs": {"path": "org/reward-model"}},
             "accuracy_reward",
         ],
@@ -66,7 +66,9 @@ def test_literals_are_read_and_other_expressions_are_named(tmp_path: Path) -> No
     assert "seed is MODEL_TWICE" in notes
     assert "lambda completions: [1.0] has no name" in notes
     assert "the script changes the rows (map)" in notes
-    assert "train.py trains when it is imported" in notes
+    assert script.files == {
+        "train_rewards.py": "def short(completions, **kwargs):\n    return [-len(each) for each in completions]\n"
+    }
 
 
 def test_long_expressions_are_left_out_or_refused(tmp_path: Path) -> None:
