@@ -48,8 +48,8 @@ def _shadowed(field: str, source: PromptSource) -> list[str]:
     if not named:
         return []
     return [
-        f"{field} has the column {', '.join(map(repr, named))}, which no reward function sees: its argument of that name is "
-        "the prompts or the completions of the group; rename the column"
+        f"no reward function sees {' and '.join(f'the column {name!r}' for name in named)} of {field}, because its argument of "
+        "that name is the prompts or the completions of the group; rename the column"
     ]
 
 

@@ -42,3 +42,11 @@ async def test_groups_are_dropped_only_while_the_run_is_paused_and_has_a_batch(p
     assert "has no batch that is fixed and not trained; its next step is 0" in text
     code, _ = await refusal(plane.runs.DropGroups(run_pb2.DropGroupsRequest(run_id="no-1", group_ids=[1])))
     assert code == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_run_that_has_ended_is_not_cancelled_again(plane: Plane) -> None:
+    run = await plane.submit()
+    request = run_pb2.CancelRequest(run_id=run.run_id)
+    await plane.runs.Cancel(request)
+    code, text = await refusal(plane.runs.Cancel(request))
+    assert (code, text) == (grpc.StatusCode.FAILED_PRECONDITION, f"run {run.run_id} was cancelled already")
