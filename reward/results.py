@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.groups import FloatArray
 
@@ -38,3 +38,5 @@ class RewardResult:
     """Seconds of each function that ran, a failed one included."""
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Sum and number of the values that the functions logged, by name."""
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)
+    """[C] values of each further column that the functions logged."""

@@ -21,7 +21,7 @@ from paceline.spec import RewardFunctionSection
 from reward.process import ProcessDied, ProcessTimeout, RewardProcess
 from reward.protocol import encode
 from reward.results import FailureKind, RewardFailure, RewardResult
-from reward.trainer_view import checked_metrics
+from reward.trainer_view import MAX_COLUMNS, checked_extra, checked_metrics
 
 
 class RewardRunner:
@@ -128,6 +128,7 @@ class RewardRunner:
         rewards_CF: FloatArray = np.empty((num_completions, len(self._functions)), np.float32)
         durations_s: list[float] = []
         metrics: dict[str, tuple[float, int]] = {}
+        extra: dict[str, list[Any]] = {}
         failure = await self._revive(process)
         if self._state == "closed":  # meanwhile, and close() could not see the process that was being started
             await process.close()
@@ -155,8 +156,11 @@ class RewardRunner:
                     for name, (total, count) in checked_metrics(reply.get("metrics")).items():
                         before = metrics.get(name, (0.0, 0))
                         metrics[name] = (before[0] + total, before[1] + count)
+                    for name, values in checked_extra(reply.get("extra"), num_completions).items():
+                        if name in extra or len(extra) < MAX_COLUMNS:
+                            extra[name] = values
             durations_s.append(time.monotonic() - started_s)
-        return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s), metrics)
+        return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s), metrics, extra)
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
         """Start a process that an earlier failure ended; a file may have become unloadable, or be away, since."""

@@ -10,6 +10,12 @@ from typing import Any
 MAX_METRICS = 32
 """Metrics of one call; further ones are left out."""
 MAX_NAME = 48
+MAX_COLUMNS = 16
+"""Columns of one group that `log_extra` adds; further ones are left out."""
+MAX_VALUES = 4096
+"""Values of such a column; a group has fewer completions."""
+MAX_TEXT = 2000
+"""Characters at which a value of such a column is cut off."""
 
 NO_STATE: Mapping[str, float] = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
 """State of a call without a run."""
@@ -22,6 +28,8 @@ class TrainerView:
         self._state = SimpleNamespace(**{**NO_STATE, **(state or {})})
         self.metrics: dict[str, tuple[float, int]] = {}
         """Sum and number of the logged values by name."""
+        self.extra: dict[str, list[Any]] = {}
+        """[C] values of each further column, as JSON has them."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that a function may name."""
@@ -40,12 +48,38 @@ class TrainerView:
             self.metrics[name] = (total + number, count + 1)
 
     def _log_extra(self, column: str, values: Any) -> None:
-        """Do nothing: the scores of a group have no place for further columns. The arguments are those of TRL."""
+        """Keep a value for each completion beside its reward; another call with the same name replaces them."""
+        if is_metric_name(column) and (column in self.extra or len(self.extra) < MAX_COLUMNS):
+            self.extra[column] = [_plain(value) for value in list(values)[:MAX_VALUES]]
 
 
 def is_metric_name(name: object) -> bool:
     """Return whether a metric may have this name."""
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()
+
+
+def checked_extra(value: Any, num_completions: int) -> dict[str, list[Any]]:
+    """Return the columns of a reply that have one value for each completion: the reply comes from a process that runs user
+    code."""
+    columns: dict[str, list[Any]] = {}
+    for name, values in list(value.items())[:MAX_COLUMNS] if isinstance(value, dict) else ():
+        if is_metric_name(name) and isinstance(values, list) and len(values) == num_completions:
+            columns[name] = [_plain(each) for each in values]
+    return columns
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, truth value, None or short text for a value; a number that is not finite becomes text."""
+    item = getattr(value, "item", None)  # scalars of NumPy and torch, without importing either
+    if item is not None and getattr(value, "size", None) in (1, None):
+        value = item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 1 << 53:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    return str(value)[:MAX_TEXT]
 
 
 def checked_metrics(value: Any) -> dict[str, tuple[float, int]]:

@@ -92,7 +92,7 @@ def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner)
             rewards = call_function(
                 loaded.function, copied, loaded.kwargs, lambda awaitable: loop.run(wait(awaitable)), view
             )
-        return {"rewards": rewards, "metrics": view.metrics}
+        return {"rewards": rewards, "metrics": view.metrics, "extra": view.extra}
     except InvalidRewards as error:
         return {"invalid": str(error)}
     except BaseException as error:  # sys.exit() in a function is a failure too

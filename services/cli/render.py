@@ -241,6 +241,7 @@ def sample_text(group: Mapping[str, Any], *, of_evaluation: bool = False) -> str
         tokens = len(completion["token_ids"])
         lines.append(f"  ▸ {rewards} · {tokens} tokens ({completion['finish_reason']}) · version {versions}")
         lines += [f"    {line}" for line in completion["text"].splitlines() or [""]]
+        lines += [f"    {name}: {value}" for name, value in completion.get("extra", {}).items()]
     return "\n".join(lines)
 
 

@@ -31,6 +31,7 @@ from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.common.assigned_run import AssignedRun
 from services.common.gpus import refuse_cpu, usable_gpus
+from services.common.logged_extra import extra_json
 from services.common.logged_metrics import LoggedMetrics
 from services.common.membership import Membership
 from services.common.reporting.progress_log import ProgressLog
@@ -213,6 +214,7 @@ class RewardWorker:
                 elif result.rewards_CF is not None:
                     score.rewards.extend(result.rewards_CF.ravel().tolist())
                     score.functions.extend(reward.label for reward in spec.rewards)
+                    score.extra_json = extra_json(result.extra)
         score.score_s = time.monotonic() - started_s
         reply, _ = await self.membership.request(
             pb.ExchangeRequest(run_id=run_id, score=score), [] if score.error else frames

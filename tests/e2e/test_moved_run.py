@@ -29,11 +29,13 @@ def tags_reward(completions, **kwargs):
     return [1.0 if TAGS.search(completion[0]["content"]) else 0.0 for completion in completions]
 
 
-def length_reward(completions, log_metric=None, **kwargs):
-    """Texts or chats, with a logger that older versions of the library do not pass."""
+def length_reward(completions, log_metric=None, log_extra=None, **kwargs):
+    """Texts or chats, with loggers that older versions of the library do not pass."""
     texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
     if log_metric:
         log_metric("characters", sum(map(len, texts)) / len(texts))
+    if log_extra:
+        log_extra("length", [len(text) for text in texts])
     return [-abs(20 - len(text)) / 20 for text in texts]
 
 
@@ -120,3 +122,5 @@ def test_a_script_for_trl_trains_here(
     assert RunState.of(run) is RunState.SUCCEEDED, run.message
     last = client.metrics(run.run_id)[-1]
     assert [name for name in functions if f"reward/{name}" not in last] == []
+    for completion in client.samples(run.run_id, 1)[0]["completions"]:
+        assert completion["extra"] == {"length": len(completion["text"])}

@@ -92,6 +92,7 @@ def test_a_function_sees_the_training_and_logs_metrics_as_with_trl() -> None:
     view = TrainerView({"global_step": 3, "max_steps": 4, "epoch": 0.25})
     assert call_function(scheduled, GROUP, {}, asyncio.run, view) == [1.0, 1.0]
     assert view.metrics == {"length": (6.0, 3)}
+    assert view.extra == {"extracted": GROUP["completions"]}
     no_run = TrainerView()
     assert no_run.arguments()["trainer_state"].global_step == 0
 

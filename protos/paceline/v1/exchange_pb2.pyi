@@ -630,6 +630,7 @@ class ScoreResult(_message.Message):
     SCORE_S_FIELD_NUMBER: _builtins.int
     HANDED_BACK_FIELD_NUMBER: _builtins.int
     CRASHED_FIELD_NUMBER: _builtins.int
+    EXTRA_JSON_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     attempt: _builtins.int
@@ -647,6 +648,10 @@ class ScoreResult(_message.Message):
     crashed: _builtins.bool
     """With `handed_back`: the process that ran the functions died while it scored this group. That counts as a crash of
     the group, not as a failure of its scoring.
+    """
+    extra_json: _builtins.str
+    """Further columns that the functions logged: a JSON object with a list of C values for each name. For people; nothing
+    depends on it. Up to 256 kB, empty without any.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -668,10 +673,11 @@ class ScoreResult(_message.Message):
         score_s: _builtins.float = ...,
         handed_back: _builtins.bool = ...,
         crashed: _builtins.bool = ...,
+        extra_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "crashed", b"crashed", "digest", b"digest", "error", b"error", "functions", b"functions", "group_id", b"group_id", "handed_back", b"handed_back", "rewards", b"rewards", "score_s", b"score_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "crashed", b"crashed", "digest", b"digest", "error", b"error", "extra_json", b"extra_json", "functions", b"functions", "group_id", b"group_id", "handed_back", b"handed_back", "rewards", b"rewards", "score_s", b"score_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

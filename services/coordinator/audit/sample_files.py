@@ -40,6 +40,7 @@ COMPLETION_COLUMNS = {
     "versions": "list<int32>",
     "rewards": "rewards",
     "final_reward": "float",
+    "extra": "string",
 }
 PAIR_COLUMNS = {
     "group_id": "int64",
@@ -130,6 +131,7 @@ def _completion_rows(group: Row) -> list[Row]:
                 "versions": np.repeat([v for _, _, _, v in completion["spans"]], lengths).tolist(),
                 "rewards": completion["rewards"],
                 "final_reward": completion["reward"],
+                "extra": json.dumps(completion["extra"]) if completion["extra"] else None,
             }
         )
     return rows

@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.errors import NotFound
 from paceline.wire import Buffer, decode_result, decode_rewards
+from services.common.logged_extra import read_extra
 
 if TYPE_CHECKING:
     from services.coordinator.ledger.ledger import Ledger
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 def samples_of_step(ledger: Ledger, run_id: str, step: int) -> list[dict[str, Any]]:
     """Return the groups of a step's batch, in the batch's order: prompt, columns, and for each completion its text,
-    tokens, versions, rewards by function (null where a function returned None) and their weighted sum.
+    tokens, versions, rewards by function (null where a function returned None), their weighted sum, and the columns that the
+    functions logged (`extra`).
 
     Raises NotFound: a step without batch, samples that the run did not keep.
     """
@@ -113,17 +115,20 @@ def _groups(ledger: Ledger, run_id: str, rows: list[sqlite3.Row], what: str) -> 
 
     spec = spec_of_run(run_id, ledger.run(run_id)["spec_yaml"])[0]
     weights = [reward.weight for reward in spec.rewards]
+    extra = read_extra(ledger.run_directory(run_id), {row["digest"] for row in rows})
     groups = []
     for row in rows:
         payload = ledger.payload(run_id, row["group_id"])
         if payload is None:
             raise NotFound(f"{what} were not kept: the run has logger.keep_samples false")
         texts, arrays = payload.read()
-        groups.append(_group(row, arrays, texts, weights))
+        groups.append(_group(row, arrays, texts, weights, extra.get(row["digest"], {})))
     return groups
 
 
-def _group(row: sqlite3.Row, arrays: Buffer, texts: Buffer, weights: list[float]) -> dict[str, Any]:
+def _group(
+    row: sqlite3.Row, arrays: Buffer, texts: Buffer, weights: list[float], extra: dict[str, list[Any]]
+) -> dict[str, Any]:
     prompt_ids, completions = decode_result(arrays, texts)
     functions = json.loads(row["functions"])
     rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(completions))
@@ -148,8 +153,11 @@ def _group(row: sqlite3.Row, arrays: Buffer, texts: Buffer, weights: list[float]
                     for name, value in zip(functions, rewards_F, strict=True)
                 },
                 "reward": _total(rewards_F.tolist(), weights),
+                "extra": {
+                    name: values[index] for name, values in extra.items() if len(values) == len(completions)
+                },
             }
-            for completion, rewards_F in zip(completions, rewards_CF, strict=True)
+            for index, (completion, rewards_F) in enumerate(zip(completions, rewards_CF, strict=True))
         ],
     }
 

@@ -11,6 +11,7 @@ from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.logged_extra import extra_line
 from services.common.trainer_state import trainer_state, with_trainer_state
 from services.coordinator.exchange import evaluation, overdue, quarantine
 from services.coordinator.exchange.batches import damaged_groups
@@ -133,6 +134,9 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         reward=float(valid_C.mean()) if len(valid_C) else None,
     )
     exchange.groups.score(run.run_id, score.group_id, scored)
+    line = extra_line(score.group_id, row["digest"], score.extra_json, run.group_size(row["class"]))
+    if line:
+        exchange.notice("extra", line=line)
     if row["class"] != "train":
         evaluation.finish_if_done(exchange, run, row["class"])
     elif run.spec.grpo.use_dynamic_sampling and not has_variance(totals_C):

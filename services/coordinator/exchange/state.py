@@ -73,7 +73,8 @@ class Notice:
 
     kind: str
     """`step` (a step was trained), `paused` (until a person resumes the run),
-    `evaluated`, `pinned` (a worker keeps its version), `metrics` (of a learner's step), `warning`."""
+    `evaluated`, `pinned` (a worker keeps its version), `metrics` (of a learner's step), `extra` (columns that reward functions logged),
+    `warning`."""
     content: dict[str, Any]
     run_id: str = ""
     """Run of the event; another one may be active when it is acted on."""

@@ -1,4 +1,4 @@
-"""Files of a run for readers: metrics.jsonl, TensorBoard events, summary.json. Flushed after each step, each step once."""
+"""Files of a run for readers: metrics.jsonl, extra.jsonl, TensorBoard events, summary.json. Flushed after each step, each step once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paceline.files.whole_file import write_whole
+from services.common.logged_extra import EXTRA_NAME
 from services.coordinator.reporting import metrics_lines
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class MetricsFiles:
                 "%d lines of %s are ahead of the ledger; they are in %s.set-aside now", number, path, path
             )
         self._lines = path.open("a")
+        self._extra: TextIO | None = None
         self._events = None
         if tensorboard:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -85,9 +87,18 @@ class MetricsFiles:
         value = Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
 
+    def write_extra(self, line: str) -> None:
+        """Write a line of extra.jsonl, which is made with the first."""
+        if self._extra is None:
+            self._extra = (self.directory / EXTRA_NAME).open("a")
+        self._extra.write(line)
+        self._extra.flush()
+
     def close(self) -> None:
         """Flush and close the files."""
         self._lines.close()
+        if self._extra is not None:
+            self._extra.close()
         if self._events is not None:
             self._events.close()
 

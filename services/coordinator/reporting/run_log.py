@@ -123,6 +123,9 @@ class RunLog:
                     self._ledger.add_event(run.run_id, "evaluation", notice.content)
                     self._record("eval", notice.content["step"], _numbers(notice.content))
                     self._write_text(run, notice.content)
+                case "extra":
+                    if self._recorder is not None:
+                        self._recorder.write_extra(notice.content["line"])
                 case "warning":
                     log.warning("run %s: %s", run.run_id, one_line(notice.content["message"]))
                     self._ledger.add_event(run.run_id, "warning", notice.content)
