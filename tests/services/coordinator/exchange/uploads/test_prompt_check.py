@@ -34,10 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A ledger with the prompts of run a-1."""
-    path = tmp_path / "ledger.sqlite"
+    path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
     opened = Ledger(path)
     for group_id, prompt in PROMPTS.items():
         opened.db.execute(
@@ -56,20 +56,28 @@ def check(ledger: Path) -> Iterator[PromptCheck]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def begun(ledger: Path, model: Path) -> Iterator[PromptCheck]:
+    """One whose process encodes for run a-1, for tests that leave it as it is: the process takes seconds to start."""
+    made = PromptCheck(ledger)
+    made.begin("a-1", spec_of(ledger.parent, str(model)))
+    yield made
+    made.close()
+
+
 def spec_of(directory: Path, model_name: str) -> RunSpec:
     """A spec whose policy is in a folder."""
     return make_spec(directory, policy={"model_name": model_name, "generation": {"max_new_tokens": 4}})
 
 
-def test_only_the_leases_own_prompt_passes(check: PromptCheck, model: Path, tmp_path: Path) -> None:
-    check.begin("a-1", spec_of(tmp_path, str(model)))
+def test_only_the_leases_own_prompt_passes(begun: PromptCheck) -> None:
     tokenizer = make_tokenizer()
     own = {group: encode_prompt(tokenizer, PROMPTS[group], "auto") for group in (7, 8)}
-    assert check.fault("a-1", 7, own[7]) == ""
-    assert "that are not those of its lease's prompt, which has 6" in check.fault("a-1", 7, own[8])
-    assert "came with 5 prompt tokens" in check.fault("a-1", 7, own[7][:-1])
-    assert check.fault("a-1", 8, own[8]) == ""
-    assert check.unavailable == ""
+    assert begun.fault("a-1", 7, own[7]) == ""
+    assert "that are not those of its lease's prompt, which has 6" in begun.fault("a-1", 7, own[8])
+    assert "came with 5 prompt tokens" in begun.fault("a-1", 7, own[7][:-1])
+    assert begun.fault("a-1", 8, own[8]) == ""
+    assert begun.unavailable == ""
 
 
 def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
@@ -85,23 +93,19 @@ def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
     return made
 
 
-def test_a_result_with_another_prompt_is_at_fault(check: PromptCheck, model: Path, tmp_path: Path) -> None:
-    check.begin("a-1", spec_of(tmp_path, str(model)))
+def test_a_result_with_another_prompt_is_at_fault(begun: PromptCheck) -> None:
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
-    honest, other = arrived(check, 7, own), arrived(check, 7, own[::-1])
+    honest, other = arrived(begun, 7, own), arrived(begun, 7, own[::-1])
     assert (honest.fault, honest.group is None, honest.record is None) == ("", False, False)
     assert "not those of its lease's prompt" in other.fault
     assert (other.group, other.record) == (None, None), "nothing of it is stored"
 
 
 @pytest.mark.parametrize("group_id", [2**63 - 1, 2**63, 2**64 - 1])
-def test_a_number_that_no_group_has_is_left_to_the_handler(
-    check: PromptCheck, model: Path, tmp_path: Path, group_id: int
-) -> None:
-    check.begin("a-1", spec_of(tmp_path, str(model)))
+def test_a_number_that_no_group_has_is_left_to_the_handler(begun: PromptCheck, group_id: int) -> None:
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
-    assert arrived(check, group_id, own).fault == ""
-    assert "not those of its lease's prompt" in arrived(check, 7, own[::-1]).fault, "it goes on"
+    assert arrived(begun, group_id, own).fault == ""
+    assert "not those of its lease's prompt" in arrived(begun, 7, own[::-1]).fault, "it goes on"
 
 
 def test_a_record_that_cannot_be_read_holds_nothing_up(
@@ -118,12 +122,9 @@ def test_a_record_that_cannot_be_read_holds_nothing_up(
     assert "not those of its lease's prompt" in arrived(check, 7, own[::-1]).fault
 
 
-def test_a_prompt_that_cannot_be_encoded_has_no_tokens(
-    check: PromptCheck, model: Path, tmp_path: Path
-) -> None:
-    check.begin("a-1", spec_of(tmp_path, str(model)))
-    assert "no chat template" in check.fault("a-1", 9, np.array([3, 4], np.int32))
-    assert check.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == "", (
+def test_a_prompt_that_cannot_be_encoded_has_no_tokens(begun: PromptCheck) -> None:
+    assert "no chat template" in begun.fault("a-1", 9, np.array([3, 4], np.int32))
+    assert begun.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == "", (
         "the next is answered"
     )
 
