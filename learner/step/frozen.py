@@ -59,7 +59,7 @@ def _needs_proximal(spec: RunSpec) -> bool:
 
 
 def given(values_N: Tensor | None) -> Tensor:
-    """Return the values. Raises ValueError where `with_frozen_logprobs` has not added them."""
+    """Return the values. Raises ValueError where an earlier phase of the step has not added them."""
     if values_N is None:
-        raise ValueError("this micro-batch has no log-probabilities of the frozen policies")
+        raise ValueError("this micro-batch lacks values that an earlier phase of the step adds")
     return values_N

@@ -3,7 +3,7 @@
 Promise: a group's update is the same whatever rank its sequences are on; every rank has as many micro-batches for an update as
 the others, with dummies of zero weight where it has nothing left; an update's counts are those of the global batch.
 
-All ranks call `plan_updates` and `workload` together, each with its own part of the batch. Suffix U is the updates, M the
+All ranks call `plan_updates` and `batch_metrics` together, each with its own part of the batch. Suffix U is the updates, M the
 micro-batches of one, N the tokens.
 """
 
@@ -73,7 +73,7 @@ def plan_updates(
     return updates
 
 
-def workload(
+def batch_metrics(
     batch: Sequence[TrainingSample], updates: Sequence[Update], step: int, spec: RunSpec, device: torch.device
 ) -> dict[str, float]:
     """Return metrics of the batch: its size, the fill of its micro-batches, the age of its tokens, and the share of the

@@ -31,7 +31,7 @@ from learner.step.critic import Critic
 from learner.step.frozen import with_frozen_logprobs, with_m2_limit
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
 from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
-from learner.step.plan import plan_updates, workload
+from learner.step.plan import batch_metrics, plan_updates
 from learner.step.reference import LocalReference, reference_of
 from learner.step.stopwatch import Stopwatch
 from learner.step.update import MicroBatch, Update
@@ -99,7 +99,7 @@ class Trainer:
             with watch.measure("optimizer_s"):
                 if self.critic is not None:
                     self.critic.step(factor)
-                if step >= self._policy_starts:
+                if step >= self._first_policy_step:
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
             for name, value in update_sums.items():
@@ -110,7 +110,7 @@ class Trainer:
             "lr": lr,
             **learnt,
             **({"skipped_updates": float(len(self.skipped))} if self.skipped else {}),
-            **workload(trained, updates, step, self.spec, self.device),
+            **batch_metrics(trained, updates, step, self.spec, self.device),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
 
@@ -165,7 +165,7 @@ class Trainer:
         return {**metrics, **self.objective.metrics({**sums, **self._batch_kl(updates)})}
 
     @property
-    def _policy_starts(self) -> int:
+    def _first_policy_step(self) -> int:
         return 0 if self.critic is None else self.spec.value.policy_training_start_step
 
     @torch.no_grad()

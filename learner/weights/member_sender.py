@@ -90,7 +90,7 @@ class MemberSender:
         """Versions that the member works on although their attempts were given up."""
         self._answer: tuple[bool, str] | None = None
         self._link: WeightLink | SharedLink | None = None
-        self._left = False
+        self._has_left = False
         self._thread = threading.Thread(target=self._run, name=f"weights-{member_id}", daemon=True)
         self._transfer_threads: list[threading.Thread] = []
 
@@ -114,7 +114,7 @@ class MemberSender:
             if transfer is not None and transfer.staged.version == version and self._answer is None:
                 self._answer = (ok, message)
                 self._changed.notify_all()
-            elif ok and not self._left and self._is_news(version):
+            elif ok and not self._has_left and self._is_news(version):
                 self.held = version
                 late = PublishResult(self.member_id, self.epoch, self.attempt, version, ok=True)
         if late is not None:
@@ -158,7 +158,7 @@ class MemberSender:
     def leave(self) -> None:
         """End the link without waiting for anything."""
         with self._changed:
-            self._left = True
+            self._has_left = True
             self._changed.notify_all()
 
     def join(self, deadline: float) -> bool:
@@ -184,7 +184,7 @@ class MemberSender:
 
     def _next_version(self) -> StagedWeights | None:
         with self._changed:
-            while not self._left:
+            while not self._has_left:
                 if not self._is_behind():
                     # No deadline: a member may be up to date for as long as a step takes. `leave` ends it.
                     self._changed.wait()
@@ -212,7 +212,7 @@ class MemberSender:
             return
         seconds = pause_after(self._failures, FIRST_BACKOFF_S, self._settings.max_wait_s)
         with self._changed:
-            self._changed.wait_for(lambda: self._left, seconds)
+            self._changed.wait_for(lambda: self._has_left, seconds)
 
     def _deliver(self, staged: StagedWeights) -> PublishResult | None:
         """Make one attempt and return its result; None when the member left during it."""
@@ -227,7 +227,7 @@ class MemberSender:
             self._transfer_threads = [t for t in self._transfer_threads if t.is_alive()] + [thread]
             thread.start()
             self._wait_while(transfer, lambda: self._answer is None and not transfer.error)
-            left, answer = self._left, self._answer
+            left, answer = self._has_left, self._answer
             if answer is not None and answer[0]:
                 self.held = staged.version
                 # The answer may arrive shortly before this side's send ends; the link can be used again only after that.
@@ -242,7 +242,7 @@ class MemberSender:
             return transfer.result(self.member_id, self.epoch, answer, self._settings.max_wait_s)
 
     def _wait_while(self, transfer: Transfer, pending: Callable[[], bool]) -> None:
-        while pending() and not self._left:
+        while pending() and not self._has_left:
             left_s = transfer.left_s
             if left_s <= 0:
                 return

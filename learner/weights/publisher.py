@@ -38,8 +38,8 @@ class Publisher:
     """Sender of staged versions to members.
 
     The rendezvous listens on `bind_host`, and members reach this machine at `advertise_host` (default: the same); `port` 0
-    takes a free one. Beyond loopback the tensors' checksums are SHA-256, because only the offer vouches for bytes on an
-    unprotected connection.
+    takes a free one. Beyond loopback the tensors' checksums are SHA-256, because the offer's checksums are then the
+    only proof that the bytes are the learner's.
     """
 
     def __init__(

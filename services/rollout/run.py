@@ -299,7 +299,7 @@ class RolloutRun:
     async def _blame(self, lease: pb.Lease, error: Exception) -> None:
         """Return a group with an unforeseen error, as a fault of its data.
 
-        Raises the error if that is not likely: the engine does not answer, or several groups in a row had an error.
+        Raises the error where the engine is the likelier cause: the engine does not answer, or several groups in a row had an error.
         """
         self._unexpected += 1
         probe = f"probe/{lease.group_id}/{lease.attempt}"

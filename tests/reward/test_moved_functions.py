@@ -17,11 +17,8 @@ from reward.loading import load_function
 SCRIPT = '''
 import re
 
-try:
-    from datasets import load_dataset
-    from trl import GRPOConfig, GRPOTrainer
-except ImportError:  # a reward worker needs neither
-    load_dataset = GRPOConfig = GRPOTrainer = None
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
 
 PATTERN = re.compile(r"<think>.+?</think>\\\\s*<answer>.+?</answer>", re.DOTALL)
 
@@ -108,13 +105,16 @@ EXPECTED = {
 
 @pytest.fixture
 def moved(tmp_path: Path) -> RunSpec:
-    """The spec that `paceline import trl` writes for the script."""
+    """The spec that `paceline import trl` writes for the script, with the file of functions beside it."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("\\\\", "\\"))
     (tmp_path / "model").mkdir()
     (tmp_path / "train.jsonl").write_text('{"prompt": "2+2=", "solution": "4", "task": "math"}\n')
+    done = import_config("trl", script)
     written = tmp_path / "run.yaml"
-    written.write_text(spec_text(import_config("trl", script), script))
+    written.write_text(spec_text(done, script))
+    for name, text in done.files.items():
+        (tmp_path / name).write_text(text)
     return load_spec(written)
 
 

@@ -436,9 +436,9 @@ class Learner:
 def prune(world: World) -> int:
     """Prunes until nothing is due; returns how often it had to."""
     number = 0
-    while pruning.is_due(world.ledger, world.run_id, world.run.batch):
+    while pruning.is_due(world.ledger, world.run_id, world.run.batch_size):
         with world.ledger.transaction():
-            pruning.prune(world.ledger, world.run_id, world.run.batch)
+            pruning.prune(world.ledger, world.run_id, world.run.batch_size)
         number += 1
     return number
 

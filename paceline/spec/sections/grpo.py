@@ -104,7 +104,8 @@ class AsyncGrpoSection(Section):
     """Bound on how far generation may run ahead of training."""
 
     max_trajectory_age_steps: NonNegativeInt = 1
-    """η: oldest version a trained token may have, in steps; 0 is synchronous, on-policy GRPO."""
+    """η: age in steps that leases and batches aim for; 0 is synchronous, on-policy GRPO. `in_order` trains no older token,
+    `ready_first` trains late groups up to `hard_max_age`."""
     order: Literal["ready_first", "in_order"] = "ready_first"
     """`ready_first` trains what is complete, oldest first; `in_order` gives every lease a slot in its step."""
     late_wait_s: NonNegativeFloat = 30.0

@@ -251,7 +251,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
         try:
             ledger.payloads.payload(row).read()
         except DamagedRecord as damaged:
-            damaged_groups.put_back(exchange, run, damaged)
+            damaged_groups.handle_damaged(exchange, run, damaged)
             state = ledger.db.execute(
                 "SELECT state FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"])
             ).fetchone()["state"]

@@ -24,7 +24,8 @@ MAX_ROOM = 1 << 16
 """Most completions in one answer, whatever room a worker states."""
 
 ADMITTED_AT_ONCE = 64
-"""Groups that are admitted at once beyond those that are leased: a whole step's would hold up other requests."""
+"""Groups that are admitted at a time, or as many as are requested if that is more, where the rule allows them. A whole
+step's groups at once would hold up other requests."""
 
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
@@ -79,7 +80,7 @@ class _NewLeases:
         wanted = num_groups + reserved if num_groups else 0
         leasable = list(
             itertools.takewhile(
-                lambda free: may_lease(version.step, free[1], run.max_age), self._free[:wanted]
+                lambda pair: may_lease(version.step, pair[1], run.max_age), self._free[:wanted]
             )
         )
         steps = {row["group_id"]: step for row, step in leasable}
@@ -147,7 +148,7 @@ class _NewLeases:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
         except DamagedRecord as damaged:
-            damaged_groups.put_back(self._exchange, self._run, damaged)
+            damaged_groups.handle_damaged(self._exchange, self._run, damaged)
             return None
 
 
@@ -161,7 +162,12 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
     dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
     open_groups = admitted - dropped - counters.get("groups:trained", 0)
     number = admissible(
-        open_groups, admitted, dropped, batch=run.batch, max_age=run.max_age, max_steps=run.spec.max_num_steps
+        open_groups,
+        admitted,
+        dropped,
+        batch=run.batch_size,
+        max_age=run.max_age,
+        max_steps=run.spec.max_num_steps,
     )
     number = min(number, at_most)
     if number == 0 or exchange.admission_closed:
@@ -220,7 +226,7 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
         admit(exchange, run, max(number, ADMITTED_AT_ONCE))
         rows = exchange.group_queries.free_to_lease(run.run_id, number)
     if run.spec.async_grpo.order == "in_order":
-        return [(row, row["slot"] // run.batch) for row in rows]
+        return [(row, row["slot"] // run.batch_size) for row in rows]
     next_batch = exchange.ledger.run(run.run_id)["next_batch"]
     free, last_slot, ahead = [], -2, 0
     for row in rows:
@@ -228,7 +234,7 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
         # The group in the slot before is open itself; only a gap has to be counted.
         ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
         last_slot = slot
-        free.append((row, step_of_group(next_batch, ahead, run.batch)))
+        free.append((row, step_of_group(next_batch, ahead, run.batch_size)))
     return free
 
 

@@ -48,7 +48,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         try:
             payload = exchange.ledger.payload(run.run_id, row["group_id"])
         except DamagedRecord as damaged:
-            damaged_groups.put_back(exchange, run, damaged)
+            damaged_groups.handle_damaged(exchange, run, damaged)
             continue
         except UnopenedSegment as fault:
             exchange.note_unopened(fault)

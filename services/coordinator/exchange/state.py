@@ -93,7 +93,7 @@ class ActiveRun:
     """Spec as workers get it: without keys that this version does not know."""
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """B: groups in a step."""
         return self.spec.grpo.num_prompts_per_step
 
@@ -124,7 +124,7 @@ class Exchange:
         self.senders = Senders()
         """Members. Other senders get no leases and no tasks, because nobody would notice their death."""
         self.suspected: set[str] = set()
-        """Members that may be gone: they keep what they hold, but no batch waits for it."""
+        """Members that may be gone: no batch waits for their work, and others may get it."""
         self.lease_durations = LeaseDurations()
         """Durations of leases."""
         self.task_durations = LeaseDurations()
@@ -146,7 +146,7 @@ class Exchange:
         self.unreadable_data = ""
         """Reason why the next prompt cannot be read; empty while it can."""
         self.reserved: dict[int, str] = {}
-        """Worker that finishes its work for a quarantined group, by group id."""
+        """Worker that takes nothing new until it is free for a quarantined group, by group id."""
         self.ranks = 0
         """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
         self.splits = Splits(ledger.db)
@@ -208,11 +208,11 @@ class Exchange:
             return acknowledged or offered
         return max(acknowledged, offered)
 
-    def newest_version(self) -> Version:
-        """Return the newest session and the newest step among the workers' versions."""
+    def newest_session_and_step(self) -> tuple[int, int]:
+        """Return the newest session and the newest step among the workers' versions, which may be of different ones."""
         versions = [*self.versions.values(), *self.offered.values()]
         sessions, steps = [version.session for version in versions], [version.step for version in versions]
-        return Version(max(sessions, default=0), max(steps, default=-1))
+        return max(sessions, default=0), max(steps, default=-1)
 
     # Shared by the handlers
 
@@ -299,9 +299,11 @@ class Exchange:
         self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
         drops = self.drops_in_a_row
         drops.add(row["group_id"], reason, error, totals)
-        if drops.is_of_one_cause(run.batch, lambda why: self.group_queries.first_under_way(run.run_id, why)):
+        if drops.is_of_one_cause(
+            run.batch_size, lambda why: self.group_queries.first_under_way(run.run_id, why)
+        ):
             self.pause(run, drops.explain(run.run_id), reason)
-        elif in_a_row >= run.spec.grpo.max_generation_batches * run.batch:
+        elif in_a_row >= run.spec.grpo.max_generation_batches * run.batch_size:
             self.pause(run, drops.explain_limit(in_a_row, reason, run.run_id), reason)
 
     def note_failure(

@@ -13,7 +13,8 @@ from services.coordinator.exchange.uploads.intake import Arrived
 from services.coordinator.ledger.groups import Generated, State
 
 DATA_ERRORS = frozenset({"", "bad_prompt", "invalid_result"})
-"""Reasons that a worker may give for a failed attempt; without one it is `bad_prompt`."""
+"""Reasons that a worker may give for a failed attempt. `bad_prompt` is final at once; with an empty reason other attempts
+are allowed, and the last failure drops the group as `bad_prompt`."""
 
 MAX_ERROR_CHARS = 4096
 """Length at which a worker's message is cut off."""

@@ -10,7 +10,7 @@ Back: leased → admitted when its worker is gone or has returned it, generated 
 batched → scored when its batch is fixed anew. Methods run inside a transaction of the ledger and decide nothing: which group
 makes which transition is the exchange's policy. Every statement names the states that its transition starts from. A method
 raises Conflict when a group that it is given is in none of them, because the exchange has read the state in the same
-transaction. The row of a group that ends is sealed by the statement that ends it.
+transaction; revocations and restorations skip groups that have moved on. The row of a group that ends is sealed by the statement that ends it.
 """
 
 from __future__ import annotations

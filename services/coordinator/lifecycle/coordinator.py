@@ -140,9 +140,9 @@ class Coordinator:
         if run is None or run.prompts is None or run.spec.logger.keep_samples:
             return
         async with self.lock:
-            if pruning.is_due(self.ledger, run.run_id, run.batch):
+            if pruning.is_due(self.ledger, run.run_id, run.batch_size):
                 with self.ledger.transaction(synced=False):
-                    pruning.prune(self.ledger, run.run_id, run.batch)
+                    pruning.prune(self.ledger, run.run_id, run.batch_size)
 
     def _on_ledger_fault(self, fault: LedgerFault) -> None:
         self._ledger_fault = fault

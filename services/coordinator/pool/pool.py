@@ -2,7 +2,7 @@
 
 A worker that joins is assigned to the active run (`services/coordinator/pool/assignments.py`). A member that is silent
 for half the time-out is suspected: it leaves the roster, and work that others wait for is leased again. After the whole
-time-out it is removed. One owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
+time-out it is removed; half of it is enough where its stream broke, unless it has a session. One owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
 """
 
 from __future__ import annotations

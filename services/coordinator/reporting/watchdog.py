@@ -123,7 +123,7 @@ class Watchdog:
             holders=sum(member.member_id in held for member in rollouts),
             tasks=sum(held.get(member.member_id, 0) for member in rewards),
             groups=groups,
-            batch=run.batch,
+            batch=run.batch_size,
             max_age=run.max_age,
             admission_closed=self._exchange.admission_closed,
             unreadable_data=self._exchange.unreadable_data,

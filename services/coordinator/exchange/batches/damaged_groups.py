@@ -16,7 +16,7 @@ from services.coordinator.ledger.groups import State
 from services.coordinator.ledger.segments import DamagedRecord
 
 
-def put_back(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
+def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
     """Handle a damaged record; do nothing when the ledger does not refer to it any more."""
     found = exchange.ledger.damaged_payload(run.run_id, damaged)
     row = exchange.group(run, found["group_id"]) if found else None

@@ -43,7 +43,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     try:
         part = _part(exchange, run, request)
     except DamagedRecord as damaged:
-        damaged_groups.put_back(exchange, run, damaged)
+        damaged_groups.handle_damaged(exchange, run, damaged)
         return _wait(exchange, request)  # later requests get the batch that is fixed anew
     except UnopenedSegment as fault:
         exchange.note_unopened(fault)

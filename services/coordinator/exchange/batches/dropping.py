@@ -16,9 +16,9 @@ def drop(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: fl
     """End groups of the fixed, untrained batch as dropped(by_request). The batch is fixed anew at once when enough
     scored groups are there, else when they are. Inside a transaction. Raises Conflict, InvalidInput.
     """
-    if len(group_ids) > run.batch:
+    if len(group_ids) > run.batch_size:
         raise InvalidInput(
-            f"{len(group_ids)} groups are named, and a batch has {run.batch} (grpo.num_prompts_per_step)"
+            f"{len(group_ids)} groups are named, and a batch has {run.batch_size} (grpo.num_prompts_per_step)"
         )
     row = exchange.ledger.run(run.run_id)
     step, wanted = row["next_step"], sorted(set(group_ids))

@@ -38,10 +38,12 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     step = row["next_batch"]
     chosen: list[sqlite3.Row] | None
     if run.spec.async_grpo.order == "in_order":  # the groups whose slots belong to the step
-        chosen = exchange.group_queries.scored_in(run.run_id, step * run.batch, (step + 1) * run.batch)
+        chosen = exchange.group_queries.scored_in(
+            run.run_id, step * run.batch_size, (step + 1) * run.batch_size
+        )
     else:
         chosen = _ready_first(exchange, run, step, now_s)
-    if chosen is None or len(chosen) < run.batch:
+    if chosen is None or len(chosen) < run.batch_size:
         return False
     replaced = exchange.ledger.batches.last_replaced(run.run_id, step)
     revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
@@ -83,19 +85,19 @@ def take_apart(
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
     """Return the oldest scored groups, when there are enough and no live group has to be waited for."""
     spec = run.spec.async_grpo
-    if exchange.group_queries.num_scored(run.run_id) < run.batch:
+    if exchange.group_queries.num_scored(run.run_id) < run.batch_size:
         return None
     scored = exchange.group_queries.scored(run.run_id)
     for group in scored:
         if step - group["oldest_step"] > spec.hard_max_age_steps:
             exchange.drop(run, group, "stale")
     usable = [group for group in scored if step - group["oldest_step"] <= spec.hard_max_age_steps]
-    if len(usable) < run.batch:
+    if len(usable) < run.batch_size:
         return None
     ready_s = exchange.first_complete_s.setdefault(step, now_s)
     if now_s - ready_s < spec.late_wait_s and must_wait(_live(exchange, run), step, run.max_age):
         return None
-    return usable[: run.batch]
+    return usable[: run.batch_size]
 
 
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:

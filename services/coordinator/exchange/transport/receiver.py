@@ -80,8 +80,8 @@ class Receiver:
         self._room.set()
 
     def check_connections(self) -> None:
-        """Check the connections, every TICK_S. Messages are read before, because
-        one that arrived is a sign that its connection lives."""
+        """Check the connections, every TICK_S. Messages are read before, because an
+        unread one may complete an unfinished transfer."""
         all_read = self.pending_bytes < MAX_PENDING_BYTES and self._read_some()
         self._socket.check_connections(all_read=all_read)
         self._readable.set()
@@ -117,7 +117,7 @@ class Receiver:
             self._socket.send(waiting.identity, refusal.reply)
             return
         arrived = waiting.arrived
-        if arrived.has_bulk and self.filter.is_under_way(waiting):
+        if arrived.has_bulk and self.filter.join_under_way(waiting):
             return
         decided = arrived.has_bulk and self.filter.is_decided(waiting)
         if decided:  # its arrays are not needed, so it goes the way of requests without any

@@ -69,7 +69,7 @@ class RequestFilter:
             return f"{MAX_UNANSWERED} requests of {request.member_id} wait for an answer already"
         return ""
 
-    def is_under_way(self, waiting: PendingRequest) -> bool:
+    def join_under_way(self, waiting: PendingRequest) -> bool:
         """Return whether a result that was sent again is still under way; the answer to the first then goes to the new
         sender.
         """

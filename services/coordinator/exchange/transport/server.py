@@ -65,7 +65,7 @@ MAX_TRANSACTIONS = 1024
 """Most transactions that share a sync: in practice all that wait."""
 
 TICK_S = 0.2
-"""Seconds between two checks of parked requests though nothing happened: some answers change with time alone."""
+"""Seconds between two checks of parked requests even when nothing has happened: some answers change with time alone."""
 
 PARKED_AT_ONCE = 64
 """Parked requests for leases that are checked when nothing has happened, the longest unchecked first: there may be
@@ -260,7 +260,7 @@ class ExchangeServer:
                 if fault is not None:
                     self._exchange.note_unopened(fault)
                 while self._damaged:
-                    self._put_back(self._damaged.popleft())
+                    self._answer_anew(self._damaged.popleft())
                     kinds |= {"lease", "batch"}
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._leases and time.monotonic() < end_s:
@@ -382,7 +382,7 @@ class ExchangeServer:
                 self._socket.send(each.waiting.identity, each.outcome.reply, each.frames)
         self._receiver.poll()
 
-    def _put_back(self, unread: ToRead) -> None:
+    def _answer_anew(self, unread: ToRead) -> None:
         """Handle the damaged records of an unsent answer, and answer its request anew."""
         run, waiting = self._exchange.active, unread.waiting
         if run is not None:
@@ -390,7 +390,7 @@ class ExchangeServer:
                 self._exchange, run, unread.outcome.reply, waiting.request.member_id
             )
             for damaged in unread.damaged:
-                damaged_groups.put_back(self._exchange, run, damaged)
+                damaged_groups.handle_damaged(self._exchange, run, damaged)
         (self._leases if waiting.kind == "lease" else self._others).append(waiting)
 
 

@@ -158,10 +158,10 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
     row = exchange.ledger.run(run.run_id)
     # Each worker's version is compared only where these are not enough.
     if session > row["session"] or step > row["published_step"]:
-        newest = exchange.newest_version()
-        if session > (bound := max(row["session"], newest.session)):
+        newest_session, newest_step = exchange.newest_session_and_step()
+        if session > (bound := max(row["session"], newest_session)):
             return f"session {session} in spans is beyond the newest, {bound}"
-        if step > (bound := max(row["published_step"], newest.step)):
+        if step > (bound := max(row["published_step"], newest_step)):
             return f"step {step} in spans is beyond the newest version's, {bound}"
     return ""
 

@@ -140,7 +140,7 @@ def check(world: World) -> None:
     """Books balance, admission holds, no batch of another size, and verify finds nothing."""
     books = world.ledger.token_books(world.run_id)
     assert books["generated"] == books["trained"] + books["dropped"] + books["live"]
-    assert world.ledger.open_groups(world.run_id) <= (world.run.max_age + 1) * world.run.batch
+    assert world.ledger.open_groups(world.run_id) <= (world.run.max_age + 1) * world.run.batch_size
     if world.spec.async_grpo.order == "in_order":
         ages = world.ledger.db.execute(
             "SELECT MAX(step - oldest_step) AS age FROM groups WHERE step IS NOT NULL"

@@ -162,7 +162,7 @@ def test_a_damaged_completion_of_an_ended_evaluation_is_dropped(make_world: Make
     row = world.ledger.db.execute("SELECT segment, start FROM payloads").fetchone()
     damaged = DamagedRecord("its checksum differs", row["segment"], row["start"])
     with world.ledger.transaction():
-        damaged_groups.put_back(world.exchange, world.run, damaged)
+        damaged_groups.handle_damaged(world.exchange, world.run, damaged)
     states = [state for group_id, state in world.states().items() if group_id >= FIRST_EVALUATION_GROUP]
     assert sorted(states) == ["dropped", "scored", "scored"]
     assert Rollout(world).lease(1)[0].group_id < FIRST_EVALUATION_GROUP

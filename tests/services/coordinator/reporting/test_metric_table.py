@@ -21,7 +21,7 @@ PRODUCERS = {
         "services/coordinator/exchange/batches/batch_metrics.py": ("batch_metrics",),
         "services/coordinator/exchange/batches/selection.py": ("fix",),
         "learner/batch/completion_metrics.py": ("completion_metrics",),
-        "learner/step/plan.py": ("workload",),
+        "learner/step/plan.py": ("batch_metrics",),
         "learner/step/trainer.py": ("train_step", "_metrics", "_accumulate_gradients"),
         "learner/step/critic.py": ("metrics",),
         "learner/objectives/base.py": ("metrics_from_sums",),

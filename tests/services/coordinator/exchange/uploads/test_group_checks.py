@@ -246,7 +246,7 @@ def test_a_beginning_that_was_lost_refuses_no_result(world: World) -> None:
     _, lease = begun_by_another(world)
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
     with world.ledger.transaction():
-        damaged_groups.put_back(
+        damaged_groups.handle_damaged(
             world.exchange, world.run, DamagedRecord("gone", row["segment"], row["start"])
         )
     assert world.ledger.db.execute("SELECT 1 FROM payloads WHERE kind = 'prefix'").fetchone() is None
