@@ -30,6 +30,7 @@ from paceline.token import open_channel
 if TYPE_CHECKING:
     import grpc
 
+    from paceline.bundle.collecting import Bundle
     from paceline.spec import RunSpec
     from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
     from protos.paceline.v1.run_pb2 import Run, SubmitRequest, SubmitResponse
@@ -143,9 +144,10 @@ class Client:
         """Queue a run from a spec or a YAML file with "section.key=value" overrides.
 
         If the coordinator is away, the client tries again for `wait_s` seconds (default: the client's); repeated requests
-        queue one run. Raises InvalidInput (SpecError for faults that the client itself finds) for a misspelt or
-        contradictory spec, or bad data.
+        queue one run. The files that the spec names on this machine travel with the run (`bundle` in the spec). Raises
+        InvalidInput (SpecError for faults that the client itself finds) for a misspelt or contradictory spec, or bad data.
         """
+        from paceline.bundle.collecting import collect
         from paceline.spec.reading import load_spec, spec_to_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
 
@@ -153,7 +155,8 @@ class Client:
             spec = load_spec(spec, tuple(overrides))
         elif overrides:
             raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
-        request = SubmitRequest(spec_yaml=spec_to_yaml(spec), submission=uuid.uuid4().hex)
+        bundle = self._send_bundle(collect(spec), wait_s)
+        request = SubmitRequest(spec_yaml=spec_to_yaml(spec), submission=uuid.uuid4().hex, bundle=bundle)
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
@@ -174,6 +177,17 @@ class Client:
                     self.address,
                     waited_s,
                 )
+
+    def _send_bundle(self, bundle: Bundle, wait_s: float | None = None) -> str:
+        """Send a run's files; return the digest that names them, empty for none and for a coordinator without bundles."""
+        from paceline.bundle_transfer import send
+
+        for warning in bundle.warnings:
+            log.warning("%s", warning)
+        wait_s = self._wait_s if wait_s is None else wait_s
+        if not bundle.manifest.files or not send(self._channel, bundle, wait_s, self._reconnect_s):
+            return ""
+        return bundle.manifest.digest
 
     def get(self, run_id: str) -> Run:
         """Return a run. Raises NotFound."""
@@ -208,11 +222,27 @@ class Client:
         return self._call(lambda: self._runs.Pause(PauseRequest(run_id=run_id), timeout=self._timeout_s)).run
 
     def resume(self, run_id: str) -> Run:
-        """Continue a paused run; queue a failed one again, with all its open groups. Raises NotFound, Conflict."""
+        """Continue a paused run; queue a failed one again, with all its open groups. If the files of its functions are on
+        this machine, the run goes on with them as they are now. Raises NotFound, Conflict, InvalidInput."""
         from protos.paceline.v1.run_pb2 import ResumeRequest
 
-        request = ResumeRequest(run_id=run_id)
+        request = ResumeRequest(run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
         return self._call(lambda: self._runs.Resume(request, timeout=self._timeout_s)).run
+
+    def _corrected_bundle(self, run: Run) -> str:
+        """Send the files of a run's bundle as they are here now; return the digest, empty for a run that keeps its bundle."""
+        from paceline.bundle.collecting import collect_again
+        from paceline.bundle_transfer import fetch_manifest
+        from paceline.spec.reading import spec_from_yaml
+
+        if not run.bundle:
+            return ""
+        try:
+            before = fetch_manifest(self._channel, run.bundle)
+        except NotFound:  # the coordinator has lost it
+            before = None
+        bundle = collect_again(spec_from_yaml(run.spec_yaml), before)
+        return self._send_bundle(bundle) if bundle is not None else ""
 
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
         """Remove groups from the next batch of a paused run; the batch is fixed anew without them. Raises NotFound,

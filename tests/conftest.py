@@ -37,6 +37,12 @@ if "PACELINE_TOKEN_FILE" not in os.environ:
     os.environ["PACELINE_TOKEN_FILE"] = str(Path(_FOLDER, "token"))
     atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
+# Bundles of the tests' runs are unpacked in a folder that goes with the tests.
+if "PACELINE_BUNDLE_CACHE" not in os.environ:
+    _BUNDLES = tempfile.mkdtemp(prefix="paceline-bundles-")
+    os.environ["PACELINE_BUNDLE_CACHE"] = _BUNDLES
+    atexit.register(shutil.rmtree, _BUNDLES, ignore_errors=True)
+
 # A busy machine must not fail a test, and a failure must be due to the change that meets it: no deadline, the same
 # examples every time.
 settings.register_profile(

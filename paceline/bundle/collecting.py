@@ -27,7 +27,7 @@ from paceline.bundle.layout import (
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
 from paceline.bundle.requirements import undeclared
 from paceline.errors import SpecError
-from paceline.spec import RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 
 MB = 1 << 20
 
@@ -227,3 +227,28 @@ def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
             f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it"
         ) from None
     return BundledFile(place, kind, size, sha256)
+
+
+def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
+    """Return the bundle of a run's files as they are now, `before` being its bundle if that is known; None where this machine
+    does not have the functions' files. Data that are not here, and examples, stay those of `before`. Raises SpecError."""
+    code = {place_of_file(spec.folder, file): file for file, colon, _ in map(_split, spec.rewards) if colon}
+    had = {file.path for file in before.files if file.kind == "code"} if before is not None else set(code)
+    if any(place in had and not os.path.isfile(file) for place, file in code.items()):
+        return None
+    if before is None:
+        return collect(spec)
+    data = {file.path for file in before.subset("data").files}
+    if spec.samples and data <= _places_of_data(spec):
+        return collect(spec)
+    return collect(spec, data_of=before)
+
+
+def _split(reward: RewardFunctionSection) -> tuple[str, str, str]:
+    return reward.function.rpartition(":")
+
+
+def _places_of_data(spec: RunSpec) -> set[str]:
+    found = _Found(spec)
+    _add_data(found)
+    return set(found.files)

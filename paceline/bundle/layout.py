@@ -94,3 +94,19 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
     if rewards != spec.rewards:
         update["folder"] = str(root)
     return spec.model_copy(update=update)
+
+
+def with_original_paths(text: str, spec: RunSpec, root: Path) -> str:
+    """Return a message about files in `root` with the paths that the submitter knows."""
+    folders = [
+        str(PurePosixPath(r.function.rpartition(":")[0]).parent) for r in spec.rewards if ":" in r.function
+    ]
+    originals = {place_of_folder(spec.folder, folder): folder for folder in folders}
+    for name in (name for names in data_names(spec).values() for name in names if is_path(name)):
+        folder = split_glob(name)[0]
+        originals[place_of_data_folder(spec.folder, folder)] = folder
+    if spec.folder:
+        originals |= {"folder": spec.folder, "data/folder": spec.folder}
+    for place in sorted(originals, key=len, reverse=True):
+        text = text.replace(str(root / place), originals[place])
+    return text

@@ -5,6 +5,9 @@ from __future__ import annotations
 LEDGER_NAME = "ledger.sqlite"
 """The ledger, in the coordinator's directory."""
 
+BLOBS_NAME = "blobs"
+"""The files of the runs' bundles, in the coordinator's directory."""
+
 CHECKPOINT_MANIFEST = "manifest.json"
 """In every complete checkpoint: its files with their sizes and SHA-256."""
 

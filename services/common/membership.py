@@ -99,7 +99,8 @@ class Membership:
     ):
         """`on_refused` is called once when the coordinator begins to refuse this worker for now: the worker should save
         its state."""
-        self._coordinator = checked_address(coordinator)
+        self.coordinator = checked_address(coordinator)
+        """Address of the coordinator."""
         self._hello = hello
         self._on_directive = on_directive
         self._gauges = gauges
@@ -160,14 +161,14 @@ class Membership:
                 "away",
                 "no coordinator answers at %s: %s. This worker keeps its results and tries again every few seconds; start "
                 "the coordinator with `paceline serve coordinator`, or name another with --coordinator",
-                self._coordinator,
+                self.coordinator,
                 error.details(),
             )
             return
         self._trouble.warning(
             "refused",
             "the coordinator at %s refuses this worker, which keeps its results and tries again: %s",
-            self._coordinator,
+            self.coordinator,
             error.details(),
         )
         if not self._is_refused:
@@ -210,7 +211,7 @@ class Membership:
     # The control stream
 
     async def _stream(self) -> None:
-        async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self.coordinator, options=CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Connect(metadata=metadata(read_token(token_path())))  # type: ignore[call-arg]  # its types know no `write`
             heard = asyncio.Event()
@@ -286,7 +287,7 @@ class Membership:
         # Before connecting, because a handshake that has ended by then would not be noticed.
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)
-        endpoint = _reachable(welcome.exchange_endpoint, self._coordinator)
+        endpoint = _reachable(welcome.exchange_endpoint, self.coordinator)
         use_ipv6(socket, endpoint)
         socket.connect(endpoint)
         self._socket = socket
@@ -294,7 +295,7 @@ class Membership:
         self._reader.add_done_callback(self._fail_pending)
         self._watcher = asyncio.create_task(self._watch_connection(self._monitor))
         self._welcomed.set()
-        log.info("member of %s, term %d", self._coordinator, self.term)
+        log.info("member of %s, term %d", self.coordinator, self.term)
         for pending in self._unanswered():
             await self._send(pending)
 

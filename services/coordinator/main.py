@@ -61,6 +61,13 @@ open; Python's default would scan the newest objects after every 700 new ones.""
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
 )
+@click.option(
+    "--bundle-quota-mb",
+    type=click.IntRange(min=1),
+    default=65_536,
+    show_default=True,
+    help="Most MB of files that runs bring with them, all runs together.",
+)
 @functions_from_option
 @token_file_option
 def main(
@@ -72,6 +79,7 @@ def main(
     timeout_s: float,
     grace_s: float,
     min_free_mb: int,
+    bundle_quota_mb: int,
     functions_from: tuple[Path, ...],
     ready_file: Path | None,
 ) -> None:
@@ -93,6 +101,7 @@ def main(
         timeout_s=timeout_s,
         grace_s=grace_s,
         min_free_bytes=min_free_mb << 20,
+        bundle_quota_bytes=bundle_quota_mb << 20,
         functions_from=functions_from,
         ready_file=ready_file,
         capacity=Capacity(raise_file_limit()),

@@ -36,7 +36,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def Submit(self, request: run_pb2.SubmitRequest, context: Context) -> run_pb2.SubmitResponse:
-        run_id = await self._coordinator.queue.submit(request.spec_yaml, request.submission)
+        run_id = await self._coordinator.queue.submit(request.spec_yaml, request.submission, request.bundle)
         return run_pb2.SubmitResponse(run=self._run(run_id))
 
     @with_status
@@ -84,7 +84,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def Resume(self, request: run_pb2.ResumeRequest, context: Context) -> run_pb2.ResumeResponse:
-        await self._coordinator.commands.resume(request.run_id)
+        await self._coordinator.commands.resume(request.run_id, request.bundle)
         return run_pb2.ResumeResponse(run=self._run(request.run_id))
 
     @with_status
@@ -97,7 +97,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     def _run(self, run_id: str) -> run_pb2.Run:
         row = self._coordinator.committed.run(run_id)
         message = run_message(self._coordinator.committed, row)
-        message.spec_yaml = row["spec_yaml"]
+        message.spec_yaml, message.bundle = row["spec_yaml"], self._coordinator.committed.bundle(run_id)
         return message
 
 

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from paceline.files.names import LEDGER_NAME
+from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.token import TOKEN_NAME, make_token, token_path
-from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.common.grpc_server import STOP_GRACE_S, GrpcServer
 from services.common.processes.file_limit import Capacity
 from services.common.processes.ready_file import announce
 from services.common.token_guard import TokenGuard
 from services.common.zmq_keepalive import in_brackets
+from services.coordinator.blobs.store import BlobStore
+from services.coordinator.bundle_servicer import BundleServicer
 from services.coordinator.disk_space import wait_for_space
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
@@ -45,6 +47,8 @@ class CoordinatorService:
     grace_s: float
     """Seconds to wait, at the stop, for workers that stop too."""
     min_free_bytes: int
+    bundle_quota_bytes: int
+    """Most bytes of the files of runs' bundles."""
     functions_from: Sequence[Path]
     ready_file: Path | None
     capacity: Capacity
@@ -62,6 +66,11 @@ class CoordinatorService:
             self.exchange_port,
             self.min_free_bytes,
             self.functions_from,
+            BlobStore(
+                self.directory / BLOBS_NAME,
+                quota_bytes=self.bundle_quota_bytes,
+                min_free_bytes=self.min_free_bytes,
+            ),
         )
         endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
         self._add_servicers(server, coordinator, self.exchange_endpoint or endpoint)
@@ -101,6 +110,11 @@ class CoordinatorService:
             WorkerServicer(coordinator, exchange_endpoint, self.capacity),
             worker_pb2_grpc.add_WorkerServiceServicer_to_server,
             _name(worker_pb2, "WorkerService"),
+        )
+        server.add(
+            BundleServicer(coordinator.blobs),
+            bundle_pb2_grpc.add_BundleServiceServicer_to_server,
+            _name(bundle_pb2, "BundleService"),
         )
 
     async def _run_until(self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator) -> None:

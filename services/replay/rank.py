@@ -24,12 +24,15 @@ from learner.checkpoints import checkpoint as checkpoints
 from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
+from paceline.files.names import BLOBS_NAME
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
 from services.common.processes.parent_death import die_with_starter
+from services.coordinator.blobs.store import BlobStore
 from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.lifecycle.run_bundles import RunBundles
 from services.learner.device import set_up_device
 from services.replay.plan import plan_replay, read_part
 
@@ -59,7 +62,9 @@ def replay(
         )
     examples: ExampleSource | None = None
     if not spec.samples:
-        examples = ExampleSource(spec, load_tokenizer(spec.policy), trainer.objective)
+        bundles = RunBundles(ledger, BlobStore(ledger.path.parent / BLOBS_NAME))
+        with bundles.opened(spec, bundles.of_run(run_id), "data") as local:
+            examples = ExampleSource(local, load_tokenizer(spec.policy), trainer.objective)
         trainer.reference.prepare(examples, rank)
 
     def part(step: int) -> list[TrainingSample]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.backoff import ExponentialBackoff, pause_after
+from paceline.bundle.requirements import check_requirements
 from paceline.errors import InvalidInput, Unreadable
 from paceline.files import function_files
 from paceline.files.stamps import Stamp, stamp
@@ -30,6 +31,7 @@ from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.common.assigned_run import AssignedRun
+from services.common.bundled_spec import BundledSpec
 from services.common.gpus import refuse_cpu, usable_gpus
 from services.common.logged_extra import extra_json
 from services.common.logged_metrics import LoggedMetrics
@@ -62,6 +64,7 @@ class RewardWorker:
         functions_from: Sequence[Path] = (),
     ):
         self.member_id = member_id
+        self._coordinator = coordinator
         self._functions_from = functions_from
         self.assigned = AssignedRun()
         self._set_up_pause = pause or ExponentialBackoff()
@@ -95,12 +98,16 @@ class RewardWorker:
                 continue
             async with contextlib.AsyncExitStack() as opened:
                 try:
-                    spec = spec_of(assignment)
-                    self._check_function_files(spec)
+                    bundled = await self._bundled_spec(assignment)
+                    opened.callback(bundled.close)
+                    spec = bundled.spec
+                    await asyncio.to_thread(check_requirements, spec.bundle.requirements)
                     self._code = _code_of(spec)
                     if spec.cluster.reward_gpus and not usable_gpus():
                         refuse_cpu(spec.cluster, "reward", "this host shows none that torch can use")
-                    runner = await opened.enter_async_context(RewardRunner(spec.rewards, self._num_processes))
+                    runner = RewardRunner(spec.rewards, self._num_processes)
+                    with bundled.original_paths():
+                        await opened.enter_async_context(runner)
                     reference = await opened.enter_async_context(ReferenceScorer(spec))
                 except Exception as error:  # anything that cannot be loaded now may be there later
                     await self._put_off(assignment, error)
@@ -113,11 +120,16 @@ class RewardWorker:
                 await self._report_ready()
                 await self._score_forever(assignment.run_id, spec, runner)
 
-    def _check_function_files(self, spec: RunSpec) -> None:
-        """Raises Unreadable for a function's file in a folder that this worker does not allow; another worker may allow
-        it."""
-        if why := function_files.refusal(spec, self._functions_from):
+    async def _bundled_spec(self, assignment: worker_pb2.RunAssignment) -> BundledSpec:
+        """Return the spec with the functions' files of the run's bundle, fetched. Raises Unreadable for files that this worker
+        does not allow, which another worker may allow; errors of the transfer."""
+        spec, bundle = spec_of(assignment), assignment.bundle
+        if why := "" if bundle else function_files.refusal(spec, self._functions_from):
             raise Unreadable(f"this worker does not run the functions: {why}")
+        bundled = await asyncio.to_thread(
+            BundledSpec, spec, self._coordinator, bundle, "code", "include", allowed=self._functions_from
+        )
+        return bundled
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
         """Report why the run cannot be set up, and wait until the set-up is retried or another run is assigned."""
@@ -291,8 +303,17 @@ class RewardWorker:
             case "welcome":
                 await self._report_ready()
             case "run":
+                before = self.assigned.assignment
                 if self.assigned.assign(directive.run):
                     self._set_up_pause.reset()
+                elif (
+                    before is not None and before.bundle != directive.run.bundle
+                ):  # as after `paceline resume`
+                    self.assigned.assignment = directive.run
+                    log.warning(
+                        "run %s goes on with other reward functions, which are loaded", directive.run.run_id
+                    )
+                    self.assigned.changed.set()
                 elif (
                     self._spec is not None and _code_of(self._spec) != self._code
                 ):  # as after `paceline resume`

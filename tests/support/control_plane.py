@@ -14,9 +14,10 @@ from exchange_drivers import make_spec
 
 from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.paceline.v1 import bundle_pb2_grpc, common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.common.grpc_server import GrpcServer
 from services.common.processes.file_limit import Capacity
+from services.coordinator.bundle_servicer import BundleServicer
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
@@ -40,6 +41,11 @@ class Plane:
         self.server.add(runs, run_pb2_grpc.add_RunServiceServicer_to_server, "paceline.v1.RunService")
         self.server.add(
             workers, worker_pb2_grpc.add_WorkerServiceServicer_to_server, "paceline.v1.WorkerService"
+        )
+        self.server.add(
+            BundleServicer(self.coordinator.blobs),
+            bundle_pb2_grpc.add_BundleServiceServicer_to_server,
+            "paceline.v1.BundleService",
         )
         self._loops: list[asyncio.Task[None]] = []
 

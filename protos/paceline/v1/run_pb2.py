@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15paceline/v1/run.proto\x12\x0bpaceline.v1\"\xf2\x02\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.paceline.v1.RunState\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x15\n\rmax_num_steps\x18\x05 \x01(\x04\x12\x11\n\tdirectory\x18\x06 \x01(\t\x12\x11\n\tspec_yaml\x18\x07 \x01(\t\x12,\n\x06groups\x18\x08 \x03(\x0b\x32\x1c.paceline.v1.Run.GroupsEntry\x12,\n\x06tokens\x18\t \x03(\x0b\x32\x1c.paceline.v1.Run.TokensEntry\x12\r\n\x05\x61ge_s\x18\n \x01(\x01\x12\x10\n\x08warnings\x18\x0b \x03(\t\x1a-\n\x0bGroupsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"6\n\rSubmitRequest\x12\x11\n\tspec_yaml\x18\x01 \x01(\t\x12\x12\n\nsubmission\x18\x02 \x01(\t\"/\n\x0eSubmitResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"\x1c\n\nGetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\",\n\x0bGetResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"4\n\x0bListRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"G\n\x0cListResponse\x12\x1e\n\x04runs\x18\x01 \x03(\x0b\x32\x10.paceline.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"-\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"=\n\rWatchResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04json\x18\x03 \x01(\t\"\x1f\n\rCancelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"/\n\x0e\x43\x61ncelResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"\x1e\n\x0cPauseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\".\n\rPauseResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"\x1f\n\rResumeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"/\n\x0eResumeResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"6\n\x11\x44ropGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\x04\"3\n\x12\x44ropGroupsResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run*\xb0\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10RUN_STATE_QUEUED\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x17\n\x13RUN_STATE_CANCELLED\x10\x06\x32\x9d\x04\n\nRunService\x12\x41\n\x06Submit\x12\x1a.paceline.v1.SubmitRequest\x1a\x1b.paceline.v1.SubmitResponse\x12\x38\n\x03Get\x12\x17.paceline.v1.GetRequest\x1a\x18.paceline.v1.GetResponse\x12;\n\x04List\x12\x18.paceline.v1.ListRequest\x1a\x19.paceline.v1.ListResponse\x12@\n\x05Watch\x12\x19.paceline.v1.WatchRequest\x1a\x1a.paceline.v1.WatchResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.paceline.v1.CancelRequest\x1a\x1b.paceline.v1.CancelResponse\x12>\n\x05Pause\x12\x19.paceline.v1.PauseRequest\x1a\x1a.paceline.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.paceline.v1.ResumeRequest\x1a\x1b.paceline.v1.ResumeResponse\x12M\n\nDropGroups\x12\x1e.paceline.v1.DropGroupsRequest\x1a\x1f.paceline.v1.DropGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15paceline/v1/run.proto\x12\x0bpaceline.v1\"\x82\x03\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.paceline.v1.RunState\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x15\n\rmax_num_steps\x18\x05 \x01(\x04\x12\x11\n\tdirectory\x18\x06 \x01(\t\x12\x11\n\tspec_yaml\x18\x07 \x01(\t\x12,\n\x06groups\x18\x08 \x03(\x0b\x32\x1c.paceline.v1.Run.GroupsEntry\x12,\n\x06tokens\x18\t \x03(\x0b\x32\x1c.paceline.v1.Run.TokensEntry\x12\r\n\x05\x61ge_s\x18\n \x01(\x01\x12\x10\n\x08warnings\x18\x0b \x03(\t\x12\x0e\n\x06\x62undle\x18\x0c \x01(\t\x1a-\n\x0bGroupsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"F\n\rSubmitRequest\x12\x11\n\tspec_yaml\x18\x01 \x01(\t\x12\x12\n\nsubmission\x18\x02 \x01(\t\x12\x0e\n\x06\x62undle\x18\x03 \x01(\t\"/\n\x0eSubmitResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"\x1c\n\nGetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\",\n\x0bGetResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"4\n\x0bListRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"G\n\x0cListResponse\x12\x1e\n\x04runs\x18\x01 \x03(\x0b\x32\x10.paceline.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"-\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"=\n\rWatchResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04json\x18\x03 \x01(\t\"\x1f\n\rCancelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"/\n\x0e\x43\x61ncelResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"\x1e\n\x0cPauseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\".\n\rPauseResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"/\n\rResumeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62undle\x18\x02 \x01(\t\"/\n\x0eResumeResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run\"6\n\x11\x44ropGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\x04\"3\n\x12\x44ropGroupsResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Run*\xb0\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10RUN_STATE_QUEUED\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x17\n\x13RUN_STATE_CANCELLED\x10\x06\x32\x9d\x04\n\nRunService\x12\x41\n\x06Submit\x12\x1a.paceline.v1.SubmitRequest\x1a\x1b.paceline.v1.SubmitResponse\x12\x38\n\x03Get\x12\x17.paceline.v1.GetRequest\x1a\x18.paceline.v1.GetResponse\x12;\n\x04List\x12\x18.paceline.v1.ListRequest\x1a\x19.paceline.v1.ListResponse\x12@\n\x05Watch\x12\x19.paceline.v1.WatchRequest\x1a\x1a.paceline.v1.WatchResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.paceline.v1.CancelRequest\x1a\x1b.paceline.v1.CancelResponse\x12>\n\x05Pause\x12\x19.paceline.v1.PauseRequest\x1a\x1a.paceline.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.paceline.v1.ResumeRequest\x1a\x1b.paceline.v1.ResumeResponse\x12M\n\nDropGroups\x12\x1e.paceline.v1.DropGroupsRequest\x1a\x1f.paceline.v1.DropGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,46 +35,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUN_GROUPSENTRY']._serialized_options = b'8\001'
   _globals['_RUN_TOKENSENTRY']._loaded_options = None
   _globals['_RUN_TOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=1183
-  _globals['_RUNSTATE']._serialized_end=1359
+  _globals['_RUNSTATE']._serialized_start=1231
+  _globals['_RUNSTATE']._serialized_end=1407
   _globals['_RUN']._serialized_start=39
-  _globals['_RUN']._serialized_end=409
-  _globals['_RUN_GROUPSENTRY']._serialized_start=317
-  _globals['_RUN_GROUPSENTRY']._serialized_end=362
-  _globals['_RUN_TOKENSENTRY']._serialized_start=364
-  _globals['_RUN_TOKENSENTRY']._serialized_end=409
-  _globals['_SUBMITREQUEST']._serialized_start=411
-  _globals['_SUBMITREQUEST']._serialized_end=465
-  _globals['_SUBMITRESPONSE']._serialized_start=467
-  _globals['_SUBMITRESPONSE']._serialized_end=514
-  _globals['_GETREQUEST']._serialized_start=516
-  _globals['_GETREQUEST']._serialized_end=544
-  _globals['_GETRESPONSE']._serialized_start=546
-  _globals['_GETRESPONSE']._serialized_end=590
-  _globals['_LISTREQUEST']._serialized_start=592
-  _globals['_LISTREQUEST']._serialized_end=644
-  _globals['_LISTRESPONSE']._serialized_start=646
-  _globals['_LISTRESPONSE']._serialized_end=717
-  _globals['_WATCHREQUEST']._serialized_start=719
-  _globals['_WATCHREQUEST']._serialized_end=764
-  _globals['_WATCHRESPONSE']._serialized_start=766
-  _globals['_WATCHRESPONSE']._serialized_end=827
-  _globals['_CANCELREQUEST']._serialized_start=829
-  _globals['_CANCELREQUEST']._serialized_end=860
-  _globals['_CANCELRESPONSE']._serialized_start=862
-  _globals['_CANCELRESPONSE']._serialized_end=909
-  _globals['_PAUSEREQUEST']._serialized_start=911
-  _globals['_PAUSEREQUEST']._serialized_end=941
-  _globals['_PAUSERESPONSE']._serialized_start=943
-  _globals['_PAUSERESPONSE']._serialized_end=989
-  _globals['_RESUMEREQUEST']._serialized_start=991
-  _globals['_RESUMEREQUEST']._serialized_end=1022
-  _globals['_RESUMERESPONSE']._serialized_start=1024
-  _globals['_RESUMERESPONSE']._serialized_end=1071
-  _globals['_DROPGROUPSREQUEST']._serialized_start=1073
-  _globals['_DROPGROUPSREQUEST']._serialized_end=1127
-  _globals['_DROPGROUPSRESPONSE']._serialized_start=1129
-  _globals['_DROPGROUPSRESPONSE']._serialized_end=1180
-  _globals['_RUNSERVICE']._serialized_start=1362
-  _globals['_RUNSERVICE']._serialized_end=1903
+  _globals['_RUN']._serialized_end=425
+  _globals['_RUN_GROUPSENTRY']._serialized_start=333
+  _globals['_RUN_GROUPSENTRY']._serialized_end=378
+  _globals['_RUN_TOKENSENTRY']._serialized_start=380
+  _globals['_RUN_TOKENSENTRY']._serialized_end=425
+  _globals['_SUBMITREQUEST']._serialized_start=427
+  _globals['_SUBMITREQUEST']._serialized_end=497
+  _globals['_SUBMITRESPONSE']._serialized_start=499
+  _globals['_SUBMITRESPONSE']._serialized_end=546
+  _globals['_GETREQUEST']._serialized_start=548
+  _globals['_GETREQUEST']._serialized_end=576
+  _globals['_GETRESPONSE']._serialized_start=578
+  _globals['_GETRESPONSE']._serialized_end=622
+  _globals['_LISTREQUEST']._serialized_start=624
+  _globals['_LISTREQUEST']._serialized_end=676
+  _globals['_LISTRESPONSE']._serialized_start=678
+  _globals['_LISTRESPONSE']._serialized_end=749
+  _globals['_WATCHREQUEST']._serialized_start=751
+  _globals['_WATCHREQUEST']._serialized_end=796
+  _globals['_WATCHRESPONSE']._serialized_start=798
+  _globals['_WATCHRESPONSE']._serialized_end=859
+  _globals['_CANCELREQUEST']._serialized_start=861
+  _globals['_CANCELREQUEST']._serialized_end=892
+  _globals['_CANCELRESPONSE']._serialized_start=894
+  _globals['_CANCELRESPONSE']._serialized_end=941
+  _globals['_PAUSEREQUEST']._serialized_start=943
+  _globals['_PAUSEREQUEST']._serialized_end=973
+  _globals['_PAUSERESPONSE']._serialized_start=975
+  _globals['_PAUSERESPONSE']._serialized_end=1021
+  _globals['_RESUMEREQUEST']._serialized_start=1023
+  _globals['_RESUMEREQUEST']._serialized_end=1070
+  _globals['_RESUMERESPONSE']._serialized_start=1072
+  _globals['_RESUMERESPONSE']._serialized_end=1119
+  _globals['_DROPGROUPSREQUEST']._serialized_start=1121
+  _globals['_DROPGROUPSREQUEST']._serialized_end=1175
+  _globals['_DROPGROUPSRESPONSE']._serialized_start=1177
+  _globals['_DROPGROUPSRESPONSE']._serialized_end=1228
+  _globals['_RUNSERVICE']._serialized_start=1410
+  _globals['_RUNSERVICE']._serialized_end=1951
 # @@protoc_insertion_point(module_scope)

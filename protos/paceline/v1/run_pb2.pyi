@@ -116,6 +116,7 @@ class Run(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    BUNDLE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Unique on this coordinator."""
     state: Global___RunState.ValueType
@@ -132,6 +133,8 @@ class Run(_message.Message):
     """The resolved spec as YAML."""
     age_s: _builtins.float
     """Seconds since it was submitted."""
+    bundle: _builtins.str
+    """SHA-256 of the manifest of the run's bundle, hexadecimal; empty for a run without one."""
     @_builtins.property
     def groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Groups by state (`admitted`, `leased`, …; `dropped:<reason>`)."""
@@ -158,10 +161,11 @@ class Run(_message.Message):
         tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         age_s: _builtins.float = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        bundle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "directory", b"directory", "groups", b"groups", "max_num_steps", b"max_num_steps", "message", b"message", "run_id", b"run_id", "spec_yaml", b"spec_yaml", "state", b"state", "step", b"step", "tokens", b"tokens", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "bundle", b"bundle", "directory", b"directory", "groups", b"groups", "max_num_steps", b"max_num_steps", "message", b"message", "run_id", b"run_id", "spec_yaml", b"spec_yaml", "state", b"state", "step", b"step", "tokens", b"tokens", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,21 +179,27 @@ class SubmitRequest(_message.Message):
 
     SPEC_YAML_FIELD_NUMBER: _builtins.int
     SUBMISSION_FIELD_NUMBER: _builtins.int
+    BUNDLE_FIELD_NUMBER: _builtins.int
     spec_yaml: _builtins.str
     """The spec as YAML."""
     submission: _builtins.str
     """Name that the client chose for this submission. A client that lost the answer submits again with the same name, and
     the coordinator returns the run that it queued the first time. Empty: every request queues a run.
     """
+    bundle: _builtins.str
+    """SHA-256 of the manifest of the run's bundle, hexadecimal; its files were sent before (BundleService). Empty: the
+    spec's paths are those of the services.
+    """
     def __init__(
         self,
         *,
         spec_yaml: _builtins.str = ...,
         submission: _builtins.str = ...,
+        bundle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec_yaml", b"spec_yaml", "submission", b"submission"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle", b"bundle", "spec_yaml", b"spec_yaml", "submission", b"submission"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,16 +484,20 @@ class ResumeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    BUNDLE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
+    bundle: _builtins.str
+    """Bundle with corrected files, sent before; the run goes on with it. Empty: with the run's."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        bundle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle", b"bundle", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

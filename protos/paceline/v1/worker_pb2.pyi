@@ -482,6 +482,7 @@ class RunAssignment(_message.Message):
     PUBLISH_FROM_STEP_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    BUNDLE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     spec_yaml: _builtins.str
@@ -502,6 +503,10 @@ class RunAssignment(_message.Message):
     """Directory of the run."""
     traceparent: _builtins.str
     """W3C trace context of the run."""
+    bundle: _builtins.str
+    """SHA-256 of the manifest of the run's bundle, hexadecimal; the files that it names replace the spec's paths. Empty: the
+    paths are those of this machine.
+    """
     def __init__(
         self,
         *,
@@ -515,10 +520,11 @@ class RunAssignment(_message.Message):
         publish_from_step: _builtins.int = ...,
         directory: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        bundle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "checkpoint_path", b"checkpoint_path", "checkpoint_sha256", b"checkpoint_sha256", "directory", b"directory", "publish_from_step", b"publish_from_step", "run_id", b"run_id", "session", b"session", "spec_yaml", b"spec_yaml", "start_step", b"start_step", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle", b"bundle", "chain", b"chain", "checkpoint_path", b"checkpoint_path", "checkpoint_sha256", b"checkpoint_sha256", "directory", b"directory", "publish_from_step", b"publish_from_step", "run_id", b"run_id", "session", b"session", "spec_yaml", b"spec_yaml", "start_step", b"start_step", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -226,6 +226,18 @@ class Ledger(LedgerFile):
         they are not on record."""
         return self._newest_fact(run_id, "functions")
 
+    def bundle(self, run_id: str) -> str:
+        """Return the digest of the bundle that the run was last submitted or resumed with; empty for a run without one."""
+        return self._newest_fact(run_id, "bundle")
+
+    def bundles(self) -> list[str]:
+        """Return the digests of all bundles that runs were submitted or resumed with."""
+        rows = self.db.execute(
+            "SELECT DISTINCT json_extract(json, '$.bundle') AS bundle FROM events WHERE kind = 'state'"
+            " AND json_extract(json, '$.bundle') IS NOT NULL"
+        )
+        return [str(row["bundle"]) for row in rows]
+
     def _newest_fact(self, run_id: str, name: str) -> str:
         """Return a fact of the newest event of the run's state that has it; empty where none has."""
         row = self._first_of(

@@ -50,17 +50,19 @@ class Commands:
         self._context.server.wake("lease", "batch")
         await self._context.watchers.notify()
 
-    async def resume(self, run_id: str) -> None:
-        """Go on with a run that is paused, or queue a run that has failed. Files whose faults paused the run are read anew.
-        Raises NotFound, Conflict; DataError, Unreadable for a data set that cannot be used."""
-        run = await self._resumption.read(run_id)
+    async def resume(self, run_id: str, bundle: str = "") -> None:
+        """Go on with a run that is paused, or queue a run that has failed. Files whose faults paused the run are read anew,
+        those of a run with a bundle from a new `bundle`. Raises NotFound, Conflict; InvalidInput for a bundle, DataError and
+        Unreadable for a data set that cannot be used."""
+        changes = await self._resumption.changes(run_id, bundle)
+        run = await self._resumption.read(run_id, bundle, changes)
         async with self._context.lock:
             row = self._ledger.run(run_id)
             if row["state"] not in ("paused", "failed"):
                 raise Conflict(f"run {run_id} is {row['state']}, neither paused nor failed")
             goes_on = row["state"] == "paused" and run_id not in self._delays.passed_over
             with self._ledger.transaction():
-                facts = self._resumption.take(run_id, run)
+                facts = self._resumption.take(run_id, run, bundle, changes)
                 set_state(self._ledger, run_id, "running" if goes_on else "queued", **facts)
                 self._ledger.update_run(run_id, dropped_in_a_row=0)
                 session_faults.reset(self._exchange, run_id)

@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import LedgerFault
+from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
+from services.coordinator.blobs.store import BlobStore
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from services.coordinator.exchange.transport.server import ExchangeServer
@@ -32,6 +34,7 @@ from services.coordinator.lifecycle import recovery
 from services.coordinator.lifecycle.commands import Commands
 from services.coordinator.lifecycle.context import RunContext
 from services.coordinator.lifecycle.resumption import Resumption
+from services.coordinator.lifecycle.run_bundles import RunBundles
 from services.coordinator.lifecycle.run_queue import RunQueue
 from services.coordinator.lifecycle.run_start import RunStarter
 from services.coordinator.lifecycle.run_states import RunStates
@@ -62,7 +65,9 @@ class Coordinator:
         exchange_port: int,
         min_free_bytes: int = 0,
         functions_from: Sequence[Path] = (),
+        blobs: BlobStore | None = None,
     ):
+        """`blobs` has the files of the runs; by default those beneath `directory`."""
         self.ledger = ledger
         self.committed = Ledger(ledger.path, read_only=True)
         """Read-only connection for answers to clients: it does not see a transaction that is not committed."""
@@ -80,10 +85,14 @@ class Coordinator:
         self.pool = Pool(self, members)
         self.states = RunStates(self.context, self.pool.assignments)
         self.faults = Faults(self.context, members, self.states, self.pool.assignments)
-        resumption = Resumption(self.context, self._prompts)
+        self.blobs = blobs or BlobStore(directory / BLOBS_NAME)
+        self._bundles = RunBundles(ledger, self.blobs, functions_from)
+        resumption = Resumption(self.context, self._prompts, self._bundles)
         self.commands = Commands(self.context, self.states, self.faults, self.pool.assignments, resumption)
-        self.queue = RunQueue(ledger, directory, self.lock, self.watchers, functions_from)
-        self.starter = RunStarter(self.context, self.states, self.faults, self.pool, self._prompts)
+        self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles)
+        self.starter = RunStarter(
+            self.context, self.states, self.faults, self.pool, self._prompts, self._bundles
+        )
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
         """Run and session whose learner has exported."""
@@ -133,6 +142,7 @@ class Coordinator:
     async def _tidy_up(self) -> None:
         await self._prune()
         self.ledger.remove_unused_segments()
+        await self._bundles.tidy_up()
 
     async def _prune(self) -> None:
         """Delete some of the records that the active run does not need any more."""

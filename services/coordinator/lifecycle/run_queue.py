@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.errors import Busy, InvalidInput, SpecError
-from paceline.files import function_files
+from paceline.errors import Busy, InvalidInput
 from paceline.files.storage import Folder
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml, submitted_spec
@@ -18,6 +17,8 @@ from services.coordinator.exchange.uploads.group_checks import refuse_large_grou
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.restored_backup import free_name
 from services.coordinator.lifecycle.dataset_openings import Openings
+from services.coordinator.lifecycle.run_bundles import RunBundles
+from services.coordinator.lifecycle.run_data import RunData
 from services.coordinator.lifecycle.submission_checks import checked_data
 from services.coordinator.lifecycle.watchers import Watchers
 
@@ -37,20 +38,20 @@ class RunQueue:
         directory: Path,
         lock: asyncio.Lock,
         watchers: Watchers,
-        functions_from: Sequence[Path] = (),
+        bundles: RunBundles,
     ):
         self._ledger, self._directory, self._lock, self._watchers = ledger, directory, lock, watchers
-        self._functions_from = functions_from
+        self._bundles = bundles
         self._reading = asyncio.Lock()
         """Held while a thread reads a spec: the event loop gets its turn between two."""
         self._to_read = 0
         """Specs that are being read or wait for it."""
         self._openings = Openings()
 
-    async def submit(self, spec_yaml: str, submission: str = "") -> str:
-        """Check a spec and its data sets, and queue a run; return its id, the same for the same `submission`.
+    async def submit(self, spec_yaml: str, submission: str = "", bundle: str = "") -> str:
+        """Check a spec, its `bundle` and its data sets, and queue a run; return its id, the same for the same `submission`.
 
-        Raises SpecError, DataError, Unreadable, Busy.
+        Raises SpecError, InvalidInput, DataError, Unreadable, Busy.
         """
         if len(submission) > MAX_SUBMISSION:
             raise InvalidInput(
@@ -58,12 +59,11 @@ class RunQueue:
             )
         spec, text = await self._read(spec_yaml)
         refuse_large_groups(spec)
-        if why := function_files.refusal(spec, self._functions_from):
-            raise SpecError(why)
+        await asyncio.to_thread(self._bundles.check, spec, bundle)
         if submission and (run_id := self._ledger.run_of_submission(submission)) is not None:
             return run_id
         data, warnings = await self._openings.open(
-            submission or uuid.uuid4().hex, partial(checked_data, spec)
+            submission or uuid.uuid4().hex, partial(self._checked_data, spec, bundle)
         )
         resolved = ""
         if spec.max_num_epochs is not None:
@@ -76,10 +76,14 @@ class RunQueue:
             run_id = self._ledger.run_of_submission(submission) if submission else None
             if run_id is not None:
                 return run_id
-            run_id = self._add_run(spec, text, submission, warnings, resolved)
+            run_id = self._add_run(spec, text, submission, warnings, {"message": resolved, "bundle": bundle})
         log.info("run %s is queued", run_id)
         await self._watchers.notify()
         return run_id
+
+    def _checked_data(self, spec: RunSpec, bundle: str) -> tuple[RunData, list[str]]:
+        with self._bundles.opened(spec, bundle, "code", "data") as local:
+            return checked_data(local)
 
     async def _read(self, spec_yaml: str) -> tuple[RunSpec, str]:
         """Read a submitted spec and its resolved text on a thread. Raises SpecError, Busy."""
@@ -93,16 +97,16 @@ class RunQueue:
             self._to_read -= 1
 
     def _add_run(
-        self, spec: RunSpec, text: str, submission: str, of_data: Sequence[str], resolved: str
+        self, spec: RunSpec, text: str, submission: str, of_data: Sequence[str], facts: dict[str, str]
     ) -> str:
-        """Add a run to the ledger; `resolved` is the event's message on its number of steps."""
+        """Add a run to the ledger; `facts` are those of the first event that are not empty."""
         warnings = [*spec.warnings, *of_data]
         with self._ledger.transaction():
             run_id = f"{spec.name}-{self._ledger.num_runs() + 1}"
             directory = self._directory / run_id
             self._ledger.add_run(run_id, text, str(directory), spec.max_num_steps, warnings)
             queued = {"state": "queued"} | ({"submission": submission} if submission else {})
-            queued |= {"message": resolved} if resolved else {}
+            queued |= {name: fact for name, fact in facts.items() if fact}
             self._ledger.add_event(run_id, "state", queued)
             for warning in warnings:
                 self._ledger.add_event(run_id, "warning", {"message": warning})

@@ -21,7 +21,8 @@ from services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from services.coordinator.ledger.ledger import ACTIVE_STATES
 from services.coordinator.lifecycle.context import RunContext
 from services.coordinator.lifecycle.resumption import started_facts
-from services.coordinator.lifecycle.run_data import changed_data_warnings, open_data
+from services.coordinator.lifecycle.run_bundles import RunBundles
+from services.coordinator.lifecycle.run_data import changed_data_warnings
 from services.coordinator.lifecycle.run_states import RunStates, set_state
 from services.coordinator.lifecycle.worker_faults import RETRIED, Faults
 from services.coordinator.pool.pool import Pool
@@ -33,11 +34,17 @@ class RunStarter:
     """Starts runs in the order of the queue, one at a time."""
 
     def __init__(
-        self, context: RunContext, states: RunStates, faults: Faults, pool: Pool, prompts: PromptCheck
+        self,
+        context: RunContext,
+        states: RunStates,
+        faults: Faults,
+        pool: Pool,
+        prompts: PromptCheck,
+        bundles: RunBundles,
     ):
         self._context, self._states, self._faults, self._pool = context, states, faults, pool
         self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
-        self._prompts = prompts
+        self._prompts, self._bundles = prompts, bundles
         self._backoff = ExponentialBackoff()
 
     async def start_next(self) -> None:
@@ -54,7 +61,7 @@ class RunStarter:
             await self._pass_over(row, error)
             return
         try:
-            data = await asyncio.to_thread(open_data, spec)
+            data = await asyncio.to_thread(self._bundles.open_data, spec, self._bundles.of_run(run_id))
             directory = self._ledger.run_directory(run_id)
             self._context.run_log.open(run_id, directory, tensorboard=spec.logger.tensorboard)
         except (PacelineError, OSError) as error:
@@ -78,7 +85,7 @@ class RunStarter:
                 if row["state"] == "queued" or (
                     row["state"] == "paused" and self._ledger.is_retried(run.run_id)
                 ):
-                    set_state(self._ledger, run.run_id, "running", **started_facts(run))
+                    set_state(self._ledger, run.run_id, "running", **started_facts(run, self._bundles))
                 self._delays.retried = ""
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})

@@ -291,6 +291,7 @@ class Assignments:
             spec_yaml=spec_yaml,
             directory=str(self._ledger.run_directory(run_id)),
             traceparent=step_traceparent(run_id, 0),
+            bundle=self._ledger.bundle(run_id),
             **session,
         )
         return worker_pb2.ConnectResponse(run=assignment)

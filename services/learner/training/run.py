@@ -7,6 +7,7 @@ threads, from a staged copy, while the next step trains. No step waits for a rol
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -28,6 +29,7 @@ from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailabl
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from protos.paceline.v1 import worker_pb2
+from services.common.bundled_spec import BundledSpec
 from services.common.gpus import refuse_cpu
 from services.common.reporting.progress_log import ProgressLog
 from services.common.run_setup import failed_set_up, spec_of
@@ -182,9 +184,14 @@ class LearnerRun:
         tokenizer = load_tokenizer(spec.policy)
         if spec.examples is not None:
             objective = self._trainer.objective
-            self._examples = ExampleSource(spec, tokenizer, objective)
-            if spec.examples.validates:
-                self._held_out = ExampleSource(spec, tokenizer, objective, validation=True)
+            address, bundle = self._rank.membership.coordinator, self._assignment.bundle
+            with (
+                contextlib.closing(BundledSpec(spec, address, bundle, "data")) as bundled,
+                bundled.original_paths(),
+            ):
+                self._examples = ExampleSource(bundled.spec, tokenizer, objective)
+                if spec.examples.validates:
+                    self._held_out = ExampleSource(bundled.spec, tokenizer, objective, validation=True)
 
     # One step
 

@@ -1,0 +1,198 @@
+"""`BlobStore`: files by their SHA-256 in `blobs/ab/cdef…`, complete ones only; those under way are in `blobs/partial/`.
+
+A file is there only after it has its digest and is synced under its name. Methods that read or write much are for threads;
+one task at a time adds to a file, which `services/coordinator/blobs/upload.py` sees to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from paceline.bundle.manifest import MAX_BYTES, Manifest, is_digest
+from paceline.errors import Busy, Conflict, InvalidInput, NotFound
+from paceline.files.whole_file import sync_folder
+
+CHUNK_BYTES = 1 << 20
+QUOTA_BYTES = 64 << 30
+MAX_BLOB_BYTES = 8 << 30
+UNUSED_S = 3600.0
+"""Seconds for which a file that no run refers to is kept: its submission may be about to come."""
+
+
+class BlobStore:
+    """Files below `folder`, `quota_bytes` together, `max_blob_bytes` each, as long as the disk keeps `min_free_bytes`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        quota_bytes: int = QUOTA_BYTES,
+        max_blob_bytes: int = MAX_BLOB_BYTES,
+        min_free_bytes: int = 0,
+    ):
+        self._folder, self._partial = folder, folder / "partial"
+        self._quota_bytes, self._max_blob_bytes = quota_bytes, max_blob_bytes
+        self._min_free_bytes = min_free_bytes
+        self._lock = threading.Lock()
+        """Guards what is used and what is being sent."""
+        self._used: int | None = None
+        """Bytes of all files, of those that are being sent the whole; None until they are counted."""
+        self._sent: dict[str, int] = {}
+        """Size of the files that are being sent, by digest."""
+
+    def has(self, sha256: str) -> bool:
+        """Return whether a file is there. Its time of use is now, so that it is not removed soon."""
+        path = self._path(sha256)
+        if not path.is_file():
+            return False
+        with contextlib.suppress(OSError):  # a store that is only read
+            os.utime(path)
+        return True
+
+    def received(self, sha256: str) -> int:
+        """Return the bytes of a file that a broken transfer has left."""
+        _check_digest(sha256)
+        try:
+            return (self._partial / sha256).stat().st_size
+        except OSError:
+            return 0
+
+    def begin(self, sha256: str, size: int, offset: int) -> Path:
+        """Return the path of a partial file to append to, whose bytes are promised until `end`.
+
+        Raises InvalidInput: larger than a file may be; Busy: beyond the quota or the free space; Conflict: another client sends
+        it, or it does not go on at `offset`.
+        """
+        _check_digest(sha256)
+        if size > self._max_blob_bytes:
+            raise InvalidInput(
+                f"a file of {size / 2**20:.1f} MB is more than the {self._max_blob_bytes / 2**20:.0f} MB that this coordinator "
+                "takes for one; give the data as a URL"
+            )
+        with self._lock:
+            if sha256 in self._sent:
+                raise Conflict(f"another client sends the file {sha256[:12]}…; ask again which are missing")
+            received = self.received(sha256)
+            if offset != received:
+                raise Conflict(f"the file {sha256[:12]}… goes on at byte {received}, not {offset}; ask again")
+            self._refuse_beyond_quota(size, received)
+            self._partial.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self._partial).free - (size - received) < self._min_free_bytes:
+                raise Busy(
+                    f"the coordinator's disk has no room for {size / 2**20:.1f} MB; free some, and submit again"
+                )
+            self._used = (self._used or 0) + size - received
+            self._sent[sha256] = size
+        return self._partial / sha256
+
+    def _refuse_beyond_quota(self, size: int, received: int) -> None:
+        if self._used is None:
+            self._used = sum(found for _, found, _ in self._entries())
+        if self._used + size - received > self._quota_bytes:
+            raise Busy(
+                f"the files of runs take {self._used / 2**20:.1f} MB of the {self._quota_bytes / 2**20:.0f} MB that this "
+                f"coordinator keeps, and {size / 2**20:.1f} MB do not fit; give large data as a URL, or start the coordinator "
+                "with a larger --bundle-quota-mb"
+            )
+
+    def end(self, sha256: str) -> None:
+        """Release what `begin` has promised; what has come of an incomplete file stays."""
+        with self._lock:
+            size = self._sent.pop(sha256, None)
+            if size is not None and self._used is not None and not self._path(sha256).exists():
+                self._used -= size - self.received(sha256)
+
+    def complete(self, sha256: str, size: int) -> None:
+        """Give a partial file its name, synced. Raises InvalidInput, and removes it, when it is not what was announced."""
+        partial, path = self._partial / sha256, self._path(sha256)
+        with partial.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            found_size = file.tell()
+            if found == sha256 and found_size == size:
+                os.fsync(file.fileno())
+        if found != sha256 or found_size != size:
+            partial.unlink(missing_ok=True)
+            raise InvalidInput(
+                f"the file that was sent as {sha256[:12]}… ({size} bytes) has SHA-256 {found[:12]}… ({found_size} bytes): it "
+                "was changed meanwhile, or damaged on the way; submit again"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.replace(path)
+        sync_folder(path.parent)
+        sync_folder(self._folder)
+
+    def read(self, sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
+        """Yield a range of a file in chunks; `length` 0 is all that follows. A file that is read whole is checked: if it is
+        damaged, it is removed, and the reader gets NotFound. Raises NotFound."""
+        try:
+            file = self._path(sha256).open("rb")
+        except OSError:
+            raise NotFound(_gone(sha256)) from None
+        digest = hashlib.sha256() if offset == 0 and length == 0 else None
+        with file:
+            file.seek(offset)
+            left = length or -1
+            while left and (chunk := file.read(min(CHUNK_BYTES, left) if left > 0 else CHUNK_BYTES)):
+                left -= len(chunk) if left > 0 else 0
+                if digest is not None:
+                    digest.update(chunk)
+                yield chunk
+        if digest is not None and digest.hexdigest() != sha256:
+            self._path(sha256).unlink(missing_ok=True)
+            raise NotFound(_gone(sha256))
+
+    def manifest(self, sha256: str) -> Manifest:
+        """Return the manifest that names a bundle. Raises NotFound, InvalidInput."""
+        if not self.has(sha256):
+            raise NotFound(_gone(sha256))
+        if self._path(sha256).stat().st_size > MAX_BYTES:
+            raise InvalidInput(f"the file {sha256[:12]}… is no manifest of a bundle; submit again")
+        return Manifest.read(b"".join(self.read(sha256)))
+
+    def remove_unused(self, bundles: Iterable[str], unused_s: float = UNUSED_S) -> int:
+        """Remove the files that none of the bundles needs and that nobody used for `unused_s` seconds; return their number.
+
+        Nothing is removed when the manifest of a bundle cannot be read, because its files are then unknown."""
+        needed = set(bundles)
+        try:
+            for digest in sorted(needed):
+                needed |= {file.sha256 for file in self.manifest(digest).files}
+        except (NotFound, InvalidInput, OSError):
+            return 0
+        removed, before_s = 0, time.time() - unused_s
+        for path, _, used_s in self._entries():
+            name = path.name if path.parent == self._partial else path.parent.name + path.name
+            if name not in needed and name not in self._sent and used_s < before_s:
+                path.unlink(missing_ok=True)
+                removed += 1
+        with self._lock:
+            self._used = None if removed and not self._sent else self._used
+        return removed
+
+    def _entries(self) -> Iterator[tuple[Path, int, float]]:
+        """Yield path, bytes and time of the last use of all files, partial ones included."""
+        for folder in self._folder.iterdir() if self._folder.is_dir() else ():
+            for path in folder.iterdir() if folder.is_dir() else ():
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    status = path.stat()
+                    yield path, status.st_size, status.st_mtime
+
+    def _path(self, sha256: str) -> Path:
+        _check_digest(sha256)
+        return self._folder / sha256[:2] / sha256[2:]
+
+
+def _check_digest(sha256: str) -> None:
+    if not is_digest(sha256):
+        raise InvalidInput(f"{sha256[:80]!r} is not a SHA-256 in hexadecimal")
+
+
+def _gone(sha256: str) -> str:
+    return f"the coordinator has no (whole) file {sha256[:12]}…; `paceline resume` on the submitter's machine sends it again"

@@ -1,0 +1,173 @@
+"""Files of runs over gRPC: only what is missing, on from where it broke, whole and with its digest, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline import bundle_transfer
+from paceline.bundle.collecting import Bundle
+from paceline.bundle.manifest import BundledFile, Manifest
+from paceline.bundle_transfer import fetch, fetch_manifest, send
+from paceline.errors import InvalidInput, NotFound, SpecError, Unavailable
+from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc
+from services.common.grpc_server import GrpcServer
+from services.coordinator.blobs.store import BlobStore
+from services.coordinator.bundle_servicer import BundleServicer
+
+
+def bundle_of(folder: Path, **files: bytes) -> Bundle:
+    entries, sources = [], {}
+    for name, data in files.items():
+        sha256 = hashlib.sha256(data).hexdigest()
+        entries.append(BundledFile(name, "code", len(data), sha256))
+        sources[sha256] = folder / name
+        (folder / name).write_bytes(data)
+    return Bundle(Manifest.of(entries), sources)
+
+
+@asynccontextmanager
+async def serving(store: BlobStore | None) -> AsyncIterator[Callable[..., Any]]:
+    """Yield a function that calls another one, with a channel to a server of the store, on a thread."""
+    server = GrpcServer("127.0.0.1", 0)
+    if store is not None:
+        server.add(
+            BundleServicer(store),
+            bundle_pb2_grpc.add_BundleServiceServicer_to_server,
+            "paceline.v1.BundleService",
+        )
+    await server.start()
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            return function(channel, *arguments)
+
+    try:
+        yield lambda *arguments: asyncio.to_thread(call, *arguments)
+    finally:
+        await server.stop(0.1)
+
+
+def fetched(channel: grpc.Channel, sha256: str) -> bytes:
+    return b"".join(fetch(channel, sha256, 1 << 30))
+
+
+async def test_a_bundle_is_sent_once_and_fetched_by_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle_transfer, "PART_BYTES", 1000)
+    bundle = bundle_of(tmp_path, large=bytes(range(256)) * 16, empty=b"", small=b"x")
+    puts = []
+    put = bundle_transfer._put
+    monkeypatch.setattr(bundle_transfer, "_put", lambda *arguments: (puts.append(arguments), put(*arguments)))
+    async with serving(BlobStore(tmp_path / "blobs")) as call:
+        assert await call(send, bundle)
+        assert await call(fetch_manifest, bundle.manifest.digest) == bundle.manifest
+        for file in bundle.manifest.files:
+            assert await call(fetched, file.sha256) == (tmp_path / file.path).read_bytes()
+        assert await call(send, bundle)
+        assert len(puts) == 1
+        (tmp_path / "small").write_bytes(b"y")
+        assert await call(send, bundle_of(tmp_path, large=bytes(range(256)) * 16, small=b"y"))
+        assert [len(missing) for _, _, missing in puts] == [4, 2]  # the small file and the manifest
+        with pytest.raises(NotFound, match="paceline resume"):
+            await call(fetched, "ab" * 32)
+
+
+async def test_a_transfer_goes_on_where_it_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle_transfer, "PART_BYTES", 1000)
+    bundle = bundle_of(tmp_path, large=bytes(range(256)) * 16)
+    offsets: list[int] = []
+    parts = bundle_transfer._parts
+
+    def breaking(bundle: Bundle, sha256: str, offset: int) -> Iterator[bundle_pb2.PutRequest]:
+        for number, part in enumerate(parts(bundle, sha256, offset)):
+            if number == 2 and len(offsets) < 3:
+                return  # the server has two parts of it then
+            offsets.append(part.offset)
+            yield part
+
+    monkeypatch.setattr(bundle_transfer, "_parts", breaking)
+    async with serving(BlobStore(tmp_path / "blobs")) as call:
+        assert await call(send, bundle)
+    assert offsets[:5] == [0, 1000, 2000, 3000, 4000]
+
+
+async def test_a_fetch_goes_on_where_it_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlobStore(tmp_path / "blobs")
+    bundle = bundle_of(tmp_path, large=bytes(3 << 20))
+    read, breaks = store.read, [1]
+
+    def broken(sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
+        for chunk in read(sha256, offset, length):
+            yield chunk
+            if breaks and breaks.pop():
+                raise Unavailable("a break")
+
+    async with serving(store) as call:
+        assert await call(send, bundle)
+        monkeypatch.setattr(store, "read", broken)
+        assert await call(fetched, bundle.manifest.files[0].sha256) == bytes(3 << 20)
+    assert breaks == []
+
+
+async def test_what_the_coordinator_refuses_is_said(tmp_path: Path) -> None:
+    bundle = bundle_of(tmp_path, small=b"abc")
+    async with serving(BlobStore(tmp_path / "a", max_blob_bytes=2)) as call:
+        with pytest.raises(InvalidInput, match="give the data as a URL"):
+            await call(send, bundle)
+    async with serving(BlobStore(tmp_path / "b", quota_bytes=2)) as call:
+        with pytest.raises(InvalidInput, match="--bundle-quota-mb"):
+            await call(send, bundle)
+    async with serving(BlobStore(tmp_path / "c")) as call:
+        (tmp_path / "small").write_bytes(b"abX")
+        with pytest.raises(InvalidInput, match="changed meanwhile, or damaged on the way"):
+            await call(send, bundle)
+        (tmp_path / "small").write_bytes(b"ab")
+        with pytest.raises(SpecError, match="changed while it was sent"):
+            await call(send, bundle)
+        (tmp_path / "small").unlink()
+        with pytest.raises(SpecError, match="cannot be read: No such file"):
+            await call(send, bundle)
+        with pytest.raises(SpecError, match="lost 'small'"):
+            await call(send, Bundle(bundle.manifest, {}))
+
+
+async def test_hostile_requests_are_refused(tmp_path: Path) -> None:
+    def stub_call(channel: grpc.Channel, name: str, request: Any) -> grpc.StatusCode:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(getattr(bundle_pb2_grpc.BundleServiceStub(channel), name)(request) or ())
+        code: grpc.StatusCode = caught.value.code()
+        return code
+
+    hostile = bundle_pb2.MissingRequest(blobs=[bundle_pb2.BlobSize(sha256="../../x", size=1)])
+    many = bundle_pb2.MissingRequest(blobs=[bundle_pb2.BlobSize(sha256="ab" * 32)] * 10_002)
+    part = bundle_pb2.PutRequest(sha256="../../x", size=1, data=b"x")
+    async with serving(BlobStore(tmp_path / "blobs")) as call:
+        invalid = grpc.StatusCode.INVALID_ARGUMENT
+        assert await call(stub_call, "Missing", hostile) == invalid
+        assert await call(stub_call, "Missing", many) == invalid
+        assert await call(stub_call, "Put", iter([part])) == invalid
+        assert await call(stub_call, "Fetch", bundle_pb2.FetchRequest(sha256="/etc/passwd")) == invalid
+        short = bundle_pb2.PutRequest(sha256="ab" * 32, size=9, data=b"x")
+        assert await call(stub_call, "Put", iter([short])) == grpc.StatusCode.FAILED_PRECONDITION
+        beyond = bundle_pb2.PutRequest(sha256="cd" * 32, size=1, data=b"xy")
+        assert await call(stub_call, "Put", iter([beyond])) == invalid
+
+
+async def test_a_coordinator_without_bundles_and_one_that_is_away(tmp_path: Path) -> None:
+    bundle = bundle_of(tmp_path, small=b"abc")
+    async with serving(None) as call:
+        assert await call(send, bundle) is False
+    with (
+        grpc.insecure_channel("127.0.0.1:1") as channel,
+        pytest.raises(Unavailable, match="send the run's files"),
+    ):
+        await asyncio.to_thread(send, channel, bundle)
