@@ -89,15 +89,16 @@ async def test_a_transfer_goes_on_where_it_broke(tmp_path: Path, monkeypatch: py
 
     def breaking(bundle: Bundle, sha256: str, offset: int) -> Iterator[bundle_pb2.PutRequest]:
         for number, part in enumerate(parts(bundle, sha256, offset)):
-            if number == 2 and len(offsets) < 3:
+            if number == 2 and len(offsets) == 2:
                 return  # the server has two parts of it then
-            offsets.append(part.offset)
+            if sha256 != bundle.manifest.digest:
+                offsets.append(part.offset)
             yield part
 
     monkeypatch.setattr(bundle_transfer, "_parts", breaking)
     async with serving(BlobStore(tmp_path / "blobs")) as call:
         assert await call(send, bundle)
-    assert offsets[:5] == [0, 1000, 2000, 3000, 4000]
+    assert offsets == [0, 1000, 2000, 3000, 4000]
 
 
 async def test_a_fetch_goes_on_where_it_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

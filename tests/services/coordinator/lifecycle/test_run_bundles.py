@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,7 @@ async def test_a_run_starts_without_the_submitters_files(plane: Plane, tmp_path:
     assignment = worker_pb2.RunAssignment(bundle=run.bundle)
     bundled = await asyncio.to_thread(local_spec, plane, assignment, spec, "code", "include")
     file = Path(bundled.spec.rewards[0].function.rpartition(":")[0])
-    assert "from helper" in file.read_text()
-    assert (file.parent / "helper.py").is_file()
+    assert sorted(os.listdir(file.parent)) == ["helper.py", "reward.py"]
     assert bundled.spec.data == spec.data  # data are not fetched for functions
     with pytest.raises(Unreadable, match=str(tmp_path / "mine" / "reward.py")), bundled.original_paths():
         raise Unreadable(f"{file} fails")
@@ -185,7 +185,7 @@ def test_an_operators_folders_and_examples(tmp_path: Path) -> None:
         put(blobs, data)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     RunBundles(ledger, blobs, [tmp_path / "mine"]).check(spec, first.manifest.digest)
-    with pytest.raises(Exception, match="the functions may not be used: .* is not below"):
+    with pytest.raises(Exception, match=r"the functions may not be used: .* is not below"):
         RunBundles(ledger, blobs, [tmp_path / "theirs"]).check(spec, first.manifest.digest)
     with pytest.raises(Exception, match="--functions-from"):
         RunBundles(ledger, blobs, [tmp_path / "theirs"]).check(spec, "")
