@@ -16,7 +16,7 @@ from paceline.bundle.allowed import refusal_of_bundle
 from paceline.bundle.collecting import Bundle
 from paceline.bundle.layout import localized
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
-from paceline.errors import InvalidInput, NotFound, PacelineError, SpecError, Unavailable, Unreadable
+from paceline.errors import Busy, InvalidInput, NotFound, PacelineError, SpecError, Unavailable, Unreadable
 from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s:
     """Send the files that the coordinator lacks, then the manifest; return False for a coordinator without bundles.
 
     Raises SpecError when a file was changed meanwhile; InvalidInput, with the coordinator's reason, when it refuses one;
-    Unavailable when the coordinator does not answer for `wait_s`, or later for `patience_s`.
+    Busy when it has no room for it; Unavailable when the coordinator does not answer for `wait_s`, or later for `patience_s`.
     """
     import grpc
 
@@ -188,6 +188,8 @@ def _translated(error: Any, doing: str) -> PacelineError:
     status, details = error.code().name, error.details() or ""
     if status == "NOT_FOUND":
         return NotFound(details)
+    if status == "RESOURCE_EXHAUSTED":
+        return Busy(details)
     if status in PASSING:
         return Unavailable(f"the coordinator does not answer a request to {doing}: {details or status}")
     return InvalidInput(details or f"the coordinator refuses to {doing}: {status}")

@@ -1,6 +1,7 @@
 """The import rules of CONTRIBUTING.md, read from the source and tried in a fresh interpreter."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,7 +51,22 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inner)
 
-    return visit(ast.parse(path.read_text()), True)
+    return visit(parsed(path), True)
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def dotted(node: ast.expr) -> str:
+    """Return a name with dots as it stands in the source; the part before a call or subscript is missing."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name):
+            return f"{dotted(value)}.{name}"
+    return ""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -106,10 +122,10 @@ def test_no_pickle_in_our_code() -> None:
 def unpickling_calls(path: Path) -> list[str]:
     """Calls that unpickle what they read: torch.load, numpy with allow_pickle, object collectives, recv_pyobj."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if not isinstance(node, ast.Call):
             continue
-        name = ast.unparse(node.func)
+        name = dotted(node.func)
         arguments = {keyword.arg: keyword.value for keyword in node.keywords}
         pickles = isinstance(arguments.get("allow_pickle"), ast.Constant) and ast.unparse(
             arguments["allow_pickle"]

@@ -19,6 +19,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 
+@pytest.mark.slow
 def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_told_to_stop(
     make_spec: Callable[..., RunSpec], tmp_path: Path
 ) -> None:

@@ -110,7 +110,7 @@ def test_a_reward_model_ranks_held_out_answers_and_then_rewards_rollouts(
     assert finish(client, cluster, client.submit(spec).run_id)["steps"] == 2
 
 
-@pytest.mark.parametrize("algorithm", ["orpo", "kto"])
+@pytest.mark.parametrize("algorithm", [pytest.param("orpo", marks=pytest.mark.slow), "kto"])
 def test_other_preferences_take_the_same_way(
     algorithm: str, client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
 ) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "processes"
@@ -14,12 +17,35 @@ PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support", ROOT / "test
 
 def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 300) -> None:
     """Run a script of `tests/support/processes` in this many ranks, and fail with its errors unless all ranks end well."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*torchrun, SCRIPTS / script, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [sys.executable, SCRIPTS / script, *map(str, arguments)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
+    with tempfile.TemporaryFile("w+") as errors:
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            _wait(processes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        errors.seek(0)
+        assert not any(process.returncode for process in processes), errors.read()[-4000:]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], deadline_s: float) -> None:
+    """Wait until all have ended, or one has failed. Raises TimeoutError."""
+    while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the ranks have not ended")
+        time.sleep(0.05)

@@ -84,11 +84,13 @@ class BlobStore:
                 raise Conflict(f"the file {sha256[:12]}… goes on at byte {received}, not {offset}; ask again")
             self._refuse_beyond_quota(size, received)
             self._partial.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(self._partial).free - (size - received) < self._min_free_bytes:
+            free, needed = shutil.disk_usage(self._partial).free, size - received
+            if free - needed < self._min_free_bytes:
                 raise Busy(
-                    f"the coordinator's disk has no room for {size / 2**20:.1f} MB; free some, and submit again"
+                    f"the coordinator's disk has {free >> 20} MB free, of which --min-free-mb keeps {self._min_free_bytes >> 20}: "
+                    f"{needed / 2**20:.1f} MB of the run's files do not fit; free some, and submit again"
                 )
-            self._used = (self._used or 0) + size - received
+            self._used = (self._used or 0) + needed
             self._sent[sha256] = size
         return self._partial / sha256
 

@@ -233,7 +233,7 @@ def test_what_the_coordinator_is_told_to_leave_free_closes_admission(tmp_path: P
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     tree = {
         "policy": {"model_name": "m"},
-        "data": {"train": str(tmp_path / "train.jsonl")},
+        "data": {"train": f"file://{tmp_path}/train.jsonl"},  # so that no file has to be sent
         "rewards": [{"function": "length"}],
     }
     options = {"coordinator": ["--min-free-mb", "99999999"]}

@@ -71,7 +71,7 @@ def test_quota_and_size_are_limits_before_a_byte_is_written(tmp_path: Path) -> N
     put(store, b"y" * 15)
     with pytest.raises(Busy, match="--bundle-quota-mb"):
         put(BlobStore(tmp_path, quota_bytes=25), b"z")  # counted anew after a restart
-    with pytest.raises(Busy, match="no room"):
+    with pytest.raises(Busy, match="free, of which --min-free-mb keeps"):
         put(BlobStore(tmp_path, min_free_bytes=1 << 60), b"z")
 
 
