@@ -16,7 +16,7 @@ from paceline import bundle_transfer
 from paceline.bundle.collecting import Bundle
 from paceline.bundle.manifest import BundledFile, Manifest
 from paceline.bundle_transfer import fetch, fetch_manifest, send
-from paceline.errors import InvalidInput, NotFound, SpecError, Unavailable
+from paceline.errors import Busy, InvalidInput, NotFound, SpecError, Unavailable
 from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc
 from services.common.grpc_server import GrpcServer
 from services.coordinator.blobs.store import BlobStore
@@ -125,7 +125,7 @@ async def test_what_the_coordinator_refuses_is_said(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="give the data as a URL"):
             await call(send, bundle)
     async with serving(BlobStore(tmp_path / "b", quota_bytes=2)) as call:
-        with pytest.raises(InvalidInput, match="--bundle-quota-mb"):
+        with pytest.raises(Busy, match="--bundle-quota-mb"):
             await call(send, bundle)
     async with serving(BlobStore(tmp_path / "c")) as call:
         (tmp_path / "small").write_bytes(b"abX")
