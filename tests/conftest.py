@@ -53,12 +53,14 @@ settings.load_profile("paceline")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of processes that `-n auto` starts: none for tests of one file, which stay together; else one for each core."""
+    """Return the number of processes that `-n auto` starts: none for tests of one file, which stay together; else three for two cores,
+    because many tests wait for processes and timeouts.
+    """
     files = {str(argument).partition("::")[0] for argument in config.args}
     if len(files) == 1 and all(name.endswith(".py") for name in files):
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_WORKERS)
+    return min(cores * 3 // 2, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
