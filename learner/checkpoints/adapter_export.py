@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
@@ -14,13 +14,13 @@ from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
 
 
 def export_adapter(
-    directory: Path,
+    directory: str | os.PathLike[str],
     adapter: Mapping[str, Tensor],
     lora: LoraSection,
     model_name: str,
     *,
     replace: bool = False,
-) -> Path:
+) -> str | os.PathLike[str]:
     """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads.
 
     Raises Conflict when `directory` exists; with `replace` only when it is no export.

@@ -7,7 +7,6 @@ embeddings still tied; the folder appears whole under its name or not at all; no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from paceline.spec import PolicySection
 
 
 def export_pretrained(
-    directory: Path,
+    directory: Location,
     tensors: Mapping[str, torch.Tensor],
     *,
     model_name: str,
@@ -36,7 +35,7 @@ def export_pretrained(
     dtype: torch.dtype | None = None,
     scoring: bool = False,
     replace: bool = False,
-) -> Path:
+) -> Location:
     """Write `tensors` (a whole state dict by Hugging Face names, as `gather_weights` gives it) as a model folder.
 
     Config and generation config come from `model_name`, the tokenizer from `tokenizer_name`, or from `model_name`
@@ -56,7 +55,7 @@ def export_pretrained(
 
 
 def export_live(
-    directory: Path, model: nn.Module, policy: PolicySection, *, dtype: torch.dtype, scoring: bool = False
+    directory: Location, model: nn.Module, policy: PolicySection, *, dtype: torch.dtype, scoring: bool = False
 ) -> Exception | None:
     """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export.
 
@@ -99,15 +98,16 @@ def _watched(stream: Iterator[Piece], errors: list[Exception]) -> Iterator[Piece
 
 def export_checkpoint(
     checkpoint: Location,
-    directory: Path,
+    directory: Location,
     *,
     expected_sha256: str,
     policy: PolicySection,
     dtype: torch.dtype | None = None,
     scoring: bool = False,
     adapter_only: bool = False,
-) -> Path:
-    """Export a checkpoint's folder, in one process and without a process group; `dtype` None is float32.
+) -> Location:
+    """Export a checkpoint as a folder at a path or an fsspec URL, in one process and without a process group; `dtype` None is
+    float32.
 
     An adapter is merged into its base; with `adapter_only` it is written alone, in peft's format. Host memory must hold
     one tensor, or the base of an adapter. Raises also what `learner.checkpoints.verification.verify` raises.

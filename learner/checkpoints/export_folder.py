@@ -1,4 +1,8 @@
-"""The folder of an export: it appears whole under its name or not at all, and replaces only an earlier export."""
+"""The folder of an export: it appears whole under its name or not at all, and replaces only an earlier export.
+
+An export to a store is written to this machine's spool first. Its manifest is uploaded last, and goes first when another
+export replaces it: without a manifest it is not whole.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ import errno
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.errors import Conflict
+from paceline.errors import Conflict, PacelineError
 from paceline.files.names import EXPORT_MANIFEST
+from paceline.files.spool import spool_folder
+from paceline.files.storage import Folder, unavailable
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LEFT_OVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|replaced)-(?P<pid>\d{1,9})")
@@ -22,11 +29,19 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 @contextlib.contextmanager
-def written_beside(directory: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `directory` when the block ends without an error, and is removed otherwise.
+def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+    """Give a folder to write into, which becomes `place` (a path or an fsspec URL) when the block ends without an error, and
+    is removed otherwise.
 
-    Raises Conflict when `directory` exists; with `replace` only when it is no export.
+    Raises Conflict when `place` exists; with `replace` only when it is no export. Raises Unavailable for a store that cannot
+    be written now.
     """
+    folder = Folder(place)
+    if folder.local is None:
+        with _uploaded(folder, replace) as partial:
+            yield partial
+        return
+    directory = folder.local
     _check(directory, replace)
     remove_left_overs(directory.parent)
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
@@ -37,6 +52,53 @@ def written_beside(directory: Path, *, replace: bool = False) -> Iterator[Path]:
         _put(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _uploaded(folder: Folder, replace: bool) -> Iterator[Path]:
+    """See `written_beside`, for a folder of a store."""
+    present = _present(folder, replace)
+    spool = spool_folder() / "exports"
+    remove_left_overs(spool)
+    partial = spool / f".{uuid.uuid4().hex}.partial-{os.getpid()}"
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _upload(partial, folder, present)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _present(folder: Folder, replace: bool) -> set[str]:
+    """Return the files of the export that is to be replaced. Raises Conflict, Unavailable."""
+    try:
+        present = set(folder.files())
+    except FileNotFoundError:
+        return set()
+    except Exception as error:  # the clients of object stores raise errors without a common base
+        raise unavailable(f"{folder} cannot be read", error) from error
+    if present and not replace:
+        raise Conflict(f"{folder} exists; an export never overwrites")
+    if present and not present.intersection(SIGNS):
+        raise Conflict(f"{folder} exists and is no export; give the export another name")
+    return present
+
+
+def _upload(local: Path, folder: Folder, present: set[str]) -> None:
+    """Put the files of `local` in place of those that are `present`, the signs of a whole export last. Raises Unavailable."""
+    names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
+    try:
+        for sign in present.intersection(SIGNS):
+            folder.delete(sign)
+        for name in sorted(names, key=lambda name: (name == EXPORT_MANIFEST, name in SIGNS, name)):
+            if name == EXPORT_MANIFEST:
+                for stale in sorted(present.difference(names)):
+                    folder.delete(stale)
+            folder.put(name, local / name)
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise unavailable(f"{folder} cannot be written", error) from error
 
 
 def remove_left_overs(folder: Path) -> None:

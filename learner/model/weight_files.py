@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidInput, PacelineError, Unreadable
-from paceline.files.model_source import is_url, model_source
-from paceline.files.storage import open_url
+from paceline.files.model_source import model_source
+from paceline.files.storage import is_url, open_url
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20

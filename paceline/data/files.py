@@ -12,17 +12,12 @@ import posixpath
 from pathlib import Path
 
 from paceline.errors import SpecError, Unreadable
-from paceline.files.storage import is_local, open_url
+from paceline.files.storage import is_local, is_url, open_url
 from paceline.files.whole_file import written_whole
 
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 """Suffixes of files that are read by themselves; every other name is for `datasets`."""
 CACHE_VARIABLE = "PACELINE_DATA_CACHE"
-
-
-def is_url(name: str) -> bool:
-    """Return whether the name is an fsspec URL."""
-    return "://" in name
 
 
 def names_files(name: str) -> bool:

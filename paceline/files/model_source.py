@@ -20,16 +20,11 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from paceline.errors import InvalidInput, SpecError, Unreadable
-from paceline.files.storage import open_url
+from paceline.files.storage import is_url, open_url
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 LISTING = ".listing.json"
 """File of the cache with size and tag of each copied file, as the URL had them."""
-
-
-def is_url(name: str) -> bool:
-    """Return whether a model's name is an fsspec URL."""
-    return "://" in name
 
 
 def tokenizer_source(name: str) -> str:

@@ -18,10 +18,15 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from paceline.errors import SpecError
+from paceline.errors import SpecError, Unavailable
 from paceline.files.whole_file import sync_folder, write_whole
 
 CHUNK_BYTES = 8 << 20
+
+
+def is_url(name: str) -> bool:
+    """Return whether a name is an fsspec URL, not a path or a name on the hub."""
+    return "://" in name
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
@@ -127,6 +132,13 @@ class Folder:
         write_whole(self.local / name, data, durable=True)
         sync_folder(self.local.parent)
 
+    def put(self, name: str, path: Path) -> None:
+        """Make or replace a file of a store from a local one. It appears whole. Raises Unavailable."""
+        try:
+            self._store.put_file(str(path), self._at(name))
+        except Exception as error:  # the clients of object stores raise errors without a common base
+            raise unavailable(f"{self.url}: {name} cannot be written", error) from error
+
     def delete(self, name: str) -> None:
         """Remove a file, if it is there."""
         try:
@@ -145,3 +157,10 @@ class Folder:
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path
+
+
+def unavailable(what: str, error: Exception) -> Unavailable:
+    """Return the error for a store whose client has raised `error`."""
+    return (
+        error if isinstance(error, Unavailable) else Unavailable(f"{what}: {type(error).__name__}: {error}")
+    )

@@ -24,10 +24,15 @@ from paceline.spec.foreign.names import look_up
 from paceline.spec.sections.base import STORED
 
 MAX_PATH = 1024
-PATH_FIELDS = (
+MODEL_FIELDS = (
     ("policy", "model_name"),
     ("policy", "tokenizer_name"),
     ("distillation", "teacher_model_name"),
+    ("value", "model_name"),
+)
+"""Models and tokenizers: folders, fsspec URLs, names on the hub, or `run:ID`."""
+PATH_FIELDS = (
+    *MODEL_FIELDS,
     ("data", "train"),
     ("data", "validation"),
     ("checkpointing", "checkpoint_dir"),

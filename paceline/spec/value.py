@@ -14,7 +14,8 @@ class ValueSection(Section):
     """A second model of the learner that predicts the reward to come at every token; never published, only saved."""
 
     model_name: str | None = None
-    """Initial model: a language model or a reward model, with the policy's tokens; default policy.model_name."""
+    """Initial model: a language model or a reward model, with the policy's tokens, as a folder, fsspec URL, hub name or
+    `run:ID`; default policy.model_name."""
     optimizer: OptimizerSection = OptimizerSection(lr=1e-5)
     """Optimizer of the value model; the shape of the schedule is the policy's."""
     max_grad_norm: PositiveFloat = 1.0

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.errors import InvalidInput, NotFound
+from paceline.files.model_source import model_source
+from paceline.files.storage import is_url
 from paceline.spec import RunSpec
 from services.cli.recorded.records import opened_ledger
 from services.common.options import directory_option, find_run
@@ -23,7 +25,7 @@ UNFINISHED = "\ufffd"
 
 
 @click.command()
-@click.argument("model", metavar="RUN|FOLDER")
+@click.argument("model", metavar="RUN|FOLDER|URL")
 @click.option("--system", help="System message at the beginning; default the run's.")
 @click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
 @click.option("--max-new-tokens", type=int, help="Longest answer; default the run's.")
@@ -37,7 +39,7 @@ def chat(
     seed: int,
     directory: Path,
 ) -> None:
-    """Talk to the exported model of a run (its id or its folder), or to a model folder. No service has to run.
+    """Talk to the exported model of a run (its id or its folder), or to a model folder or its URL. No service has to run.
 
     A model without a chat template continues each line by itself. An empty line or the end of the input ends the chat.
     """
@@ -47,16 +49,18 @@ def chat(
 
 def spec_of_model(model: str, directory: Path) -> RunSpec:
     """Return the settings to sample with from a run's export or from a model folder. Raises NotFound, InvalidInput."""
+    if is_url(model):
+        return _spec_of_folder(model)
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
-        return _spec_of_folder(folder)
+        return _spec_of_folder(str(folder.resolve()))
     from paceline.spec.reading import spec_of_run
 
-    path, run_id = find_run(model, directory)
+    path, run_id = find_run(model.removeprefix("run:"), directory)
     with opened_ledger(path) as opened:
         spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
         export = opened.export_path(run_id)
-    if not export or not (Path(export) / "config.json").is_file():
+    if not export or not (is_url(export) or (Path(export) / "config.json").is_file()):
         raise NotFound(
             f"run {run_id} has exported no model yet; `paceline export {run_id} FOLDER` writes one from its newest "
             "checkpoint, and `paceline chat FOLDER` talks to it"
@@ -71,15 +75,17 @@ def spec_of_model(model: str, directory: Path) -> RunSpec:
     )
 
 
-def _spec_of_folder(folder: Path) -> RunSpec:
+def _spec_of_folder(model: str) -> RunSpec:
+    """Return the settings for a model at a path or a URL. Raises InvalidInput, Unreadable."""
     from transformers import AutoConfig
 
-    longest = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", None) or 4096
+    config = AutoConfig.from_pretrained(model_source(model, "the model"))
+    longest = getattr(config, "max_position_embeddings", None) or 4096
     generation = {"max_new_tokens": min(DEFAULT_NEW_TOKENS, longest // 2), "max_batch_size": 16}
     return RunSpec.model_validate(
         {
             "policy": {
-                "model_name": str(folder.resolve()),
+                "model_name": model,
                 "max_total_sequence_length": min(longest, 4096),
                 "generation": generation,
             },

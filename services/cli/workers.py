@@ -47,8 +47,8 @@ def members(coordinator: str, as_json: bool) -> None:
 @click.option(
     "--export",
     "exported",
-    metavar="RUN|FOLDER",
-    help="Sample from this run's exported model, or this model folder, in this process: no service has to run.",
+    metavar="RUN|FOLDER|URL",
+    help="Sample from this run's exported model, or the model at this folder or URL, in this process: no service has to run.",
 )
 @coordinator_option
 @directory_option

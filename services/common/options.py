@@ -36,6 +36,13 @@ functions_from_option = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder that reward functions may come from; may be given several times. Default: the folder of the run's spec.",
 )
+store_option = click.option(
+    "--store",
+    default="",
+    metavar="FOLDER|URL",
+    help="Root of checkpoints, exports and stored weights: a folder or an fsspec URL (s3://bucket/runs). Default: the folder "
+    "of --directory, which otherwise keeps the ledger alone.",
+)
 _address_option = click.option(
     "--coordinator",
     default=DEFAULT_ADDRESS,

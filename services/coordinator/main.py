@@ -11,10 +11,11 @@ import click
 
 from paceline.errors import PacelineError
 from paceline.files.names import LEDGER_NAME
+from paceline.files.store_root import store_root
 from paceline.tracing import set_up_metrics, set_up_tracing
 from services.common.directory import make_directory
 from services.common.grpc_server import run_service
-from services.common.options import functions_from_option, token_file_option
+from services.common.options import functions_from_option, store_option, token_file_option
 from services.common.processes.file_limit import Capacity, raise_file_limit
 from services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
 from services.coordinator.ledger.integrity.file_damage import damage_in, sentence
@@ -30,6 +31,7 @@ open; Python's default would scan the newest objects after every 700 new ones.""
 @click.option(
     "--directory", type=click.Path(path_type=Path), default=Path("runs"), help="Ledger and run folders."
 )
+@store_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
 @click.option("--exchange-port", default=0, help="ZeroMQ port; 0 takes a free one.")
@@ -72,6 +74,7 @@ open; Python's default would scan the newest objects after every 700 new ones.""
 @token_file_option
 def main(
     directory: Path,
+    store: str,
     host: str,
     port: int,
     exchange_port: int,
@@ -90,10 +93,12 @@ def main(
     directory = directory.resolve()
     try:
         make_directory(directory)
+        root = store_root(store, directory)
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
     service = CoordinatorService(
         directory=directory,
+        store=root,
         host=host,
         port=port,
         exchange_port=exchange_port,

@@ -38,6 +38,8 @@ class CoordinatorService:
     """One coordinator with the options of its command."""
 
     directory: Path
+    store: str
+    """Root of large files; empty: `directory`."""
     host: str
     port: int
     exchange_port: int
@@ -56,7 +58,7 @@ class CoordinatorService:
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
         await wait_for_space(self.directory, stop)
-        ledger = Ledger(self.directory / LEDGER_NAME)
+        ledger = Ledger(self.directory / LEDGER_NAME, store=self.store)
         server = GrpcServer(self.host, self.port, self._token_guard(), self.capacity.max_connections)
         coordinator = Coordinator(
             ledger,

@@ -22,7 +22,7 @@ class DistillationSection(AlgorithmSection):
     has_teacher: ClassVar[bool] = True
 
     teacher_model_name: str | None = None
-    """The teacher: a local folder or a name on the hub, with the student's tokenizer."""
+    """The teacher, with the student's tokenizer: a local folder, an fsspec URL, a name on the hub, or `run:ID`."""
     teacher_pool: Literal["learner", "reward"] = "learner"
     """Processes that run it: the learner, each rank of which holds a shard; or the reward workers, each of which
     holds all of it and adds its log-probabilities of the sampled tokens to the group's rewards."""

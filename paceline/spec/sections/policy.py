@@ -188,9 +188,10 @@ class PolicySection(Section):
     """The model, its training and its generation."""
 
     model_name: str
-    """A local folder, a folder at an fsspec URL (`s3://bucket/model`), or a name on the Hugging Face hub."""
+    """A local folder, a folder at an fsspec URL (`s3://bucket/model`), a name on the Hugging Face hub, or another run's
+    export: `run:ID`, or `run:ID/NAME` for one that was ordered by name."""
     tokenizer_name: str | None = None
-    """Folder, fsspec URL or hub name of the tokenizer, when it is not with the model."""
+    """Folder, fsspec URL, hub name or `run:ID` of the tokenizer, when it is not with the model."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA."""
     generation_precision: Literal["auto", "float32", "bfloat16"] = "auto"

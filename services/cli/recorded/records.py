@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.errors import NotFound
-from paceline.files.names import LEDGER_NAME
+from paceline.files.names import EXPORTS, LEDGER_NAME
 from services.cli import render
 from services.common.options import directory_option, find_run, json_option, print_json
 
@@ -74,7 +74,7 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run")
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("destination", metavar="[FOLDER|URL]", required=False)
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -84,11 +84,12 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @directory_option
 @json_option
 def export(
-    run: str, destination: Path, dtype: str | None, adapter: bool, directory: Path, as_json: bool
+    run: str, destination: str | None, dtype: str | None, adapter: bool, directory: Path, as_json: bool
 ) -> None:
-    """Write the Hugging Face model folder DESTINATION from the newest complete checkpoint of RUN (its id or its
-    folder).
+    """Write a Hugging Face model folder from the newest complete checkpoint of RUN (its id or its folder), to a folder or an
+    fsspec URL (s3://bucket/model).
 
+    Without a destination it is `exports/step-N` beside the run's checkpoints, where `run:RUN` in a spec finds it.
     A LoRA adapter is merged into its base; with --adapter the folder holds the adapter alone, as peft reads it.
     """
     from paceline.spec.reading import spec_of_run
@@ -99,10 +100,16 @@ def export(
     with opened_ledger(path) as opened:
         spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
         checkpoint = opened.checkpoints.newest(run_id)
+        directory = opened.run_directory(run_id)
     if checkpoint is None:
         raise NotFound(
             f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
         )
+    if destination is None:
+        beside = (
+            checkpoint.path.rpartition("/checkpoints/")[0] if not spec.checkpointing.checkpoint_dir else ""
+        )
+        destination = f"{beside or directory}/{EXPORTS}/step-{checkpoint.step}"
     import torch
 
     from learner.checkpoints.export import export_checkpoint
@@ -120,7 +127,7 @@ def export(
         "run_id": run_id,
         "step": checkpoint.step,
         "session": checkpoint.session,
-        "path": str(destination),
+        "path": destination,
     }
     if as_json:
         print_json(facts)

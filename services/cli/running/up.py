@@ -25,6 +25,7 @@ from services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gp
 from services.common.options import (
     directory_option,
     functions_from_option,
+    store_option,
     token_file_option,
 )
 from services.local.cluster import GRACE_S, LocalCluster
@@ -39,6 +40,7 @@ INTERRUPTED = 130
 @click.argument("spec", required=False, type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @directory_option
+@store_option
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address that the coordinator listens on."
 )
@@ -75,6 +77,7 @@ def up(
     spec: str | None,
     overrides: tuple[str, ...],
     directory: Path,
+    store: str,
     host: str,
     port: int | None,
     keep: bool,
@@ -102,6 +105,7 @@ def up(
         min_free_mb=min_free_mb,
         functions_from=functions_from,
         grace_s=grace_s,
+        store=store,
         shown=shown,
     )
 
@@ -118,6 +122,7 @@ def run_here(
     min_free_mb: int = MIN_FREE_MB,
     functions_from: tuple[Path, ...] = (),
     grace_s: float = GRACE_S,
+    store: str = "",
 ) -> None:
     """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also while the
     coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all followed
@@ -156,7 +161,11 @@ def run_here(
     if spec is not None and (warning := shortage(spec, available_bytes())):
         say(f"warning: {warning}")
     allowed = _function_folders(functions_from, specs)
-    options = {"coordinator": ["--min-free-mb", str(min_free_mb), *allowed], "reward": allowed}
+    stored = ["--store", store] if store else []
+    options = {
+        "coordinator": ["--min-free-mb", str(min_free_mb), *stored, *allowed],
+        "reward": allowed,
+    }
     cluster = LocalCluster(
         directory,
         sizes,

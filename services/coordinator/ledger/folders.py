@@ -2,7 +2,7 @@
 
 Paths outside of the ledger's folder, and all URLs, are kept as they are. Older ledgers have absolute paths also of what
 is in a run's folder: their end, from that folder on, is taken below the ledger's folder. A copy therefore never reads the
-original's files.
+original's files. A path with such an end in a store elsewhere (`--store`) is kept as a `file://` URL, which is not moved.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 from pathlib import Path
 
 from paceline.files.names import EXPORT, EXPORTS
+from paceline.files.storage import is_url
 
 RUN_FOLDERS = ("checkpoints", EXPORT, EXPORTS)
 """Folders that are made in a run's own folder."""
+FILE_SCHEME = "file://"
 
 
 def stored(base: Path, path: str) -> str:
@@ -21,13 +23,15 @@ def stored(base: Path, path: str) -> str:
     if is_url(path) or not os.path.isabs(path):
         return path
     inside = os.path.relpath(path, base)
-    return path if inside == os.pardir or inside.startswith(os.pardir + os.sep) else inside
+    if inside != os.pardir and not inside.startswith(os.pardir + os.sep):
+        return inside
+    return FILE_SCHEME + path if set(Path(path).parts).intersection(RUN_FOLDERS) else path
 
 
 def resolved(base: Path, path: str, run_id: str) -> str:
     """Return the path as of now: an absolute path or a URL; empty for none."""
     if not path or is_url(path):
-        return path
+        return path.removeprefix(FILE_SCHEME)
     if not os.path.isabs(path):
         return str(base / path)
     parts = Path(path).parts
@@ -39,8 +43,3 @@ def resolved(base: Path, path: str, run_id: str) -> str:
         if moved.exists() or is_of_run:
             return str(moved)
     return path
-
-
-def is_url(path: str) -> bool:
-    """Return whether this is a URL of fsspec, not a path of this machine's file system."""
-    return "://" in path

@@ -38,8 +38,10 @@ RECENT_RESULTS = 64
 class Ledger(LedgerFile):
     """All tables: those of runs, events, counters and payloads here, the others are in the folder `tables`."""
 
-    def __init__(self, path: Path, *, read_only: bool = False):
+    def __init__(self, path: Path, *, read_only: bool = False, store: str = ""):
+        """`store` is the deployment's root for large files: a URL, an absolute path, or empty for the ledger's folder."""
         super().__init__(path, read_only=read_only)
+        self.store = store.rstrip("/")
         self.groups = Groups(self.db)
         self.group_queries = GroupQueries(self.db)
         self.free_slots = FreeSlots(self.db)
@@ -130,6 +132,10 @@ class Ledger(LedgerFile):
     def run_directory(self, run_id: str) -> Path:
         """Return the folder of a run. Raises NotFound."""
         return Path(resolved(self.path.parent, self.run(run_id)["directory"], run_id))
+
+    def run_store(self, run_id: str) -> str:
+        """Return the folder or URL of a run's large files: checkpoints, exports, weights. Raises NotFound."""
+        return f"{self.store}/{run_id}" if self.store else str(self.run_directory(run_id))
 
     def export_path(self, run_id: str) -> str:
         """Return the folder of a run's final export; empty while there is none. Raises NotFound."""

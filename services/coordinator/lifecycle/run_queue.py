@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Sequence
@@ -11,18 +12,22 @@ from pathlib import Path
 
 from paceline.errors import Busy, InvalidInput
 from paceline.files.storage import Folder
+from paceline.files.store_root import refusal as refusal_of_store
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml, submitted_spec
 from services.coordinator.exchange.uploads.group_checks import refuse_large_groups
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.restored_backup import free_name
 from services.coordinator.lifecycle.dataset_openings import Openings
+from services.coordinator.lifecycle.model_references import references, with_locations
 from services.coordinator.lifecycle.run_bundles import RunBundles
 from services.coordinator.lifecycle.run_data import RunData
 from services.coordinator.lifecycle.submission_checks import checked_data
 from services.coordinator.lifecycle.watchers import Watchers
 
 MAX_SUBMISSION = 128
+STORE_WAIT_S = 10.0
+"""Seconds to wait for the store's answer; one that is away does not keep a run from being queued."""
 MAX_TO_READ = 16
 """Specs that are being read or wait for it; the time to read a spec is bounded."""
 
@@ -59,9 +64,12 @@ class RunQueue:
             )
         spec, text = await self._read(spec_yaml)
         refuse_large_groups(spec)
-        await asyncio.to_thread(self._bundles.check, spec, bundle)
         if submission and (run_id := self._ledger.run_of_submission(submission)) is not None:
             return run_id
+        if found := references(spec, self._ledger):
+            spec = await asyncio.to_thread(with_locations, spec, found)
+            text = await asyncio.to_thread(spec_to_yaml, spec)
+        await asyncio.to_thread(self._bundles.check, spec, bundle)
         data, warnings = await self._openings.open(
             submission or uuid.uuid4().hex, partial(self._checked_data, spec, bundle)
         )
@@ -72,6 +80,7 @@ class RunQueue:
             resolved = f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
+        await self._check_store()
         async with self._lock:
             run_id = self._ledger.run_of_submission(submission) if submission else None
             if run_id is not None:
@@ -80,6 +89,15 @@ class RunQueue:
         log.info("run %s is queued", run_id)
         await self._watchers.notify()
         return run_id
+
+    async def _check_store(self) -> None:
+        """Raises InvalidInput when the deployment's store refuses to be written."""
+        if not self._ledger.store:
+            return
+        with contextlib.suppress(TimeoutError):
+            asked = asyncio.to_thread(refusal_of_store, self._ledger.store)
+            if why := await asyncio.wait_for(asked, STORE_WAIT_S):
+                raise InvalidInput(why)
 
     def _checked_data(self, spec: RunSpec, bundle: str) -> tuple[RunData, list[str]]:
         with self._bundles.opened(spec, bundle, "code", "data") as local:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.rows import PromptSource
-from paceline.errors import DataError
+from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
+from paceline.files.storage import Folder, is_url
 from paceline.models.architectures import check_architecture
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
+from paceline.spec.reading import MODEL_FIELDS
 from services.coordinator.lifecycle.run_data import RunData, open_data
 
 SUPPLIED = frozenset(
@@ -30,10 +32,9 @@ MAX_SOURCE_BYTES = 1 << 20
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     """Check the model of a submitted run and open its data sets; return them with warnings about them. Raises DataError,
     Unreadable, InvalidInput."""
-    _check_model(spec)
+    warnings = _check_models(spec)
     _check_template_kwargs(spec)
     data = open_data(spec)
-    warnings: list[str] = []
     for field, source in (("data.train", data.prompts), ("data.validation", data.validation)):
         if source is not None:
             _check_reward_columns(spec, field, source)
@@ -158,11 +159,48 @@ def _template_source(policy: PolicySection) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _check_model(spec: RunSpec) -> None:
-    """Raise InvalidInput for an architecture that cannot be trained, where the model's config.json is on this machine."""
-    config = _json_of(Path(spec.policy.model_name).expanduser() / "config.json")
-    if isinstance(config, dict):
-        check_architecture(config, f"policy.model_name {spec.policy.model_name!r}")
+def _check_models(spec: RunSpec) -> list[str]:
+    """Check the models, as far as their config.json can be read here; return warnings about URLs that cannot be read now.
+
+    Raises InvalidInput for an architecture that cannot be trained, Unreadable for a URL that has no model.
+    """
+    warnings = []
+    for section, key in MODEL_FIELDS:
+        name, field = getattr(getattr(spec, section), key), f"{section}.{key}"
+        if name is None:
+            continue
+        try:
+            config = _config_of(name, field)
+        except OSError as error:
+            warnings.append(
+                f"{field} {name!r} could not be checked here ({error}); the workers read it with the credentials in their "
+                "environment"
+            )
+            continue
+        if field == "policy.model_name" and isinstance(config, dict):
+            check_architecture(config, f"{field} {name!r}")
+    return warnings
+
+
+def _config_of(name: str, field: str) -> Any:
+    """Return the config.json of a model at a path or URL; None where there is none that can be read. Raises Unreadable for a
+    URL without a model, OSError for a store that cannot be read."""
+    if not is_url(name):
+        return _json_of(Path(name).expanduser() / "config.json")
+    try:
+        folder = Folder(name)
+        is_there = bool(folder.files()) if field == "policy.tokenizer_name" else folder.exists("config.json")
+        if is_there:
+            return json.loads(folder.read("config.json")) if folder.exists("config.json") else None
+    except FileNotFoundError:
+        pass
+    except PacelineError as error:
+        raise InvalidInput(f"{field}: {error}") from None
+    except ValueError:
+        return None  # the workers report what is wrong with it
+    except Exception as error:  # the clients of object stores raise errors without a common base
+        raise OSError(f"{type(error).__name__}: {error}") from error
+    raise Unreadable(f"{field} {name!r}: no such folder with a config.json in it; correct the URL")
 
 
 def _json_of(path: Path) -> Any:

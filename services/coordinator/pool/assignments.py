@@ -194,7 +194,7 @@ class Assignments:
         known_paths = self._ledger.checkpoints.paths(run.run_id)
         # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; a restored ledger has its
         # own there.
-        is_own = folder.local.is_relative_to(self._ledger.run_directory(run.run_id))
+        is_own = folder.local.is_relative_to(self._ledger.run_store(run.run_id))
         try:
             found = await asyncio.to_thread(
                 scan_checkpoints,
@@ -289,7 +289,7 @@ class Assignments:
         assignment = worker_pb2.RunAssignment(
             run_id=run_id,
             spec_yaml=spec_yaml,
-            directory=str(self._ledger.run_directory(run_id)),
+            directory=self._ledger.run_store(run_id),
             traceparent=step_traceparent(run_id, 0),
             bundle=self._ledger.bundle(run_id),
             **session,

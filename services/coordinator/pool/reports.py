@@ -117,8 +117,8 @@ class Reports:
         if report.vocab_size:
             await self._update_run(run.run_id, vocab_size=report.vocab_size)
         if report.finished:
-            export = self._ledger.run_directory(run.run_id) / EXPORT
-            path = stored(self._ledger.path.parent, str(export))
+            export = f"{self._ledger.run_store(run.run_id)}/{EXPORT}"
+            path = stored(self._ledger.path.parent, export)
             await self._update_run(run.run_id, export_path=path)
             await self._runs.learner_finished(report.session)
         self._assignments.roster.update()

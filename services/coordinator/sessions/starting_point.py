@@ -79,7 +79,7 @@ def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
 
 def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
     """Return the folder of the run's checkpoints."""
-    return checkpoint_folder(run.spec.checkpointing, str(ledger.run_directory(run.run_id)), run.run_id)
+    return checkpoint_folder(run.spec.checkpointing, ledger.run_store(run.run_id), run.run_id)
 
 
 def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
+import os
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from learner.collectives import broadcast_bytes, succeed_on_all_ranks
 from learner.weights.gather import gather_weights
 from paceline.errors import PacelineError, Unavailable
 from paceline.files.names import EXPORT, EXPORTS
+from paceline.files.storage import Folder
 from paceline.spec import RunSpec
 from services.learner.context import RankContext
 
@@ -28,14 +29,17 @@ log = logging.getLogger(__name__)
 class RunExports:
     """Exports of one run, on each rank."""
 
-    def __init__(self, run_id: str, directory: Path, spec: RunSpec, rank: RankContext) -> None:
-        self._run_id, self._directory = run_id, directory
+    def __init__(
+        self, run_id: str, directory: str | os.PathLike[str], spec: RunSpec, rank: RankContext
+    ) -> None:
+        """`directory` is that of the run's large files: a path or an fsspec URL."""
+        self._run_id, self._directory = run_id, Folder(directory)
         self._spec, self._rank = spec, rank
 
     def remove_left_overs(self) -> None:
         """Remove the unfinished folders of exports that were killed. Not a collective call."""
 
-    def write_final(self, model: nn.Module) -> Path:
+    def write_final(self, model: nn.Module) -> Folder:
         """Export the trained model and return the folder. Raises what rank 0 met, and FailedElsewhere on the other ranks."""
         path = self._directory / EXPORT
         failure = self._export_model(path, model)
@@ -65,7 +69,7 @@ class RunExports:
             else:
                 waiting.set_result(str(path))
 
-    def _export(self, path: Path, model: nn.Module, adapter_only: bool) -> PacelineError | None:
+    def _export(self, path: Folder, model: nn.Module, adapter_only: bool) -> PacelineError | None:
         """Return the error that prevented the export, if any. Raises an error after which the ranks may be at different
         points of their collectives."""
         try:
@@ -78,7 +82,7 @@ class RunExports:
             return failure
         return Unavailable(f"{path} could not be written: {type(failure).__name__}: {failure}")
 
-    def _export_model(self, path: Path, model: nn.Module) -> Exception | None:
+    def _export_model(self, path: Folder, model: nn.Module) -> Exception | None:
         """Replace the folder at `path`, if this run exported it, and return why rank 0 could not, if it could not."""
         return export_live(
             path,
@@ -88,7 +92,7 @@ class RunExports:
             scoring=self._spec.has_scoring_head,
         )
 
-    def _export_adapter(self, path: Path, model: nn.Module) -> Exception | None:
+    def _export_adapter(self, path: Folder, model: nn.Module) -> Exception | None:
         """Replace the folder at `path` by the adapter alone, and return why rank 0 could not, if it could not."""
         adapter = gather_weights(model, None)
         if not adapter:
@@ -107,4 +111,5 @@ class Rank0RunExports(RunExports):
     def remove_left_overs(self) -> None:
         """See `RunExports.remove_left_overs`."""
         for folder in (self._directory, self._directory / EXPORTS):
-            remove_left_overs(folder)
+            if folder.local is not None:
+                remove_left_overs(folder.local)

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import time
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -63,7 +62,7 @@ class LearnerRun:
         self._chain = assignment.chain
         reports, exports = (Rank0RunReports, Rank0RunExports) if rank.rank == 0 else (RunReports, RunExports)
         self._reports = reports(assignment.run_id, assignment.session, rank.report)
-        self._exports = exports(assignment.run_id, Path(assignment.directory), self._spec, rank)
+        self._exports = exports(assignment.run_id, assignment.directory, self._spec, rank)
         self._batches = BatchClient(assignment.run_id, assignment.session, rank)
         self._checkpoints = SessionCheckpoints(
             assignment, self._spec.checkpointing, self._reports.keep, self._reports.warn

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from learner.checkpoints import export_folder
 from learner.checkpoints.export_folder import NAME, remove_left_overs, written_beside
-from paceline.errors import Conflict
+from paceline.errors import Conflict, Unavailable
+from paceline.files.names import EXPORT_MANIFEST
+from paceline.files.storage import Folder
 
 
 def export(directory: Path, content: str, *, replace: bool = True) -> None:
@@ -90,3 +94,45 @@ def test_what_the_dead_have_left_is_removed_and_what_the_living_write_is_not(tmp
 )
 def test_names(name: str, allowed: bool) -> None:
     assert bool(NAME.fullmatch(name)) == allowed
+
+
+def export_to(url: str, *files: str, replace: bool = True) -> None:
+    with written_beside(url, replace=replace) as partial:
+        for name in files:
+            (partial / name).write_text(name)
+
+
+def test_an_export_to_a_store_has_its_manifest_last_and_replaces_only_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_SPOOL", str(tmp_path))
+    url, store = f"memory://{uuid.uuid4().hex}/now", fsspec.filesystem("memory")
+    written: list[str] = []
+    put = Folder.put
+    monkeypatch.setattr(Folder, "put", lambda self, name, path: (written.append(name), put(self, name, path)))
+    export_to(url, EXPORT_MANIFEST, "config.json", "model.safetensors", "old.txt", replace=False)
+    assert written == ["model.safetensors", "old.txt", "config.json", EXPORT_MANIFEST]
+    with pytest.raises(Conflict, match="never overwrites"):
+        export_to(url, "config.json", replace=False)
+    export_to(url, EXPORT_MANIFEST, "config.json")
+    assert set(Folder(url).files()) == {EXPORT_MANIFEST, "config.json"}
+    store.pipe_file(f"{url}-2/1-4/manifest.json", b"")
+    with pytest.raises(Conflict, match="is no export"):
+        export_to(f"{url}-2", "config.json")
+    assert names(tmp_path / "exports") == []
+
+
+def test_an_export_that_breaks_off_in_a_store_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_SPOOL", str(tmp_path))
+    url = f"memory://{uuid.uuid4().hex}/now"
+    export_to(url, EXPORT_MANIFEST, "config.json")
+
+    def away(*_: object) -> None:
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(Folder, "put", away)
+    with pytest.raises(Unavailable, match="cannot be written: RuntimeError: connection refused"):
+        export_to(url, EXPORT_MANIFEST, "config.json")
+    assert not Folder(url).exists(EXPORT_MANIFEST)

@@ -20,6 +20,8 @@ from services.coordinator.ledger.ledger import Ledger
         ("/elsewhere/a-1/1-4", "/elsewhere/a-1/1-4"),
         ("s3://bucket/a-1/1-4", "s3://bucket/a-1/1-4"),
         ("/runs/..a", "..a"),
+        ("/store/a-1/checkpoints/1-4", "file:///store/a-1/checkpoints/1-4"),
+        ("/store/a-1/export", "file:///store/a-1/export"),
     ],
 )
 def test_what_lies_below_the_ledger_is_kept_relative(path: str, kept: str) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
-from control_plane import DEADLINE_S, Plane, refusal
+from control_plane import DEADLINE_S, Plane, learner, refusal
 from exchange_drivers import make_spec
 
+from paceline.files.storage import Folder
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml
-from protos.paceline.v1 import run_pb2
+from protos.paceline.v1 import run_pb2, worker_pb2
 from services.coordinator.lifecycle import run_queue
 from services.coordinator.lifecycle.run_data import RunData
 
@@ -80,3 +81,44 @@ async def test_epochs_become_the_steps_of_the_data_set(plane: Plane) -> None:
     (event,) = plane.coordinator.ledger.events(run.run_id, 0, 1)
     expected = f"{run.max_num_steps} steps; max_num_epochs is 1.5, the data has {rows} rows"
     assert json.loads(event["json"])["message"] == expected
+
+
+async def test_a_store_that_refuses_is_an_error_at_the_submission(plane: Plane) -> None:
+    (plane.directory / "file").write_text("")
+    plane.ledger.store = str(plane.directory / "file" / "below")
+    code, details = await refusal(plane.submit())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "--store" in details
+    assert "refuses to be written: NotADirectoryError" in details
+    plane.ledger.store = f"memory://{plane.directory.name}"
+    assert (await plane.submit()).run_id == "test-1"
+
+
+async def test_a_runs_large_files_are_in_the_store_and_its_records_beside_the_ledger(plane: Plane) -> None:
+    plane.ledger.store = f"memory://{plane.directory.name}"
+    run = await plane.submit(grpo={"max_num_steps": 4})
+    plane.run_loops()
+    worker = learner(plane)
+    assignment = await worker.hear("run")
+    assert assignment.directory == f"{plane.ledger.store}/{run.run_id}"
+    assert run.directory == str(plane.directory / run.run_id)
+    path = f"{assignment.directory}/checkpoints/1-3"
+    report = {"run_id": run.run_id, "session": 1, "step": 3, "sha256": "0" * 64}
+    worker.say(checkpoint=worker_pb2.CheckpointReport(**report, path=path))
+    await plane.watch_until(run.run_id, "checkpoint", step=3)
+    assert [each.path for each in plane.ledger.checkpoints.kept(run.run_id)] == [path]
+    worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, finished=True))
+    async with asyncio.timeout(DEADLINE_S):
+        while not plane.ledger.export_path(run.run_id):  # noqa: ASYNC110 - the report has no event
+            await asyncio.sleep(0.01)
+    assert plane.ledger.export_path(run.run_id) == f"{assignment.directory}/export"
+
+
+async def test_a_model_url_that_does_not_exist_is_an_error_at_the_submission(plane: Plane) -> None:
+    url = f"memory://{plane.directory.name}/models/base"
+    policy = {"model_name": url, "generation": {"max_new_tokens": 16}}
+    code, details = await refusal(plane.submit(policy=policy))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"policy.model_name '{url}': no such folder with a config.json in it; correct the URL" in details
+    Folder(url).write("config.json", b'{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}')
+    assert (await plane.submit(policy=policy)).run_id == "test-1"

@@ -1,0 +1,47 @@
+"""The root that `--store` names: folders, URLs, and stores that refuse or are away."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import InvalidInput
+from paceline.files.storage import Folder
+from paceline.files.store_root import refusal, store_root
+
+
+class NoCredentialsError(Exception):
+    """As botocore's, which has no base in common with OSError."""
+
+
+def test_the_ledgers_own_folder_is_the_default(tmp_path: Path) -> None:
+    assert store_root("", tmp_path) == ""
+    assert store_root(str(tmp_path), tmp_path) == ""
+    assert store_root(str(tmp_path / "large"), tmp_path) == str(tmp_path / "large")
+    assert store_root("memory://large/", tmp_path) == "memory://large"
+    assert store_root(f"file://{tmp_path}/large", tmp_path / "ledger") == f"{tmp_path}/large"
+    with pytest.raises(InvalidInput, match="--store 's4://large' cannot be used"):
+        store_root("s4://large", tmp_path)
+
+
+def test_a_store_that_refuses_is_an_error_and_one_that_is_away_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    assert refusal(url) == refusal(str(tmp_path / "new")) == ""
+    (tmp_path / "file").write_text("")
+    assert "refuses to be written: NotADirectoryError" in refusal(str(tmp_path / "file" / "below"))
+    for error, words in (
+        (PermissionError("Access Denied"), "PermissionError: Access Denied; correct its name"),
+        (NoCredentialsError("no keys"), "NoCredentialsError: no keys"),
+        (ConnectionError("nobody listens"), ""),
+    ):
+
+        def write(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(Folder, "write", write)
+        assert words in refusal(url)
+        assert bool(words) == bool(refusal(url))
