@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 MAX_CHARS = 500
+ALIKE = "; every attempt would fail alike"
+"""End of the text of a failure that no other attempt at the same group can avoid. The exchange reads it in the errors of
+reward workers, and drops such a group at its first failure."""
 
 
 def error_text(error: BaseException) -> str:

@@ -4,6 +4,7 @@ PacelineError
 ├── InvalidInput          the caller's input cannot be accepted; says field, value and remedy
 │   ├── SpecError         a RunSpec
 │   ├── DataError         a data set, with the row where there is one
+│   ├── PromptTooLong     a prompt that leaves no room for a completion
 │   └── Unreadable        a file, folder or hub that cannot be read now
 ├── WireError             a message that is truncated, foreign, oversized or of another version
 ├── NotFound              no such run, group, checkpoint
@@ -31,6 +32,10 @@ class SpecError(InvalidInput):
 
 class DataError(InvalidInput):
     """A data set or a row of it that cannot be used."""
+
+
+class PromptTooLong(InvalidInput):
+    """A prompt with as many tokens as prompt and completion may have together, or more."""
 
 
 class Unreadable(InvalidInput):

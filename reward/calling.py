@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from reward.builtin.inputs import MissingColumn
 from reward.loading import RewardFunction
 from reward.trainer_view import TrainerView
 
 TRAINER_ARGUMENTS = frozenset(TrainerView().arguments())
+WRONG_CALL = re.compile(
+    r"\(\) (?:missing \d+ required|got an unexpected keyword|takes (?:.* positional|no (?:keyword )?arguments))"
+)
+"""Texts of a TypeError for arguments that a function does not take. The signature tells them before the call, unless a
+decorator hides it."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
 class InvalidRewards(Exception):
-    """The function cannot take the group's columns, or has not returned one reward per completion."""
+    """The function has not returned one reward per completion, or cannot be called with the group's columns."""
+
+
+class WrongArguments(InvalidRewards):
+    """The function cannot be called with the group's columns."""
 
 
 def call_function(
@@ -31,7 +42,8 @@ def call_function(
     """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
 
     All arguments are passed by name; a function without `**` gets only those that it names; `kwargs` win over columns of the
-    same name, and columns over the arguments of `view`. `run` waits for the result of an async function. Raises InvalidRewards, and what the function raises.
+    same name, and columns over the arguments of `view`. `run` waits for the result of an async function. Raises
+    InvalidRewards, WrongArguments, and the function's own exceptions.
     """
     arguments = {
         **(view or TrainerView()).arguments(),
@@ -96,7 +108,7 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
         and name not in arguments
     ]
     if missing:
-        raise InvalidRewards(
+        raise WrongArguments(
             f"needs {', '.join(missing)}, which is neither a column of the data set nor in its kwargs "
             f"(given: {', '.join(name for name in arguments if name not in TRAINER_ARGUMENTS)})"
         )
@@ -106,6 +118,15 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
         # A built-in takes all of `**` for columns.
         return {name: value for name, value in arguments.items() if name not in TRAINER_ARGUMENTS}
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def fails_always(error: BaseException, completions: list[Any]) -> bool:
+    """Return whether every call with the same group raises this exception: a name that nothing defines, arguments that the
+    function does not take, a column that is not there, or completions of the other form."""
+    if isinstance(error, NameError | NotImplementedError | SyntaxError | MissingColumn | WrongArguments):
+        return True
+    is_binding = isinstance(error, TypeError) and WRONG_CALL.search(str(error)) is not None
+    return is_binding or bool(form_hint(error, completions))
 
 
 def form_hint(error: BaseException, completions: list[Any]) -> str:

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.error_texts import ALIKE
 from paceline.errors import InvalidInput, Unreadable
 from paceline.host.process import die_with_parent
-from reward.calling import InvalidRewards, call_function, form_hint
+from reward.calling import InvalidRewards, call_function, fails_always, form_hint
 from reward.loading import RewardFunction, describe_error, load_function
 from reward.protocol import encode, receive
 from reward.trainer_view import TrainerView
@@ -94,7 +95,7 @@ def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner)
             )
         return {"rewards": rewards, "metrics": view.metrics, "extra": view.extra}
     except InvalidRewards as error:
-        return {"invalid": str(error)}
+        return {"invalid": f"{error}{ALIKE if fails_always(error, group['completions']) else ''}"}
     except BaseException as error:  # sys.exit() in a function is a failure too
         traceback.print_exc()
         description = describe_error(error, loaded.path)
@@ -107,7 +108,8 @@ def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner)
                 "out_of_memory": True,
             }
         hint = form_hint(error, group["completions"])
-        return {"raised": f"raised {description}{hint}", "out_of_memory": False}
+        alike = ALIKE if fails_always(error, group["completions"]) else ""
+        return {"raised": f"raised {description}{hint}{alike}", "out_of_memory": False}
 
 
 def _is_unreachable(error: BaseException | None) -> bool:

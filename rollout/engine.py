@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import Completion, IntArray, Version
 from paceline.spec import GenerationSection
 from rollout.stop_strings import StopStrings
@@ -186,6 +186,16 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End the engine. Remaining requests return their completions so far, with finish_reason `abort`."""
+
+
+def check_prompt_length(num_tokens: int, max_tokens: int) -> None:
+    """Raise InvalidInput for a prompt without tokens, PromptTooLong for one that leaves no room for a completion: both have
+    at most `max_tokens` together."""
+    if not 0 < num_tokens < max_tokens:
+        raise (PromptTooLong if num_tokens else InvalidInput)(
+            f"the prompt has {num_tokens} tokens, must have 1 to {max_tokens - 1}: "
+            "policy.max_total_sequence_length (or the model) bounds prompt and completion together"
+        )
 
 
 def check_prefix(prefix: Completion) -> None:

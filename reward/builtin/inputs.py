@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
+class MissingColumn(LookupError):
+    """The data set lacks a column that a function reads."""
+
+
 def completion_text(completion: Any) -> str:
     """Return the text that the model wrote: `completion` itself, or the content of its last assistant message.
 
@@ -26,10 +30,10 @@ def completion_text(completion: Any) -> str:
 
 
 def column_values(columns: Mapping[str, Any], name: str) -> list[Any]:
-    """Return column `name`, one value per completion. Raises LookupError with the names of the existing columns."""
+    """Return column `name`, one value per completion. Raises MissingColumn with the names of the existing columns."""
     if name not in columns:
         existing = ", ".join(sorted(columns)) or "none"
-        raise LookupError(
+        raise MissingColumn(
             f"the data set has no column {name!r} (its columns: {existing}); set answer_column in kwargs"
         )
     return list(columns[name])

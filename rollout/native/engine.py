@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline.errors import EngineDied, InvalidInput, Unavailable
 from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
-from rollout.engine import GenerationRequest, check_prefix, empty_completion
+from rollout.engine import GenerationRequest, check_prefix, check_prompt_length, empty_completion
 from rollout.native.batch import DecodeBatch, Ended, RunningSequence
 from rollout.native.model import load_native_model
 
@@ -150,11 +150,7 @@ class NativeEngine:
         num_prompt = len(request.prompt_ids)
         if request.prefix is not None:
             check_prefix(request.prefix)
-        if not 0 < num_prompt < self._model.max_tokens:
-            raise InvalidInput(
-                f"the prompt has {num_prompt} tokens, must have 1 to {self._model.max_tokens - 1}: "
-                "policy.max_total_sequence_length (or the model) bounds prompt and completion together"
-            )
+        check_prompt_length(num_prompt, self._model.max_tokens)
         limit = min(num_prompt + request.params.max_new_tokens, self._model.max_tokens)
         stop_ids = frozenset((*self._model.stop_token_ids, *request.params.stop_token_ids))
         sequence = RunningSequence(

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
-from rollout.engine import GenerationRequest, check_prefix, empty_completion
+from rollout.engine import GenerationRequest, check_prefix, check_prompt_length, empty_completion
 from rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01
@@ -50,11 +50,7 @@ def check_request(request: GenerationRequest, max_tokens: int, vocab_size: int) 
     if request.prefix is not None:
         check_prefix(request.prefix)
         known = np.concatenate([known, request.prefix.token_ids])
-    if not 0 < num_prompt < max_tokens:
-        raise InvalidInput(
-            f"the prompt has {num_prompt} tokens, must have 1 to {max_tokens - 1}: "
-            "policy.max_total_sequence_length (or the model) bounds prompt and completion together"
-        )
+    check_prompt_length(num_prompt, max_tokens)
     if known.min() < 0 or known.max() >= vocab_size:
         raise InvalidInput(
             f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "

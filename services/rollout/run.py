@@ -17,7 +17,7 @@ from typing import Any
 from paceline.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
 from paceline.error_texts import error_text
-from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable
 from paceline.groups import Completion, Group, IntArray
 from paceline.spec import RunSpec
 from paceline.tracing import span
@@ -49,6 +49,9 @@ MAX_UNEXPECTED = 4
 """Unforeseen errors in a row that count as faults of their groups; with more of them the worker itself is at fault."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
+TOO_LONG = "prompt_too_long"
+"""Reason of a lease that is returned because its prompt leaves no room for a completion."""
+
 CAPACITY_S = 0.5
 """Seconds between two checks of the engine's capacity while there is no room."""
 log = logging.getLogger(__name__)
@@ -270,7 +273,8 @@ class RolloutRun:
             with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
                 prompt_ids, completions = await self._sample(lease, prefix)
         except InvalidInput as error:
-            await self._return_lease(lease, error=str(error))
+            reason = TOO_LONG if isinstance(error, PromptTooLong) else "bad_prompt"
+            await self._return_lease(lease, error=str(error), reason=reason)
         except PacelineError:
             raise
         except Exception as error:
@@ -343,8 +347,8 @@ class RolloutRun:
         error: str = "",
         reason: str = "bad_prompt",
     ) -> None:
-        """Return a lease, with what was generated or with an error. With the reason `bad_prompt` no other attempt
-        would succeed; with an empty one another may."""
+        """Return a lease, with what was generated or with an error. With the reason `bad_prompt` or `prompt_too_long` no
+        other attempt would succeed; with an empty one another may. An older coordinator knows `bad_prompt` alone."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -354,9 +358,10 @@ class RolloutRun:
             finish_reasons=[completion.finish_reason for completion in completions],
         )
         payloads = [encode_completions(prompt_ids, completions)] if prompt_ids is not None else []
-        await self._membership.request(
-            pb.ExchangeRequest(run_id=self.run_id, lease_return=returned), payloads
-        )
+        request = pb.ExchangeRequest(run_id=self.run_id, lease_return=returned)
+        reply, _ = await self._membership.request(request, payloads)
+        if reply.status == pb.REPLY_STATUS_INVALID and error and reason == TOO_LONG:
+            await self._return_lease(lease, error=error)
 
     def _take(self, lease: pb.Lease) -> None:
         self._running_by_group[lease.group_id] = lease.num_generations

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reward.builtin.formats import exact_match
-from reward.calling import InvalidRewards, call_function, checked_rewards, form_hint
+from reward.calling import InvalidRewards, call_function, checked_rewards, fails_always, form_hint
 from reward.trainer_view import TrainerView
 
 GROUP = {
@@ -133,3 +133,26 @@ def test_a_function_for_the_other_form_of_completions_is_told_so(
         function(completions)
     said = form_hint(error.value, completions)
     assert (hint in said) if hint else said == ""
+
+
+def hidden(function: Any) -> Any:
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda completions: [undefined_name], True),  # type: ignore[name-defined] # noqa: F821
+        (hidden(lambda completions: [0.0]), True),  # further arguments, unseen by the signature
+        (hidden(lambda solution, **_: [0.0]), True),
+        (lambda completions: [c[0]["content"] for c in completions], True),
+        (lambda completions, **columns: exact_match([], completions, [], answer_column="solution"), True),
+        (lambda completions, **columns: columns["solution"], False),  # a KeyError may be of anything
+        (lambda completions: float("a"), False),
+        (lambda completions: [1.0], False),
+    ],
+)
+def test_a_failure_that_every_call_repeats_is_told_from_others(function: Any, expected: bool) -> None:
+    with pytest.raises(Exception) as failure:  # noqa: PT011
+        call_function(function, GROUP, {}, asyncio.run)
+    assert fails_always(failure.value, GROUP["completions"]) == expected

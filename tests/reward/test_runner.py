@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.error_texts import ALIKE
 from paceline.errors import Conflict, InvalidInput
 from paceline.spec import RewardFunctionSection
 from reward.results import RewardFailure, RewardResult
@@ -109,6 +110,7 @@ async def test_a_failure_names_the_function_and_the_runner_goes_on(
         assert (failure.function, failure.kind) == (function, kind)
         assert message in failure.message
         assert failure.message.startswith(f"reward function {function!r} ")
+        assert failure.message.endswith(ALIKE) == (function == "needs_missing")
         assert len(result.durations_s_F) == 2  # by_length ran before it: the process is there again
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.errors import InvalidInput, Unavailable
+from paceline.errors import InvalidInput, PromptTooLong, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams
@@ -199,8 +199,9 @@ async def test_the_models_length_ends_a_completion(engine: Engine) -> None:
 async def test_bad_requests_are_refused_and_harm_nobody(
     engine: Engine, request_: GenerationRequest, message: str
 ) -> None:
-    with pytest.raises(InvalidInput, match=message):
+    with pytest.raises(InvalidInput, match=message) as refused:
         await engine.generate(request_)
+    assert isinstance(refused.value, PromptTooLong) == ("4096 tokens" in message)
     assert len((await engine.generate(ask("a"))).token_ids) == 12
 
 

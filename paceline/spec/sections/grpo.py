@@ -54,7 +54,8 @@ class GrpoSection(AlgorithmSection):
     at once."""
     max_score_failures: PositiveInt = 3
     """Attempts at scoring a group that may fail by the fault of its data or of a reward function before it is
-    dropped; those that fail because a service could not be reached do not count."""
+    dropped; those that fail because a service could not be reached do not count, and a failure that every attempt would
+    repeat (a column that is missing) drops it at once."""
     val_period: NonNegativeInt = 0
     """Evaluate every this many steps; 0 evaluates only where val_at_start and val_at_end say so."""
     val_at_start: bool = False

@@ -17,7 +17,10 @@ BATCHES_OF_ONE_CAUSE = 2
 MIN_OF_ONE_CAUSE = 4
 """Fewest groups in a row for that."""
 
-FAILED = ("bad_prompt", "invalid_result", "reward_failed")
+NOT_GENERATED = ("bad_prompt", "prompt_too_long", "invalid_result")
+"""Reasons of drops of groups that could not be generated."""
+
+FAILED = (*NOT_GENERATED, "reward_failed")
 """Reasons of drops that a person can remove the cause of while the run is paused."""
 
 MAX_CAUSES = 256
@@ -65,7 +68,7 @@ class DropsInARow:
 
     def end_of_generation(self) -> None:
         """Note that a group was generated: the row ends if its groups could not be."""
-        if self.reason in ("bad_prompt", "invalid_result"):
+        if self.reason in NOT_GENERATED:
             self.reset()
 
     @property
@@ -138,6 +141,8 @@ class DropsInARow:
 
 
 _REMEDIES = {
+    "prompt_too_long": "Take the long prompts out of the data set, which is read anew, or submit the run again with a larger "
+    "policy.max_total_sequence_length if the model allows it",
     "bad_prompt": "Correct the data set or the chat template (both are read anew)",
     "invalid_result": "Bring workers and coordinator to one version",
     "reward_failed": "Correct the function (reward workers load its file anew)",

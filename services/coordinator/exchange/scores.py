@@ -7,6 +7,7 @@ import sqlite3
 
 import numpy as np
 
+from paceline.error_texts import ALIKE
 from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
@@ -199,6 +200,8 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
         exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
         return exchange.committed(request)
     failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures
+    if score.error.endswith(ALIKE):
+        allowed = failures
     exchange.groups.fail_scoring(run.run_id, row["group_id"], failures)
     exchange.ledger.count(run.run_id, "failures:reward_failed")
     exchange.note_failure(row, "scoring", "reward_failed", cut(score.error), failures, allowed)

@@ -12,9 +12,12 @@ from services.coordinator.exchange.uploads.group_checks import fault_of_group, f
 from services.coordinator.exchange.uploads.intake import Arrived
 from services.coordinator.ledger.groups import Generated, State
 
-DATA_ERRORS = frozenset({"", "bad_prompt", "invalid_result"})
-"""Reasons that a worker may give for a failed attempt. `bad_prompt` is final at once; with an empty reason other attempts
-are allowed, and the last failure drops the group as `bad_prompt`."""
+FINAL_DATA_ERRORS = frozenset({"bad_prompt", "prompt_too_long"})
+"""Reasons of a failed attempt after which every other attempt would fail alike, so that the group is dropped at once."""
+
+DATA_ERRORS = FINAL_DATA_ERRORS | {"", "invalid_result"}
+"""Reasons that a worker may give for a failed attempt. With an empty reason other attempts are allowed, and the last failure
+drops the group as `bad_prompt`."""
 
 MAX_ERROR_CHARS = 4096
 """Length at which a worker's message is cut off."""
@@ -139,8 +142,8 @@ def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Ro
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
     """Count an attempt that failed because of the group's data; others may still succeed, up to the budget."""
     returned, reason = request.lease_return, request.lease_return.data_error_reason or "bad_prompt"
-    # A worker that names `bad_prompt` knows that every attempt would fail alike.
-    allowed = 1 if returned.data_error_reason == "bad_prompt" else run.spec.grpo.max_generation_failures
+    is_final = returned.data_error_reason in FINAL_DATA_ERRORS
+    allowed = 1 if is_final else run.spec.grpo.max_generation_failures
     failures, error = row["generation_failures"] + 1, returned.data_error[:MAX_ERROR_CHARS]
     exchange.groups.fail_generation(run.run_id, row["group_id"], failures)
     exchange.ledger.count(run.run_id, f"failures:{reason}")

@@ -136,8 +136,8 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
 
 GROUPS = Part("train", "Groups", "Counts of the ledger after the step.", (
     Metric("groups/<state>", "groups", "groups in that state: open ones now, ended ones (trained, dropped) since the start"),
-    Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `bad_prompt` (a prompt that "
-           "is too long, that the chat template refuses, or whose generation failed `max_generation_failures` times), "
+    Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `prompt_too_long`, `bad_prompt` (a "
+           "prompt that the chat template refuses, or whose generation failed `max_generation_failures` times), "
            "`invalid_result`, `reward_failed`, `poison`, `damaged`, `by_request`, `run_ended`",
            "absent, except `no_variance` with `grpo.use_dynamic_sampling`"),
     Metric("failures/<reason>", "attempts", "attempts at generating or scoring that failed so far, by reason", "absent"),

@@ -19,7 +19,7 @@ from paceline.groups import Completion, Version, VersionSpan
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import rollout_pb2
-from rollout.engine import GenerationRequest, empty_completion
+from rollout.engine import GenerationRequest, check_prompt_length, empty_completion
 from services.demo.model import make_tokenizer
 from services.rollout.group_sampler import GroupSampler
 from services.rollout.run import (
@@ -76,6 +76,7 @@ class Exchange:
         self.leases: asyncio.Queue[tuple[list[pb.Lease], list[bytes]] | None] = asyncio.Queue()
         """None stands for a refusal."""
         self.returned: asyncio.Queue[pb.LeaseReturn | pb.GroupResult] = asyncio.Queue()
+        self.known_reasons = {"", "bad_prompt", "prompt_too_long", "invalid_result"}
 
     async def request(self, request: pb.ExchangeRequest, payloads: Any = ()) -> Any:
         match request.WhichOneof("body"):
@@ -87,6 +88,8 @@ class Exchange:
                 return pb.ExchangeReply(status=pb.REPLY_STATUS_OK, lease=pb.LeaseReply(leases=leases)), frames
             case "lease_return":
                 self.returned.put_nowait(request.lease_return)
+                if request.lease_return.data_error_reason not in self.known_reasons:
+                    return pb.ExchangeReply(status=pb.REPLY_STATUS_INVALID), []
             case "group":
                 self.returned.put_nowait(request.group)
         return pb.ExchangeReply(status=pb.REPLY_STATUS_COMMITTED), []
@@ -137,6 +140,21 @@ async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_els
     assert "Conversation roles must alternate" in back[0].data_error
     assert isinstance(back[1], pb.GroupResult)
     assert not bench.working.done()
+
+
+async def test_a_prompt_that_is_too_long_goes_back_as_such(bench: Bench) -> None:
+    bench.engine.fault = lambda request: check_prompt_length(3001, 512)
+    bench.exchange.give(lease(0))
+    back = await bench.exchange.next()
+    assert (back.data_error_reason, back.data_error[:26]) == ("prompt_too_long", "the prompt has 3001 tokens")
+
+
+async def test_an_older_coordinator_gets_a_reason_that_it_knows(bench: Bench) -> None:
+    bench.engine.fault = lambda request: check_prompt_length(3001, 512)
+    bench.exchange.known_reasons = {"bad_prompt"}
+    bench.exchange.give(lease(0))
+    reasons = [(await bench.exchange.next()).data_error_reason for _ in range(2)]
+    assert reasons == ["prompt_too_long", "bad_prompt"]
 
 
 async def test_prompts_are_tried_again_once_the_template_was_corrected(bench: Bench) -> None:

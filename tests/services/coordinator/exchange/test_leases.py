@@ -297,6 +297,18 @@ def test_a_prompt_that_no_attempt_can_encode_is_dropped_at_once(make_world: Make
     assert world.states()[0] == "dropped"
 
 
+def test_prompts_that_are_too_long_are_counted_apart(world: World) -> None:
+    rollout = Rollout(world)
+    for number, lease in enumerate(rollout.lease(8)):
+        rollout.hand_back(lease, error=f"the prompt has {3000 + number} tokens", reason="prompt_too_long")
+    dropped = world.counters["groups:dropped:prompt_too_long"]
+    assert dropped == world.counters["failures:prompt_too_long"] == 4, "one attempt each"
+    assert len(world.kinds("warning")) == 1, "equal failures are one line"
+    (paused,) = world.kinds("paused")
+    assert "4 groups in a row were dropped as 'prompt_too_long'" in paused["message"]
+    assert "policy.max_total_sequence_length" in paused["message"]
+
+
 def test_bad_prompts_among_good_ones_do_not_pause_the_run(world: World) -> None:
     rollout = Rollout(world)
     good, *others = rollout.lease(8)

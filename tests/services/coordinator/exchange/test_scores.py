@@ -17,6 +17,8 @@ from exchange_drivers import (
     World,
 )
 
+from paceline.error_texts import ALIKE
+
 
 def test_scoring_that_fails_three_times_drops_the_group(world: World) -> None:
     rollout, reward = Rollout(world), Reward(world)
@@ -31,6 +33,20 @@ def test_scoring_that_fails_three_times_drops_the_group(world: World) -> None:
     assert world.group(0)["reason"] == "reward_failed"
     assert world.counters["tokens:dropped:reward_failed"] == 9
     assert len(world.kinds("warning")) == 2, "the first failure and the drop"
+    assert reward.tasks() == []
+
+
+def test_a_failure_that_every_attempt_would_repeat_drops_the_group_at_once(world: World) -> None:
+    rollout, reward = Rollout(world), Reward(world)
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    (task,) = reward.tasks()
+    error = f"reward function 'f' needs solution, which is no column{ALIKE}"
+    assert reward.send(task, error=error).reply.status == COMMITTED
+    assert world.states()[0] == "dropped"
+    assert world.counters["failures:reward_failed"] == 1
+    (warning,) = world.kinds("warning")
+    assert warning["message"] == f"group 0 was dropped as 'reward_failed': {error}"
     assert reward.tasks() == []
 
 
