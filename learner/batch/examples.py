@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from learner.batch.encoding import ExampleEncoder
 from learner.batch.samples import TrainingSample
 from paceline.data.examples import check_example
-from paceline.data.rows import PromptSource, open_rows
+from paceline.data.rows import PromptSource, open_source
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 
@@ -63,14 +63,9 @@ class ExampleSource:
         self._section = spec.examples
         self._maker = maker
         self._encoder = ExampleEncoder(spec, tokenizer)
-        name, split, field = (
-            (spec.data.validation, spec.data.validation_split, "data.validation")
-            if validation
-            else (spec.data.train, spec.data.train_split, "data.train")
-        )
-        assert name is not None, "the spec refuses validation without data.validation"
-        self._name = name
-        self._rows = open_rows(name, split, field, check_example(spec))
+        source = spec.data.source(validation=validation)
+        self._name = source.name
+        self._rows = open_source(source, check_example(spec))
         shuffled = spec.data.shuffle and not validation
         self._order = PromptSource(self._rows, spec.data, spec.seed, shuffle=shuffled)
         self._validation = validation

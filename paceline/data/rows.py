@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -26,6 +27,13 @@ from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
 from paceline.models.hub_names import hub_remedy
 from paceline.spec import DataSection
+from paceline.spec.sections.data import DataSource
+
+_CONFIGS = re.compile(
+    r"(?:Config name is missing.*|BuilderConfig .* not found\. )[Aa]vailable(?: configs)?: \[(.*?)\]",
+    re.DOTALL,
+)
+"""Texts of `datasets` for a configuration that is missing or unknown, with the list of those that exist."""
 
 
 class Rows(Protocol):
@@ -89,11 +97,7 @@ class PromptSource:
 def open_prompts(data: DataSection, seed: int, *, validation: bool = False) -> PromptSource:
     """Return the training (or validation) prompts. Raises DataError: empty, malformed row, no prompt column;
     Unreadable: not there."""
-    name = data.validation if validation else data.train
-    assert name is not None, "RunSpec refuses evaluation without data.validation"
-    split = data.validation_split if validation else data.train_split
-    field = "data.validation" if validation else "data.train"
-    rows = open_rows(name, split, field, prompt_check(data.prompt_key))
+    rows = open_source(data.source(validation=validation), prompt_check(data.prompt_key))
     return PromptSource(rows, data, seed, shuffle=data.shuffle and not validation)
 
 
@@ -103,17 +107,25 @@ def open_rows(
     field: str = "data.train",
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Rows:
-    """Rows of the data set `name`, or of several files one after the other. `check` raises DataError for a row that cannot
-    be used. Of a table (Parquet, a folder, the hub) the rows that a `RowCheck` scan passes are not checked one by one.
+    """Rows of the data set `name`, as of `open_source`."""
+    return open_source(DataSource(field, name, split), check)
 
-    Raises DataError, naming `field`, or the line or row; Unreadable for what cannot be read now.
+
+def open_source(source: DataSource, check: Callable[[dict[str, Any]], None] | None = None) -> Rows:
+    """Rows of a data set, or of several files one after the other. `check` raises DataError for a row that cannot be used.
+    Of a table (Parquet, a folder, the hub) the rows that a `RowCheck` scan passes are not checked one by one.
+
+    Raises DataError, naming the field, or the line or row; Unreadable for what cannot be read now.
     """
+    field, name, split, config = source
     parts: list[Rows] = []
     names: list[str] = []
     for one in (name,) if isinstance(name, str) else name:
         is_table = Path(one).is_dir() or not names_files(one)
         for path in [one] if is_table else map(str, files_of(one, field)):
-            rows = _table(None, one, split) if is_table else _file_rows(path, field, check)
+            if config is not None and not is_table:
+                raise _without_configs(field, config, path, "a file")
+            rows = _table(None, one, split, field, config) if is_table else _file_rows(path, field, check)
             if len(rows) == 0:
                 raise DataError(f"{field}: {path!r} has no rows; at least one is needed")
             if check and isinstance(rows, _Table):
@@ -267,7 +279,9 @@ def _every_row(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
     return ((index, rows[index]) for index in range(len(rows)))
 
 
-def _table(builder: str | None, name: str, split: str | None) -> Rows:
+def _table(
+    builder: str | None, name: str, split: str | None, field: str = "", config: str | None = None
+) -> Rows:
     import datasets
 
     datasets.disable_progress_bars()
@@ -275,10 +289,19 @@ def _table(builder: str | None, name: str, split: str | None) -> Rows:
         if builder:
             return _Table(datasets.load_dataset(builder, data_files=name, split="train"))
         if (Path(name) / "dataset_info.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            if config is not None:
+                raise _without_configs(field, config, name, "a folder made by `save_to_disk`")
             loaded = datasets.load_from_disk(name)
         else:
-            loaded = datasets.load_dataset(name)
+            loaded = datasets.load_dataset(name, config)
+    except DataError:
+        raise
     except Exception as error:  # `datasets` raises dozens of kinds; each means that the set cannot be read
+        if found := _CONFIGS.search(str(error)):
+            named = f"{config!r} is none of them" if config else "it has several"
+            raise DataError(
+                f"{field} {name!r}: set {field}_config to one of its configurations [{found[1]}]; {named}"
+            ) from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "" if Path(name).is_file() else f"; {hub_remedy(name)}"
         raise Unreadable(f"cannot load the data set {name!r}: {reason}{remedy}") from None
@@ -287,6 +310,12 @@ def _table(builder: str | None, name: str, split: str | None) -> Rows:
             raise DataError(f"the data set {name!r} has the splits {sorted(loaded)}, not {split!r}")
         loaded = loaded[split]
     return _Table(loaded)
+
+
+def _without_configs(field: str, config: str, name: str, kind: str) -> DataError:
+    return DataError(
+        f"{field}_config is {config!r}, but {name!r} is {kind}, which has no configurations; remove it"
+    )
 
 
 class _Table:

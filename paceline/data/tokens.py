@@ -256,9 +256,13 @@ def encode_for_scoring(
 
 
 def with_system_prompt(prompt: Any, data: DataSection) -> Any:
-    """Return the prompt, its text parts joined, with data.system_prompt put before it, if there is one."""
+    """Return the prompt, its text parts joined, with data.system_prompt put before it, if there is one. A chat that begins
+    with that very message, as of a run's exported samples, stays as it is."""
     prompt = plain(prompt)
     if data.system_prompt is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    first = messages[0] if messages else {}
+    if first.get("role") == "system" and first.get("content") == data.system_prompt:
+        return messages
     return [{"role": "system", "content": data.system_prompt}, *messages]

@@ -16,6 +16,8 @@ DATA = {
     "gsm8k": ("openai/gsm8k", "question", "answer"),
 }
 """NeMo RL's names of data sets: the name on the hub, the column of the prompt and of the answer."""
+CONFIGS = {"openai/gsm8k": "main"}
+"""Configurations of those data sets that have several."""
 ADVANTAGES = {(True, True): "nemo", (True, False): "trl", (False, True): "rloo", (False, False): "dr_grpo"}
 """(normalize_rewards, use_leave_one_out_baseline) and ours."""
 
@@ -85,6 +87,8 @@ def _data(done: Conversion) -> None:
     elif found is not None:
         done.put("data.train", found[0])
         done.put("data.prompt_key", found[1])
+        if found[0] in CONFIGS:
+            done.put("data.train_config", CONFIGS[found[0]])
     elif name is not None:
         done.put("data.train", name)
         done.notes.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -19,6 +19,16 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 """Arguments of `apply_chat_template` that are not the template's."""
 
 
+class DataSource(NamedTuple):
+    """The names that identify a data set."""
+
+    field: str
+    """Key of the spec that names it."""
+    name: str | tuple[str, ...]
+    split: str
+    config: str | None = None
+
+
 class DataSection(Section):
     """The source of prompts. Columns that are not named here go to the reward functions."""
 
@@ -31,6 +41,11 @@ class DataSection(Section):
     """Split of a `datasets` folder or a hub data set."""
     validation_split: str = "test"
     """Split for evaluation."""
+    train_config: str | None = None
+    """Configuration of a data set on the hub that has several (`main` of `openai/gsm8k`), as the second argument of
+    `datasets.load_dataset`."""
+    validation_config: str | None = None
+    """Configuration for evaluation; default `train_config` where `validation` names the same data set."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or chat messages (a list of role and content)."""
     completion_key: str = "completion"
@@ -53,6 +68,14 @@ class DataSection(Section):
     """Arguments of the chat template, wherever it is applied (`{enable_thinking: false}` for Qwen3)."""
     shuffle: bool = True
     """Draw a new seeded order in every epoch; false keeps the file's order."""
+
+    def source(self, *, validation: bool = False) -> DataSource:
+        """Return the names that identify the data set for training, or the one for evaluation."""
+        if not validation:
+            return DataSource("data.train", self.train, self.train_split, self.train_config)
+        assert self.validation is not None, "RunSpec refuses evaluation without data.validation"
+        config = self.validation_config or (self.train_config if self.validation == self.train else None)
+        return DataSource("data.validation", self.validation, self.validation_split, config)
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from paceline.data.examples import check_example
-from paceline.data.rows import PromptSource, open_prompts, open_rows
+from paceline.data.rows import PromptSource, open_prompts, open_source
 from paceline.spec import RunSpec
 
 
@@ -25,9 +25,9 @@ def open_data(spec: RunSpec) -> RunData:
     data = spec.data
     if spec.examples is not None:
         check = check_example(spec)
-        rows = open_rows(data.train, data.train_split, check=check)
+        rows = open_source(data.source(), check)
         if spec.examples.validates and data.validation is not None:
-            open_rows(data.validation, data.validation_split, "data.validation", check)
+            open_source(data.source(validation=True), check)
         return RunData(len(rows))
     prompts = open_prompts(spec.data, spec.seed)
     validation = open_prompts(spec.data, spec.seed, validation=True) if spec.data.validation else None

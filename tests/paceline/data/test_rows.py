@@ -85,6 +85,19 @@ def test_a_system_prompt_makes_a_chat(tmp_path: Path) -> None:
     assert prompts.draw(1)[0] == [system, *chat]
 
 
+def test_a_system_prompt_is_not_repeated(tmp_path: Path) -> None:
+    """As in the exported samples of a run that had it."""
+    system = {"role": "system", "content": "be brief"}
+    chats = [
+        [system, {"role": "user", "content": "hi"}],
+        [system | {"content": "rhyme"}, {"role": "user", "content": "hi"}],
+    ]
+    path = write(tmp_path / "d.jsonl", *(json.dumps({"prompt": chat}) for chat in chats))
+    prompts = source(path, shuffle=False, system_prompt="be brief")
+    assert prompts.draw(0)[0] == chats[0]
+    assert prompts.draw(1)[0] == [system, *chats[1]], "another one stays too"
+
+
 def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
     prompts = source(
         write(tmp_path / "d.jsonl", "", '{"prompt": "ä"}', "  ", '{"prompt": "b"}'), shuffle=False
@@ -163,6 +176,32 @@ def test_a_data_set_saved_to_disk_has_splits(tmp_path: Path) -> None:
     assert refusal(several, train_split="dev") == (
         f"the data set '{several}' has the splits ['test', 'train'], not 'dev'"
     )
+
+
+def test_a_data_set_of_several_configurations_needs_one_by_name(tmp_path: Path) -> None:
+    """A folder with the card of a data set on the hub."""
+    files = "".join(f"  - {{config_name: {name}, data_files: {name}.jsonl}}\n" for name in ("main", "extra"))
+    write(tmp_path / "README.md", f"---\nconfigs:\n{files}---")
+    write(tmp_path / "main.jsonl", '{"prompt": "a"}')
+    write(tmp_path / "extra.jsonl", '{"prompt": "b"}', '{"prompt": "c"}')
+    assert len(source(tmp_path, train_config="main")) == 1
+    assert len(source(tmp_path, train_config="extra")) == 2
+    wanted = (
+        f"data.train '{tmp_path}': set data.train_config to one of its configurations ['main', 'extra']; "
+    )
+    assert refusal(tmp_path) == f"{wanted}it has several"
+    assert refusal(tmp_path, train_config="mian") == f"{wanted}'mian' is none of them"
+    path = tmp_path / "main.jsonl"
+    assert refusal(path, train_config="main") == (
+        f"data.train_config is 'main', but '{path}' is a file, which has no configurations; remove it"
+    )
+
+
+def test_held_out_prompts_of_the_same_data_set_have_its_configuration() -> None:
+    data = DataSection(train="org/name", validation="org/name", train_config="main")
+    assert data.source(validation=True) == ("data.validation", "org/name", "test", "main")
+    other = data.model_copy(update={"validation": "org/other"})
+    assert other.source(validation=True).config is None
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
