@@ -1,11 +1,12 @@
-"""Launcher of the ranks of one host; it ends all of them when one dies. `services/learner/main.py` and `paceline replay` use it.
+"""Launcher of the ranks of one host; it ends all of them when one dies. `services/learner/main.py`, `nodes/launcher.py` for a
+learner on several hosts, and `paceline replay` use it.
 
     python -m services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
 
 Promises: no rank outlives the launcher, however that ends; the launcher ends once all ranks have ended, with the status of
-the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. The ranks meet without a listening socket, in
-a file without a name (`rank_group.py`) whose descriptor they inherit, so no other process can reach it and no file is left
-behind.
+the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. The ranks of one host meet without a listening
+socket, in a file without a name (`rank_group.py`) whose descriptor they inherit, so no other process can reach it and no file
+is left behind.
 
 One thread for each rank waits for its end; the main thread alone decides, from a queue that these threads and the signal
 handler fill.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
@@ -45,8 +47,17 @@ log = logging.getLogger(__name__)
 class Ended:
     """The end of a rank."""
 
-    rank: int
+    place: int
     status: int
+
+
+@dataclass(frozen=True)
+class EndAll:
+    """An order to end all ranks, for a reason outside of them."""
+
+    reason: str
+    orderly: bool
+    """True when they may end as at a signal; else they have the time of ranks that have lost one."""
 
 
 @dataclass
@@ -54,25 +65,40 @@ class Ranks:
     """The processes of one group of ranks, and their ends."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    events: queue.SimpleQueue[Ended | None] = field(default_factory=queue.SimpleQueue)
-    """Ends of ranks; None for a signal to stop."""
+    first_rank: int = 0
+    """Rank of the first process: others may run on other hosts."""
+    events: queue.SimpleQueue[Ended | EndAll | None] = field(default_factory=queue.SimpleQueue)
+    """Ends of ranks, with their place among these processes; None for a signal to stop."""
     told_to_stop: bool = False
     status: int = 0
     """Return code of the first rank that failed, in the form of `subprocess`."""
+    on_loss: Callable[[str], None] = field(default=lambda _: None)
+    """Called when a rank has failed, with a sentence that says how, before the others are waited for."""
 
     def start(self, module: str, options: list[str], ranks: int) -> None:
         """Start the processes `python -m module options`, with torchrun's variables for ranks of one host."""
         meeting = os.memfd_create("paceline-ranks")
-        environment = {name: value for name, value in os.environ.items() if name != STARTER_VARIABLE}
-        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        environment[MEETING_VARIABLE] = f"/proc/self/fd/{meeting}"
-        command = tethered([sys.executable, "-m", module, *options])
-        for rank in range(ranks):
-            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = subprocess.Popen(command, env=own, pass_fds=(meeting,))
-            self.processes.append(process)
-            threading.Thread(target=self._wait_for, args=(rank, process), daemon=True).start()
+        variables = {"WORLD_SIZE": str(ranks), MEETING_VARIABLE: f"/proc/self/fd/{meeting}"}
+        self.start_with(variables, module, options, ranks, pass_fds=(meeting,))
         os.close(meeting)
+
+    def start_with(
+        self,
+        variables: Mapping[str, str],
+        module: str,
+        options: list[str],
+        ranks: int,
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
+        """Start the processes with environment variables that say where their group meets, and how large it is."""
+        environment = {name: value for name, value in os.environ.items() if name != STARTER_VARIABLE}
+        environment |= {**variables, "LOCAL_WORLD_SIZE": str(ranks)}
+        command = tethered([sys.executable, "-m", module, *options])
+        for place in range(ranks):
+            own = environment | {"RANK": str(self.first_rank + place), "LOCAL_RANK": str(place)}
+            process = subprocess.Popen(command, env=own, pass_fds=pass_fds)
+            self.processes.append(process)
+            threading.Thread(target=self._wait_for, args=(place, process), daemon=True).start()
 
     def see_through(self, grace_s: float) -> None:
         """Wait until all ranks have ended, and kill those that take too long."""
@@ -82,7 +108,7 @@ class Ranks:
             try:
                 event = self.events.get(timeout=max(0.0, left_s))
             except queue.Empty:
-                log.error("killing what did not end in time: %s", _named(alive))
+                log.error("killing what did not end in time: %s", self._named(alive))
                 self._send(alive, signal.SIGKILL)
                 self.status = self.status or 1
                 deadline_s = float("inf")
@@ -91,16 +117,23 @@ class Ranks:
             if event is None:
                 self.told_to_stop = True
                 self._send(alive, signal.SIGTERM)
+            elif isinstance(event, EndAll):
+                log.warning("the session is over, because %s", event.reason)
+                if event.orderly:
+                    self._send(alive, signal.SIGTERM)
+                else:
+                    wait_s, self.status = OTHERS_END_S, self.status or 1
             else:
-                alive.discard(event.rank)
+                alive.discard(event.place)
                 if self._failed(event):
                     wait_s = OTHERS_END_S
                     log.error(
                         "rank %d %s%s",
-                        event.rank,
+                        self.first_rank + event.place,
                         ending(event.status),
-                        f"; {_named(alive)} cannot go on without it" if alive else "",
+                        f"; {self._named(alive)} cannot go on without it" if alive else "",
                     )
+                    self.on_loss(f"rank {self.first_rank + event.place} {ending(event.status)}")
                     self.status = self.status or event.status
             deadline_s = min(deadline_s, time.monotonic() + wait_s)
 
@@ -113,12 +146,16 @@ class Ranks:
         """Return whether an end is a fault. A rank that gets the signal while it still imports dies of it, which is none."""
         return event.status != 0 and not (self.told_to_stop and event.status == -signal.SIGTERM)
 
-    def _send(self, ranks: set[int], number: signal.Signals) -> None:
-        for rank in ranks:
-            self.processes[rank].send_signal(number)
+    def _send(self, places: set[int], number: signal.Signals) -> None:
+        for place in places:
+            self.processes[place].send_signal(number)
 
-    def _wait_for(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.events.put(Ended(rank, process.wait()))
+    def _wait_for(self, place: int, process: subprocess.Popen[bytes]) -> None:
+        self.events.put(Ended(place, process.wait()))
+
+    def _named(self, places: set[int]) -> str:
+        ranks = sorted(self.first_rank + place for place in places)
+        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> int:
@@ -142,10 +179,6 @@ def end_as(status: int) -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status if status >= 0 else 128 - status)
-
-
-def _named(ranks: set[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
 
 
 def main(arguments: list[str]) -> None:

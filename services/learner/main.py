@@ -1,22 +1,26 @@
 """The learner service: `paceline serve learner` (also `paceline-learner`) starts its ranks.
 
 One rank runs in this process; several are its children, all of which end when one dies (`services/learner/launcher.py`). The
-starter of the service then starts it again, and a new session begins from the newest checkpoint. `services/learner/rank.py` is a
-rank, `services/learner/training/run.py` its work on one run.
+starter of the service then starts it again, and a new session begins from the newest checkpoint. On several hosts each runs
+this service with the same --nodes, and they find each other again by themselves (`services/learner/nodes/launcher.py`).
+`services/learner/rank.py` is a rank, `services/learner/training/run.py` its work on one run.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from pathlib import Path
 
 import click
 
+from paceline.errors import PacelineError
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.parent_death import die_with_starter
 from services.common.processes.quiet_torch import QUIET_TORCH
 from services.learner.launcher import end_as, run_ranks
+from services.learner.nodes.settings import node_settings
 
 
 @click.command(context_settings={"show_default": True})
@@ -27,7 +31,18 @@ from services.learner.launcher import end_as, run_ranks
     port="gRPC port of rank 0",
 )
 @device_option
-@click.option("--ranks", default=1, help="Ranks to start on this host.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, help="Ranks to start on this host.")
+@click.option(
+    "--nodes",
+    default="",
+    metavar="N|MIN:MAX",
+    help="Hosts of this learner. Default: as torchrun, LeaderWorkerSet or Slurm say by their variables, else 1.",
+)
+@click.option("--node-rank", type=int, help="Position of this host among them, from 0.")
+@click.option(
+    "--rendezvous", default="", metavar="HOST:PORT", help="Where node 0 waits for the others, on its --host."
+)
+@click.option("--node-wait", "node_wait_s", default=600.0, help="Seconds to wait for the other nodes.")
 @token_file_option
 def main(
     coordinator: str,
@@ -36,6 +51,10 @@ def main(
     port: int,
     name: str,
     ranks: int,
+    nodes: str,
+    node_rank: int | None,
+    rendezvous: str,
+    node_wait_s: float,
     device: str,
     grace_s: float,
     ready_file: Path | None,
@@ -47,14 +66,31 @@ def main(
         *("--device", device, "--grace", str(grace_s), "--advertise-host", advertise_host),
         *(("--ready-file", str(ready_file)) if ready_file is not None else ()),
     ]
-    if "RANK" in os.environ or ranks == 1:
+    try:
+        settings = node_settings(nodes, node_rank, rendezvous, os.environ, socket.getfqdn())
+    except PacelineError as error:
+        raise click.UsageError(str(error)) from None
+    if settings is None and (_is_rank() or ranks == 1):
         from services.learner.rank import main as rank_main
 
         rank_main(options, standalone_mode=False)
         return
     die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    end_as(run_ranks("services.learner.rank", options, ranks, grace_s))
+    if settings is None:
+        end_as(run_ranks("services.learner.rank", options, ranks, grace_s))
+        return
+    from services.learner.nodes.launcher import run_node  # imports torch
+
+    try:
+        end_as(run_node(settings, "services.learner.rank", options, ranks, host, grace_s, node_wait_s))
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _is_rank() -> bool:
+    """Return whether torchrun or another launcher has started this process as one rank of several."""
+    return "RANK" in os.environ and "LOCAL_RANK" in os.environ
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Ranks of one host meet in the file that their launcher passes to them (`launcher.py`): no rendezvous listens, and no message
 from outside is read. gloo's connections between ranks listen on loopback, whatever `--host` says; NCCL's on the interface of
-`--host`, because the process may also need NCCL towards other hosts. Ranks that another launcher started, on several
-hosts, meet as torch's environment variables say.
+`--host`, because the process may also need NCCL towards other hosts. Ranks on several hosts meet in the store of their nodes'
+rendezvous (`nodes/launcher.py`), and gloo and NCCL take the interface by which this host reaches it. Ranks that another
+launcher started meet as torch's environment variables say.
 """
 
 from __future__ import annotations
@@ -11,30 +12,58 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch.distributed as dist
 
+from services.common.advertise import advertised_host
 from services.learner.launcher import MEETING_VARIABLE
 
-COLLECTIVE_TIMEOUT_S = 1800.0
-"""Seconds of a rank's silence after which the others end; the launcher notices a death much earlier."""
+STORE_VARIABLE = "PACELINE_RANKS_STORE"
+"""Environment variable with HOST:PORT of the store in which ranks on several hosts meet."""
+SESSION_VARIABLE = "PACELINE_RANKS_SESSION"
+"""Environment variable with the name of their session in it."""
+LOADING_TIMEOUT_S = 1800.0
+"""Seconds that a rank may be silent for while models are loaded; the launcher notices a death much earlier."""
+COLLECTIVE_TIMEOUT_S = 300.0
+"""Seconds of a rank's silence after which the others end, once the first step has been trained."""
 
 
 def form_rank_group(host: str, *, cuda: bool) -> None:
     """Make the default process group, if this process is one of several ranks. `host` is what the service listens on."""
-    meeting = os.environ.get(MEETING_VARIABLE)
-    if meeting or "RANK" not in os.environ:
+    meeting, store_address = os.environ.get(MEETING_VARIABLE), os.environ.get(STORE_VARIABLE)
+    if store_address:
+        _keep_to_interface(host, store_address)
+    elif meeting or "RANK" not in os.environ:
         _keep_to_this_host(host)
     if "RANK" not in os.environ:
         return
-    backend, timeout = "cuda:nccl,cpu:gloo" if cuda else "gloo", timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    if not meeting:
+    backend, timeout = "cuda:nccl,cpu:gloo" if cuda else "gloo", timedelta(seconds=LOADING_TIMEOUT_S)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: Any
+    if store_address:
+        store = _session_store(store_address)
+    elif meeting:
+        store = dist.FileStore(meeting, world_size)  # type: ignore[attr-defined]
+    else:
         dist.init_process_group(backend, timeout=timeout)
         return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(meeting, world_size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Set how long further collectives of this rank wait for the others."""
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def _session_store(address: str) -> Any:
+    """Return the session's part of the store in which its nodes have met."""
+    name, _, port = address.rpartition(":")
+    wait = timedelta(seconds=LOADING_TIMEOUT_S)
+    store = dist.TCPStore(name.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
+    return dist.PrefixStore(os.environ[SESSION_VARIABLE], store)  # type: ignore[attr-defined]
 
 
 def interface_of(host: str) -> str | None:
@@ -57,3 +86,11 @@ def _keep_to_this_host(host: str) -> None:
     outer = interface_of(host)
     if outer is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={outer}")
+
+
+def _keep_to_interface(host: str, address: str) -> None:
+    """Set the same variables for ranks on several hosts: the interface of `--host`, else that of the route to `address`."""
+    name = interface_of(host) or interface_of(advertised_host("", "", address))
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

@@ -169,7 +169,7 @@ class LocalCluster:
         shares the GPUs of the others in turn."""
         name = f"{role}-{len(self._services[role])}"
         role_options = {
-            "learner": ["--ranks", str(self.cluster.learner_ranks)],
+            "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],
             "rollout": ["--http-port", "0"],
         }
         if role in role_options and any(self._gpus[role]):

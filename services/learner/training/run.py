@@ -33,6 +33,7 @@ from services.common.gpus import refuse_cpu
 from services.common.reporting.progress_log import ProgressLog
 from services.common.run_setup import failed_set_up, spec_of
 from services.learner.context import RankContext
+from services.learner.rank_group import COLLECTIVE_TIMEOUT_S, LOADING_TIMEOUT_S, set_collective_timeout
 from services.learner.training.agreement import StepAgreement
 from services.learner.training.batches import BatchClient, RankBatch
 from services.learner.training.checkpoints import NotShared, SessionCheckpoints
@@ -103,6 +104,7 @@ class LearnerRun:
                 if batch is None:
                     return
                 self._train_step(batch)
+                set_collective_timeout(COLLECTIVE_TIMEOUT_S)  # models are loaded, kernels are compiled
             self._finish()
         except NonFiniteLoss as error:  # raised on every rank, so they are still at one point
             self._fail(
@@ -160,6 +162,7 @@ class LearnerRun:
         """Read everything that the spec names. A collective call: all ranks agree first, because a rank that cannot read
         something would leave the others in their next collective. Errors raised later are raised on every rank."""
         spec, start = self._spec, self._assignment.start_step
+        set_collective_timeout(LOADING_TIMEOUT_S)
         self._checkpoints.check_folder(self._rank.device, self._rank.stopping.wait)
         succeed_on_all_ranks(self._read, self._rank.device)
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)

@@ -1,0 +1,170 @@
+"""Node 0's decisions: which nodes take part in the next session, and when a session is over.
+
+A node is there from its first beat until it leaves or falls silent. Of two lives of one position the newer one counts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.learner.nodes.settings import NodeSettings
+from services.learner.nodes.store import NodeStore
+
+REVISION = 1
+"""Revision of what nodes write; nodes of others are refused."""
+SILENT_S = 15.0
+"""Seconds without a beat after which a node is taken for dead."""
+LAST_CALL_S = 10.0
+"""Seconds for which a session that could begin waits for further nodes."""
+MAX_RANKS = 1024
+MAX_NEW = 256
+"""Nodes that are introduced at once."""
+
+
+@dataclass
+class Node:
+    """One life of a node."""
+
+    number: int
+    joined_s: float
+    heard_s: float
+    node_rank: int = -1
+    """Its position; -1 until it has written that."""
+    ranks: int = 0
+    beat: Any = None
+    placed: bool = False
+    """True once it has a place in a session; it joins anew for the next."""
+
+
+@dataclass(frozen=True)
+class SessionEnd:
+    """The end of a session for all its nodes."""
+
+    reason: str
+    orderly: bool = False
+    """True when all ranks are alive and may end with a checkpoint."""
+
+
+@dataclass
+class Session:
+    """The nodes of a session, by number."""
+
+    name: str
+    nodes: dict[int, Node] = field(default_factory=dict)
+
+
+class Assembly:
+    """The nodes that node 0 knows; `now_s` is a monotonic time in all methods."""
+
+    def __init__(self, store: NodeStore, settings: NodeSettings):
+        self._store, self._settings = store, settings
+        self._nodes: dict[int, Node] = {}
+        """Living nodes by number, those of the session included."""
+        self._num_joined = 0
+        self._gathered: tuple[int, ...] = ()
+        self._gathered_s = 0.0
+        self._session: Session | None = None
+
+    def assemble(self, now_s: float) -> str:
+        """Begin a session as soon as enough nodes wait; return who waits, for people to read."""
+        self._session = None
+        self._refresh(now_s)
+        waiting = self._waiting()
+        numbers = tuple(sorted(node.number for node in waiting.values()))
+        if numbers != self._gathered:
+            self._gathered, self._gathered_s = numbers, now_s
+        present = _named(sorted(waiting))
+        self._store.write("present", nodes=present)
+        is_complete = len(waiting) == self._settings.most
+        is_enough = len(waiting) >= self._settings.least and now_s - self._gathered_s >= LAST_CALL_S
+        if 0 in waiting and (is_complete or is_enough):
+            self._begin(waiting)
+        return present
+
+    def check(self, now_s: float) -> SessionEnd | None:
+        """Return why the session is over, and write it for all nodes; None while it goes on."""
+        assert self._session is not None
+        session, before = self._session, dict(self._session.nodes)
+        self._refresh(now_s)
+        end = None
+        for number, node in before.items():
+            if number not in self._nodes:
+                left = self._store.read(f"left/{number}")
+                why = (
+                    str(left.get("reason", ""))[:500] if left is not None else f"is silent for {SILENT_S:g} s"
+                )
+                end = SessionEnd(f"node {node.node_rank} {why or 'has left'}")
+        waiting = self._waiting()
+        for node_rank in sorted(waiting.keys() & {node.node_rank for node in before.values()}):
+            end = end or SessionEnd(f"node {node_rank} was started anew")
+        waited_s = max((now_s - node.joined_s for node in waiting.values()), default=0.0)
+        if waited_s >= LAST_CALL_S and len(before) < self._settings.most:
+            end = end or SessionEnd(f"{_named(sorted(waiting))} joins", orderly=True)
+        if end is not None:
+            self._store.write(f"over/{session.name}", reason=end.reason, orderly=end.orderly)
+        return end
+
+    def _begin(self, waiting: dict[int, Node]) -> None:
+        first, session = 0, Session(uuid.uuid4().hex)
+        world_size = sum(node.ranks for node in waiting.values())
+        for node_rank in sorted(waiting):
+            node = waiting[node_rank]
+            session.nodes[node.number], node.placed = node, True
+            self._store.write(
+                f"place/{node.number}",
+                session=session.name,
+                first_rank=first,
+                world_size=world_size,
+                nodes=len(waiting),
+            )
+            first += node.ranks
+        self._session, self._gathered = session, ()
+
+    def _waiting(self) -> dict[int, Node]:
+        """Return the newest life of each position that has no place yet."""
+        found = {}
+        for number in sorted(self._nodes):
+            node = self._nodes[number]
+            if node.node_rank >= 0 and not node.placed:
+                found[node.node_rank] = node
+        return found
+
+    def _refresh(self, now_s: float) -> None:
+        """Read who has joined, who beats and who has left."""
+        joined = min(self._store.number("joined", 0), self._num_joined + MAX_NEW)
+        for number in range(self._num_joined + 1, joined + 1):
+            self._nodes[number] = Node(number, now_s, now_s)
+        self._num_joined = max(self._num_joined, joined)
+        for number, node in list(self._nodes.items()):
+            if node.node_rank < 0 and not self._introduce(node):
+                del self._nodes[number]
+                continue
+            beat = self._store.read(f"beat/{number}")
+            if beat is not None and beat != node.beat:
+                node.beat, node.heard_s = beat, now_s
+            if now_s - node.heard_s > SILENT_S or self._store.read(f"left/{number}") is not None:
+                del self._nodes[number]
+
+    def _introduce(self, node: Node) -> bool:
+        """Take what a node has written about itself, if it has; return False for a node that is refused."""
+        entry = self._store.read(f"node/{node.number}")
+        if entry is None:
+            return True
+        node_rank, ranks = entry.get("node_rank"), entry.get("ranks")
+        if entry.get("revision") != REVISION:
+            why = f"its rendezvous has revision {entry.get('revision')!r:.20}, not {REVISION}: use one version on all nodes"
+        elif not isinstance(node_rank, int) or not 0 <= node_rank < self._settings.most:
+            why = f"--node-rank {node_rank!r:.20} is none of the {self._settings.most} nodes that node 0 was told"
+        elif not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
+            why = f"--ranks {ranks!r:.20} is not between 1 and {MAX_RANKS}"
+        else:
+            node.node_rank, node.ranks = node_rank, ranks
+            return True
+        self._store.write(f"place/{node.number}", refusal=why)
+        return False
+
+
+def _named(node_ranks: list[int]) -> str:
+    return ("node " if len(node_ranks) == 1 else "nodes ") + (", ".join(map(str, node_ranks)) or "none")

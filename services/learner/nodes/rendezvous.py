@@ -1,0 +1,153 @@
+"""The rendezvous of a learner's nodes: they meet in a store that node 0 hosts, and watch each other there.
+
+A node joins under a new number, writes its position and its ranks, and gets its place in the next session from node 0
+(`assembly.py`). While the session goes on it writes a beat each second and reads whether the session is over; a node that no
+longer reaches the store ends its part by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.errors import Conflict, Unavailable
+from services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
+from services.learner.nodes.settings import NodeSettings
+from services.learner.nodes.store import FAULTS, NodeStore, connect, one_line, serve
+
+BEAT_S = 1.0
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this node in a session."""
+
+    session: str
+    first_rank: int
+    """Rank of this node's first process."""
+    world_size: int
+    nodes: int
+
+
+class Rendezvous:
+    """This node's side, and on node 0 the store and the decisions."""
+
+    def __init__(self, settings: NodeSettings, ranks: int, host: str, wait_s: float):
+        """`host` is the address that node 0 listens on; `wait_s` is how long to wait for the other nodes. Raises InvalidInput
+        when node 0 cannot listen there."""
+        self._settings, self._ranks, self._wait_s = settings, ranks, wait_s
+        name, _, port = settings.rendezvous.rpartition(":")
+        self._host, self._port = name.strip("[]"), int(port)
+        self._is_first = settings.node_rank == 0
+        self._store: NodeStore | None = serve(host, self._port) if self._is_first else None
+        self._assembly = Assembly(self._store, settings) if self._store is not None else None
+        self._number = 0
+        """Number under which this node has joined; 0 before that."""
+        self._beaten_s = 0.0
+
+    def meet(self, is_stopping: Callable[[], bool]) -> Place | None:
+        """Return this node's place in the next session; None when it is to stop before there is one.
+
+        Raises Unavailable when too few nodes have come within the wait; Conflict when node 0 refuses this one.
+        """
+        began_s, present = time.monotonic(), ""
+        self.leave("has joined anew")
+        while not is_stopping():
+            try:
+                store = self._store = self._store or connect(self._host, self._port)
+                self._number = self._number or self._join(store)
+                self._beat(store)
+                if self._assembly is not None:
+                    present = self._assembly.assemble(time.monotonic())
+                else:
+                    present = str((store.read("present") or {}).get("nodes", ""))[:500]
+                if (place := self._place(store)) is not None:
+                    return place
+            except FAULTS as fault:
+                if self._is_first:
+                    raise Unavailable(f"the rendezvous of this node has failed: {one_line(fault)}") from None
+                self._store, self._number, present = None, 0, ""
+            if time.monotonic() - began_s > self._wait_s:
+                raise Unavailable(self._too_late(present))
+            time.sleep(POLL_S)
+        return None
+
+    def watch(self, place: Place, take: Callable[[SessionEnd], None]) -> threading.Event:
+        """Call `take` once, from a thread, when the session is over by another node's doing; setting the event ends that."""
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(place, take, ended), daemon=True).start()
+        return ended
+
+    def leave(self, reason: str) -> None:
+        """Tell the other nodes that this one's part is over: `reason` follows its name, as in "node 3 has left"."""
+        if self._store is not None and self._number:
+            try:
+                self._store.write(f"left/{self._number}", reason=reason)
+            except FAULTS:  # node 0 is gone, and knows
+                self._store = None
+        self._number = 0
+
+    def _watch(self, place: Place, take: Callable[[SessionEnd], None], ended: threading.Event) -> None:
+        store = self._store
+        assert store is not None
+        while not ended.wait(POLL_S):
+            try:
+                self._beat(store)
+                if self._assembly is not None:
+                    end = self._assembly.check(time.monotonic())
+                else:
+                    over = store.read(f"over/{place.session}")
+                    end = None if over is None else _end_of(over)
+            except FAULTS as fault:
+                end = SessionEnd(f"node 0, which hosts the rendezvous, does not answer ({one_line(fault)})")
+            if end is not None:
+                if not ended.is_set():
+                    take(end)
+                return
+
+    def _join(self, store: NodeStore) -> int:
+        number = store.number("joined", 1)
+        entry = {"revision": REVISION, "node_rank": self._settings.node_rank, "ranks": self._ranks}
+        store.write(f"node/{number}", **entry)
+        self._beaten_s = 0.0
+        return number
+
+    def _beat(self, store: NodeStore) -> None:
+        if time.monotonic() - self._beaten_s >= BEAT_S:
+            self._beaten_s = time.monotonic()
+            store.write(f"beat/{self._number}", beat=uuid.uuid4().hex)
+
+    def _place(self, store: NodeStore) -> Place | None:
+        found = store.read(f"place/{self._number}")
+        if found is None:
+            return None
+        if "refusal" in found:
+            raise Conflict(f"node 0 refuses this node: {str(found['refusal'])[:500]}")
+        try:
+            numbers = (int(found["first_rank"]), int(found["world_size"]), int(found["nodes"]))
+            return Place(str(found["session"]), *numbers)
+        except (KeyError, TypeError, ValueError):
+            raise Conflict("node 0 has written a place that is none; use one version on all nodes") from None
+
+    def _too_late(self, present: str) -> str:
+        settings = self._settings
+        wanted = (
+            str(settings.most) if settings.least == settings.most else f"{settings.least} to {settings.most}"
+        )
+        if not present:
+            return (
+                f"no rendezvous answers at {settings.rendezvous} after {self._wait_s:g} s; start node 0 there, correct "
+                "--rendezvous, or wait longer with --node-wait"
+            )
+        return (
+            f"the rendezvous {settings.rendezvous} has {present} of {wanted} nodes after {self._wait_s:g} s; start the others with "
+            "the same --nodes and --rendezvous, or wait longer with --node-wait"
+        )
+
+
+def _end_of(over: dict[str, object]) -> SessionEnd:
+    return SessionEnd(str(over.get("reason") or "a node has left")[:500], over.get("orderly") is True)

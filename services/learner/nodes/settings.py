@@ -1,0 +1,119 @@
+"""How many nodes a learner has, which of them this host is, and where they meet: from options, else from the environment.
+
+A node is a host of a learner. The variables of these launchers are understood, in this order: torchrun's (`PET_…`, which
+Kubeflow's trainer sets too), LeaderWorkerSet's (`LWS_…`), Slurm's (`SLURM_…`), and the index of an indexed Job or JobSet
+(`JOB_COMPLETION_INDEX`), whose first pod is found by this pod's own name. `nodes`, `node_rank` and `rendezvous` that are
+given go before them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.address import checked_address
+from paceline.errors import InvalidInput
+
+PORT = 29400
+"""Port of the rendezvous where none is given."""
+MAX_NODES = 4096
+NODES = re.compile(r"(\d{1,4})(?::(\d{1,4}))?")
+POD = re.compile(r"(.+)-\d+")
+BRACKETS = re.compile(r"([^\[\],]*)(?:\[([0-9,-]+)\])?[^,]*")
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """This host among the nodes of a learner."""
+
+    least: int
+    """Nodes without which no session begins."""
+    most: int
+    """Nodes that a session takes at most."""
+    node_rank: int
+    """Position of this node, from 0. Node 0 hosts the rendezvous."""
+    rendezvous: str
+    """HOST:PORT where the nodes meet."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a launcher's variables say; empty or None for what they do not."""
+
+    source: str = ""
+    nodes: str = ""
+    node_rank: str = ""
+    host: str = ""
+    port: str = ""
+
+
+def node_settings(
+    nodes: str, node_rank: int | None, rendezvous: str, environment: Mapping[str, str], hostname: str
+) -> NodeSettings | None:
+    """Return the settings, or None for a learner on this host alone.
+
+    `nodes` is N or MIN:MAX, empty if not given; `hostname` is this host's name, with its domain if it has one. Raises
+    InvalidInput, naming the option.
+    """
+    found = _found(environment, hostname)
+    text = nodes or found.nodes
+    if not text:
+        if node_rank is not None or rendezvous:
+            raise InvalidInput("--node-rank and --rendezvous are for several nodes; give --nodes as well")
+        return None
+    least, most = _range(text, "--nodes" if nodes else found.source)
+    if most == 1:
+        return None
+    rank = str(node_rank) if node_rank is not None else found.node_rank
+    if not rank:
+        raise InvalidInput(
+            f"--node-rank is missing: the position of this host among the {most} nodes, from 0 to {most - 1}"
+        )
+    if not rank.isdecimal() or int(rank) >= most:
+        raise InvalidInput(f"--node-rank {rank} is none of the {most} nodes: they count from 0 to {most - 1}")
+    if not rendezvous and not found.host:
+        raise InvalidInput("--rendezvous is missing: HOST:PORT of node 0, the same on every node")
+    place = rendezvous or f"{found.host}:{found.port or PORT}"
+    return NodeSettings(
+        least, most, int(rank), checked_address(place, "--rendezvous" if rendezvous else found.source)
+    )
+
+
+def _range(text: str, source: str) -> tuple[int, int]:
+    match = NODES.fullmatch(text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most <= MAX_NODES:
+        raise InvalidInput(
+            f"{source} {text!r} is malformed: it has to be a number of nodes, or MIN:MAX such as 2:4"
+        )
+    return least, most
+
+
+def _found(environment: Mapping[str, str], hostname: str) -> _Found:
+    get = environment.get
+    if nodes := get("PET_NNODES"):
+        host, _, port = get("PET_RDZV_ENDPOINT", "").rpartition(":")
+        if not host:
+            host, port = get("PET_RDZV_ENDPOINT") or get("PET_MASTER_ADDR", ""), get("PET_MASTER_PORT", "")
+        return _Found("PET_NNODES", nodes, get("PET_NODE_RANK", ""), host, port)
+    if nodes := get("LWS_GROUP_SIZE"):
+        return _Found("LWS_GROUP_SIZE", nodes, get("LWS_WORKER_INDEX", ""), get("LWS_LEADER_ADDRESS", ""))
+    # The variables of the step: a job may run the learner on some of its nodes.
+    if nodes := get("SLURM_STEP_NUM_NODES"):
+        first = first_of_nodelist(get("SLURM_STEP_NODELIST", ""))
+        return _Found("SLURM_STEP_NUM_NODES", nodes, get("SLURM_NODEID", ""), first)
+    if index := get("JOB_COMPLETION_INDEX"):
+        pod, dot, domain = hostname.partition(".")
+        name = POD.fullmatch(pod)
+        first = f"{name[1]}-0{dot}{domain}" if name else ""
+        return _Found("JOB_COMPLETION_INDEX", "", index, first)
+    return _Found()
+
+
+def first_of_nodelist(text: str) -> str:
+    """Return the first host of a Slurm node list such as `gpu[003-004,9],login1`; empty for none."""
+    match = BRACKETS.match(text)
+    if not match or not match[1]:
+        return ""
+    return match[1] + re.split("[-,]", match[2])[0] if match[2] else match[1]

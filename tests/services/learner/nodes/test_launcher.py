@@ -1,0 +1,103 @@
+"""Nodes on loopback with small ranks that really die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+DEADLINE_S = 60.0
+NODE = """
+import logging, sys
+from services.learner.nodes.launcher import run_node
+from services.learner.nodes.settings import node_settings
+logging.basicConfig(level=logging.INFO)
+settings = node_settings(sys.argv[1], int(sys.argv[2]), sys.argv[3], {}, "")
+try:
+    sys.exit(run_node(settings, "toy_rank", [], 1, "127.0.0.1", 5.0, float(sys.argv[4])))
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+RANK = """
+import os, pathlib, signal, sys, time
+rank, world_size, session = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "PACELINE_RANKS_SESSION"))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with open(f"lives.{rank}", "a") as lives:
+    lives.write(f"{session} {world_size} {os.getpid()}\\n")
+while not pathlib.Path("end").exists():
+    time.sleep(0.01)
+"""
+Start = Callable[[int], subprocess.Popen[str]]
+
+pytestmark = pytest.mark.slow  # each node imports torch
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start(node_rank)`: one of two nodes, with one rank."""
+    (tmp_path / "toy_rank.py").write_text(RANK)
+    (tmp_path / "node.py").write_text(NODE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started = []
+
+    def start(node_rank: int) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "node.py", "2", str(node_rank), address, str(DEADLINE_S)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def lives(folder: Path, rank: int, number: int) -> list[list[str]]:
+    """Return the lives of a rank, once there are so many: session, world size, process id."""
+    deadline_s, path = time.monotonic() + DEADLINE_S, folder / f"lives.{rank}"
+    while True:
+        found = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        if len(found) >= number:
+            return found
+        assert time.monotonic() < deadline_s, f"rank {rank} has begun {len(found)} times, not {number}"
+        time.sleep(0.02)
+
+
+def test_a_lost_node_ends_the_session_and_the_next_one_forms_when_it_is_back(
+    start: Start, tmp_path: Path
+) -> None:
+    nodes = [start(0), start(1)]
+    first = [lives(tmp_path, rank, 1)[0] for rank in (0, 1)]
+    assert [life[:2] for life in first] == [[first[0][0], "2"]] * 2
+    nodes[1].kill()
+    nodes[1].wait()
+    nodes[1] = start(1)
+    second = [lives(tmp_path, rank, 2)[1] for rank in (0, 1)]
+    assert second[0][:2] == second[1][:2] != first[0][:2]
+
+    os.kill(int(second[1][2]), signal.SIGKILL)  # a rank alone: both nodes stay and begin anew
+    third = [lives(tmp_path, rank, 3)[2] for rank in (0, 1)]
+    assert third[0][:2] == third[1][:2]
+
+    (tmp_path / "end").touch()
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "the session is over, because node 1 was started anew" in said[0]
+    assert "the session is over, because node 1 has lost rank 1 was killed by SIGKILL" in said[0]
