@@ -73,6 +73,7 @@ class LearnerRank:
         self.address = ""
         self.orders = Orders()
         self.background = BackgroundLoop()
+        self._learner_id = broadcast_bytes(uuid.uuid4().bytes).hex() if self.world_size > 1 else ""
         self._member_id = f"{name}-{uuid.uuid4().hex[:8]}-rank{self.rank}"
         self._assignments: queue.Queue[bytes] = queue.Queue()
         self._assigned: worker_pb2.RunAssignment | None = None
@@ -165,6 +166,14 @@ class LearnerRank:
         except TimeoutError:
             return False
 
+    async def _end_without(self, reason: str) -> None:
+        """End this process: its main thread may be in a collective that another rank never enters."""
+        log.error("%s, and no collective can complete without it: this rank ends", reason)
+        try:
+            await self.membership.leave(reason=reason)
+        finally:
+            end_process(1)
+
     def _next_assignment(self) -> bytes:
         """Return the newest assignment, if one comes soon; empty otherwise, so that no rank waits in a collective for long."""
         newest = b""
@@ -213,6 +222,8 @@ class LearnerRank:
                     self.orders.ask_checkpoint()
             case "drain":
                 self.stop()
+            case "rank_lost":
+                self.background.post(self._end_without(directive.rank_lost.reason))
 
     @property
     def current_run(self) -> LearnerRun | None:
@@ -230,6 +241,7 @@ class LearnerRank:
             world_size=self.world_size,
             num_threads=torch.get_num_threads(),
             rank=self.rank,
+            learner_id=self._learner_id,
         )
         run = self._run
         if run is not None and run.session == hello.session and run.receipted:

@@ -214,6 +214,7 @@ class ConnectResponse(_message.Message):
     KEEP_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     WEIGHT_PROGRESS_FIELD_NUMBER: _builtins.int
     WEIGHT_ACKS_FIELD_NUMBER: _builtins.int
+    RANK_LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -262,6 +263,10 @@ class ConnectResponse(_message.Message):
     def weight_acks(self) -> Global___WeightAcks:
         """To the learner: answers of several members at once."""
 
+    @_builtins.property
+    def rank_lost(self) -> Global___RankLost:
+        """To a rank of a learner: another rank of it is silent, so no collective can complete. End at once."""
+
     def __init__(
         self,
         *,
@@ -277,12 +282,13 @@ class ConnectResponse(_message.Message):
         keep_checkpoints: Global___KeepCheckpoints | None = ...,
         weight_progress: Global___WeightProgress | None = ...,
         weight_acks: Global___WeightAcks | None = ...,
+        rank_lost: Global___RankLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints", "weight_progress", "weight_acks"]  # noqa: Y015
+    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints", "weight_progress", "weight_acks", "rank_lost"]  # noqa: Y015
     _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_directive) -> _WhichOneofReturnType_directive | None: ...
 
@@ -306,6 +312,7 @@ class Hello(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    LEARNER_ID_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """Its role."""
     member_id: _builtins.str
@@ -328,6 +335,8 @@ class Hello(_message.Message):
     """Address of its OpenAI-compatible HTTP endpoint, host:port; empty without one."""
     secret: _builtins.bytes
     """Secret from the newest Welcome, empty before the first. A stream with it replaces the member's earlier stream."""
+    learner_id: _builtins.str
+    """Learner of several ranks: an id that all of them share, new for each start, kept secret. Empty for one rank."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version whose weights it holds, if any."""
@@ -347,10 +356,11 @@ class Hello(_message.Message):
         rank: _builtins.int = ...,
         http_address: _builtins.str = ...,
         secret: _builtins.bytes = ...,
+        learner_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -615,6 +625,28 @@ class Expelled(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Expelled: _TypeAlias = Expelled  # noqa: Y015
+
+@_typing.final
+class RankLost(_message.Message):
+    """Another rank of this learner is silent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Which rank, and for how long."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankLost: _TypeAlias = RankLost  # noqa: Y015
 
 @_typing.final
 class WeightOffer(_message.Message):

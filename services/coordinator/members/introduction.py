@@ -20,6 +20,7 @@ MAX_ADDRESS = 256
 MAX_RUN_ID = 128
 MAX_RANKS = 1 << 16
 MAX_SECRET = 64
+MAX_LEARNER_ID = 64
 
 ROLES = frozenset({common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.ROLE_LEARNER})
 
@@ -59,6 +60,8 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         raise InvalidInput(f"run_id {hello.run_id[:80]!r} of worker {hello.member_id} is too long")
     if len(hello.secret) > MAX_SECRET:
         raise InvalidInput(f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes")
+    if len(hello.learner_id) > MAX_LEARNER_ID:
+        raise InvalidInput(f"learner_id of worker {hello.member_id} has {len(hello.learner_id)} characters")
     if hello.world_size > MAX_RANKS or hello.rank >= max(hello.world_size, 1):
         raise InvalidInput(
             f"worker {hello.member_id} reports rank {hello.rank} of {hello.world_size}; ranks count from 0 and "

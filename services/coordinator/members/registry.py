@@ -66,6 +66,8 @@ class Member:
     """Learner: session that it works in; 0 while it waits for a session."""
     world_size: int = 0
     """Learner: number of its ranks; 0 if unknown."""
+    learner_id: str = ""
+    """Learner of several ranks: what they share; not to be shown."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     """Sent with Welcome and expected with every request to the exchange; new for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)

@@ -2,7 +2,8 @@
 
 A worker that joins is assigned to the active run (`services/coordinator/pool/assignments.py`). A member that is silent
 for half the time-out is suspected: it leaves the roster, and work that others wait for is leased again. After the whole
-time-out it is removed; half of it is enough where its stream broke, unless it has a session. One owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
+time-out it is removed; half of it is enough where its stream broke, unless it has a session. After one and a half of
+it a learner's rank is lost, and the others are told (`lost_ranks.py`). One owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from services.coordinator.members.introduction import check_place
 from services.coordinator.members.loop_lag import LoopLag
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.pool.assignments import Assignments
+from services.coordinator.pool.lost_ranks import LostRanks
 from services.coordinator.pool.reports import Reports
 from services.coordinator.pool.run_events import RunEvents
 from services.coordinator.text_limits import cut, one_line
@@ -34,6 +36,9 @@ LOGGED_PAUSE_S = 1.0
 
 OVERDUE_CHECK_S = 5.0
 """Seconds between two checks of the ages of leases."""
+
+SILENT_TIMEOUTS = 1.5
+"""Time-outs of a learner rank's silence after which its learner ends: 15 s with the default time-out."""
 
 IN_GOOD_ORDER = "in good order"
 """Reason of a member that leaves without one of its faults."""
@@ -53,6 +58,7 @@ class Pool:
         self._runs = runs
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
+        self._lost_ranks = LostRanks(SILENT_TIMEOUTS * members.timeout_s)
         self._reports = Reports(runs, members, self.assignments, self.expel)
 
     def expect_holders(self) -> None:
@@ -76,6 +82,7 @@ class Pool:
         now_s = time.monotonic()
         if pause_s := self.lag.take():
             self.members.ignore_silence(pause_s, now_s)
+            self._lost_ranks.ignore_silence(pause_s)
             if pause_s > LOGGED_PAUSE_S:
                 log.warning("the coordinator stood still for %.1f s: that is no member's silence", pause_s)
         for member in self.members.silent(now_s):
@@ -86,10 +93,21 @@ class Pool:
         for member in self.members.quiet(now_s):
             with self._fault_of(member):
                 await self._suspect(member, f"silent for {now_s - member.last_report_s:.0f} s")
+        self._end_learners_without_rank(now_s)
         await self.revoke_from_silent()
         # A member that left may have ended the task that was about to assign the next learner.
         await self.assignments.assign_learner()
         await self._take_overdue()
+
+    def _end_learners_without_rank(self, now_s: float) -> None:
+        """Tell the other ranks of a learner that one is silent, because they wait for it in collectives."""
+        learners = self.members.of_role(common_pb2.ROLE_LEARNER)
+        for reason, others in self._lost_ranks.check(learners, now_s):
+            log.warning(
+                "%s; its learner's other ranks end: %s", reason, ", ".join(m.member_id for m in others)
+            )
+            for member in others:
+                member.direct(worker_pb2.ConnectResponse(rank_lost=worker_pb2.RankLost(reason=reason)))
 
     @contextmanager
     def _fault_of(self, member: Member) -> Iterator[None]:
@@ -120,6 +138,7 @@ class Pool:
             hello.http_address,
             session=session,
             world_size=hello.world_size,
+            learner_id=hello.learner_id if hello.role == common_pb2.ROLE_LEARNER else "",
             shown_secret=hello.secret,
         )
         if earlier is not None:
@@ -131,6 +150,7 @@ class Pool:
         if same_run and hello.HasField("version") and member.role == common_pb2.ROLE_ROLLOUT:
             self._take_version(member, hello.version)
         self.members.add(member)
+        self._lost_ranks.joined(member.learner_id, member.last_report_s)
         self._exchange.senders.enter(member)
         self._exchange.suspected.discard(member.member_id)
         log.info("%s %s %s", member.role_name, member.member_id, "is back" if earlier else "joined")
@@ -219,6 +239,8 @@ class Pool:
             await self._add_member_event(member, "heard of again")
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
+            if not reason:
+                self._lost_ranks.left(member.learner_id, member.member_id)
             if member.session and not reason:
                 await self._note_left(member.session)
             await self.leave(member, reason or IN_GOOD_ORDER, crashed=bool(reason))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import MagicMock, call
+from unittest.mock import AsyncMock, MagicMock, call
 
 import grpc
 import pytest
@@ -109,3 +110,17 @@ def test_messages_about_weights_go_to_the_publishing_of_the_run(served: Served) 
         call.progress(progress),
     ]
     assert rank.early_roster == roster
+
+
+def test_a_rank_ends_when_another_of_its_learner_is_lost(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(learner_rank, "end_process", ended.put)
+    leave = AsyncMock()
+    monkeypatch.setattr(served.rank.membership, "leave", leave)
+    lost = worker_pb2.RankLost(reason="learner b is silent for 16 s")
+    directive = worker_pb2.ConnectResponse(rank_lost=lost)
+    served.rank.background.wait(served.rank._on_directive(directive), DEADLINE_S)
+    assert ended.get(timeout=DEADLINE_S) == 1
+    leave.assert_awaited_once_with(reason="learner b is silent for 16 s")

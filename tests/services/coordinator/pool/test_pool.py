@@ -56,6 +56,7 @@ async def test_a_stream_that_says_nothing_is_refused(plane: Plane) -> None:
             "has the role 7, this coordinator knows 1 (ROLE_ROLLOUT)",
         ),
         ({"role": -1}, grpc.StatusCode.INVALID_ARGUMENT, "has the role -1"),
+        ({"learner_id": "x" * 65}, grpc.StatusCode.INVALID_ARGUMENT, "learner_id of worker rollout-1 has 65"),
         ({"address": "h" * 300}, grpc.StatusCode.INVALID_ARGUMENT, "address of worker rollout-1"),
         ({"http_address": "h\n:1"}, grpc.StatusCode.INVALID_ARGUMENT, "http_address of worker rollout-1"),
         ({"rank": 2, "world_size": 2}, grpc.StatusCode.INVALID_ARGUMENT, "rank 2 of 2"),
