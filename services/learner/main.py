@@ -42,7 +42,14 @@ from services.learner.nodes.settings import node_settings
 @click.option(
     "--rendezvous", default="", metavar="HOST:PORT", help="Where node 0 waits for the others, on its --host."
 )
-@click.option("--node-wait", "node_wait_s", default=600.0, help="Seconds to wait for the other nodes.")
+@click.option(
+    "--node-wait",
+    "node_wait_s",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait for the other nodes.",
+)
 @token_file_option
 def main(
     coordinator: str,
