@@ -244,6 +244,30 @@ class Client:
         bundle = collect_again(spec_from_yaml(run.spec_yaml), before)
         return self._send_bundle(bundle) if bundle is not None else ""
 
+    def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:
+        """Order a checkpoint of the run that trains and return its folder, once it is complete; at once if the newest step has
+        one. Raises NotFound; Conflict when no learner has the run; Unavailable after `timeout_s`."""
+        from protos.paceline.v1.run_pb2 import RunServiceCheckpointRequest
+
+        request = RunServiceCheckpointRequest(run_id=run_id)
+        ordered = self._call(lambda: self._runs.Checkpoint(request, timeout=self._timeout_s))
+        if ordered.path:
+            return str(ordered.path)
+        for event in self.watch(run_id, ordered.sequence, timeout_s):
+            if event.kind == "checkpoint":
+                return str(event.content["path"])
+        raise Unavailable(
+            f"run {run_id} has no new checkpoint after {timeout_s:g} s, or has ended; `paceline watch {run_id}` says more"
+        )
+
+    def drain(self, member_id: str, grace_s: float = 60.0) -> int:
+        """Tell a worker to finish or return its work within `grace_s` seconds, and to leave; return the number of groups and
+        tasks that it holds. Raises NotFound, Unavailable."""
+        from protos.paceline.v1.worker_pb2 import WorkerServiceDrainRequest
+
+        request = WorkerServiceDrainRequest(member_id=member_id, grace_s=grace_s)
+        return int(self._call(lambda: self._workers.Drain(request, timeout=self._timeout_s)).held)
+
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
         """Remove groups from the next batch of a paused run; the batch is fixed anew without them. Raises NotFound,
         Conflict, InvalidInput."""
@@ -252,8 +276,8 @@ class Client:
         request = DropGroupsRequest(run_id=run_id, group_ids=group_ids)
         return self._call(lambda: self._runs.DropGroups(request, timeout=self._timeout_s)).run
 
-    def watch(self, run_id: str, after: int = 0) -> Iterator[Event]:
-        """Events of a run after a sequence number, as they happen, until the run has ended.
+    def watch(self, run_id: str, after: int = 0, timeout_s: float | None = None) -> Iterator[Event]:
+        """Events of a run after a sequence number, as they happen, until the run has ended, or for `timeout_s` seconds.
 
         A broken stream is taken up where it broke, each event once: a coordinator's restart shows only as a pause.
         Raises NotFound; Unavailable when there is no coordinator at first, or none for `reconnect_s` seconds later.
@@ -264,14 +288,18 @@ class Client:
 
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         heard_s, first = time.monotonic(), True
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
-                for response in self._runs.Watch(WatchRequest(run_id=run_id, after=after)):
+                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+                for response in self._runs.Watch(WatchRequest(run_id=run_id, after=after), timeout=left_s):
                     after, heard_s, first = response.sequence, time.monotonic(), False
                     backoff.reset()
                     yield Event(response.sequence, response.kind, json.loads(response.json))
                 return
             except grpc.RpcError as error:
+                if deadline_s is not None and time.monotonic() >= deadline_s:
+                    return
                 lasting = status_name(error) in LASTING
                 silent = time.monotonic() - heard_s >= (self._wait_s if first else self._reconnect_s)
                 if lasting or silent or self._closed.is_set():

@@ -44,7 +44,9 @@ COMMANDS = {
         "services.cli.running.runs:drop",
         "Take groups out of the batch that a paused run is to train next.",
     ),
+    "checkpoint": ("services.cli.running.runs:checkpoint", "Write a checkpoint of the run that trains."),
     "members": ("services.cli.workers:members", "List the workers."),
+    "drain": ("services.cli.workers:drain", "Tell a worker to finish its work and leave."),
     "generate": ("services.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
     "chat": ("services.cli.chat:chat", "Talk to a trained model in this process, without services."),
     "samples": (

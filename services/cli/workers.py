@@ -1,14 +1,16 @@
-"""Commands about workers: members, generate."""
+"""Commands about workers: members, drain, generate."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from paceline.client import Client
+from paceline.errors import InvalidInput, NotFound, PacelineError
 from services.cli import render
 from services.cli.chat import changed, open_talk, spec_of_model
 from services.common.options import coordinator_option, directory_option, json_option, print_json
@@ -16,6 +18,10 @@ from services.common.options import coordinator_option, directory_option, json_o
 if TYPE_CHECKING:
     from paceline.groups import Completion
     from paceline.spec import RunSpec
+
+LEAVING_S = 30.0
+"""Seconds after its grace in which a worker leaves: it returns what is unfinished, or writes a checkpoint."""
+POLL_S = 0.2
 
 
 @click.command()
@@ -34,6 +40,50 @@ def members(coordinator: str, as_json: bool) -> None:
             [render.member_row(member_facts) for member_facts in facts],
             empty="no workers yet",
         )
+
+
+@click.command()
+@click.argument("member")
+@click.option(
+    "--grace", "grace_s", default=60.0, show_default=True, help="Seconds in which it may finish its work."
+)
+@coordinator_option
+@json_option
+def drain(member: str, grace_s: float, coordinator: str, as_json: bool) -> None:
+    """Tell a worker to finish its work and leave, and wait until it has left; exit status 1 if it stays.
+
+    MEMBER is its id, or the first characters of one id. It takes nothing new; groups that are not finished after --grace
+    are returned with their tokens, and others go on with them.
+    """
+    with Client(coordinator) as client:
+        member_id = _member(client, member)
+        held, started_s = client.drain(member_id, grace_s), time.monotonic()
+        if not as_json:
+            work = "1 group" if held == 1 else f"{held} groups"
+            click.echo(f"{member_id} holds {work} and has {grace_s:g} s to finish")
+        while any(one.member_id == member_id for one in client.members()):
+            if time.monotonic() - started_s > grace_s + LEAVING_S:
+                raise PacelineError(
+                    f"{member_id} is still a member {LEAVING_S:g} s after its grace; end its process, and the coordinator gives its "
+                    "work to others"
+                )
+            time.sleep(POLL_S)
+    seconds = time.monotonic() - started_s
+    if as_json:
+        print_json({"member_id": member_id, "held": held, "seconds": round(seconds, 3)})
+    else:
+        click.echo(f"{member_id} has left after {seconds:.1f} s")
+
+
+def _member(client: Client, text: str) -> str:
+    """Return the id of the member that `text` names. Raises NotFound, InvalidInput."""
+    ids = [member.member_id for member in client.members()]
+    found = [text] if text in ids else [member_id for member_id in ids if member_id.startswith(text)]
+    if not found:
+        raise NotFound(f"no member {text!r}; there are {', '.join(ids) or 'none'}")
+    if len(found) > 1:
+        raise InvalidInput(f"{text!r} is the begin of several members: {', '.join(found)}; give more of it")
+    return found[0]
 
 
 @click.command()

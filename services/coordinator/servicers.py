@@ -94,6 +94,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         await self._coordinator.commands.drop_groups(request.run_id, list(request.group_ids))
         return run_pb2.DropGroupsResponse(run=self._run(request.run_id))
 
+    @with_status
+    async def Checkpoint(
+        self, request: run_pb2.RunServiceCheckpointRequest, context: Context
+    ) -> run_pb2.RunServiceCheckpointResponse:
+        sequence, path = self._coordinator.commands.checkpoint(request.run_id)
+        return run_pb2.RunServiceCheckpointResponse(sequence=sequence, path=path)
+
     def _run(self, run_id: str) -> run_pb2.Run:
         row = self._coordinator.committed.run(run_id)
         message = run_message(self._coordinator.committed, row)
@@ -149,6 +156,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if member.version is not None:
                 entry.version.session, entry.version.step = member.version
         return response
+
+    @with_status
+    async def Drain(
+        self, request: worker_pb2.WorkerServiceDrainRequest, context: Context
+    ) -> worker_pb2.WorkerServiceDrainResponse:
+        member = self._coordinator.commands.drain(request.member_id, request.grace_s)
+        held = self._coordinator.committed.group_queries.num_held()
+        return worker_pb2.WorkerServiceDrainResponse(held=held.get(member.member_id, 0))
 
     async def _read(self, member: Member, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
         """Take the member's reports; when its stream ends, or a report fails, end our stream to it."""

@@ -578,3 +578,51 @@ class DropGroupsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropGroupsResponse: _TypeAlias = DropGroupsResponse  # noqa: Y015
+
+@_typing.final
+class RunServiceCheckpointRequest(_message.Message):
+    """Names the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunServiceCheckpointRequest: _TypeAlias = RunServiceCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class RunServiceCheckpointResponse(_message.Message):
+    """The learner has been told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Sequence number of the newest event before the order."""
+    path: _builtins.str
+    """Folder of a checkpoint of the newest step that is there already, so that none was ordered; else empty."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunServiceCheckpointResponse: _TypeAlias = RunServiceCheckpointResponse  # noqa: Y015

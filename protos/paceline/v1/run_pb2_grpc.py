@@ -75,6 +75,11 @@ class RunServiceStub:
                 request_serializer=paceline_dot_v1_dot_run__pb2.DropGroupsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_run__pb2.DropGroupsResponse.FromString,
                 _registered_method=True)
+        self.Checkpoint = channel.unary_unary(
+                '/paceline.v1.RunService/Checkpoint',
+                request_serializer=paceline_dot_v1_dot_run__pb2.RunServiceCheckpointRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_run__pb2.RunServiceCheckpointResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer:
@@ -138,6 +143,13 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Checkpoint(self, request, context):
+        """Orders a checkpoint of the run that trains, after the step under way; the event `checkpoint` says when it is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -180,6 +192,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.DropGroups,
                     request_deserializer=paceline_dot_v1_dot_run__pb2.DropGroupsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_run__pb2.DropGroupsResponse.SerializeToString,
+            ),
+            'Checkpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoint,
+                    request_deserializer=paceline_dot_v1_dot_run__pb2.RunServiceCheckpointRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_run__pb2.RunServiceCheckpointResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -399,6 +416,33 @@ class RunService:
             '/paceline.v1.RunService/DropGroups',
             paceline_dot_v1_dot_run__pb2.DropGroupsRequest.SerializeToString,
             paceline_dot_v1_dot_run__pb2.DropGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checkpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RunService/Checkpoint',
+            paceline_dot_v1_dot_run__pb2.RunServiceCheckpointRequest.SerializeToString,
+            paceline_dot_v1_dot_run__pb2.RunServiceCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,8 @@ class RunServiceStub:
     """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
     to be paused.
     """
+    Checkpoint: _grpc.UnaryUnaryMultiCallable[_run_pb2.RunServiceCheckpointRequest, _run_pb2.RunServiceCheckpointResponse]
+    """Orders a checkpoint of the run that trains, after the step under way; the event `checkpoint` says when it is there."""
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
@@ -75,6 +77,8 @@ class RunServiceAsyncStub(RunServiceStub):
     """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
     to be paused.
     """
+    Checkpoint: _aio.UnaryUnaryMultiCallable[_run_pb2.RunServiceCheckpointRequest, _run_pb2.RunServiceCheckpointResponse]  # type: ignore[assignment]
+    """Orders a checkpoint of the run that trains, after the step under way; the event `checkpoint` says when it is there."""
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     """Runs: submit, read and control them."""
@@ -144,5 +148,13 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
         to be paused.
         """
+
+    @_abc_1.abstractmethod
+    def Checkpoint(
+        self,
+        request: _run_pb2.RunServiceCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.RunServiceCheckpointResponse, _abc.Awaitable[_run_pb2.RunServiceCheckpointResponse]]:
+        """Orders a checkpoint of the run that trains, after the step under way; the event `checkpoint` says when it is there."""
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1292,3 +1292,51 @@ class Member(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class WorkerServiceDrainRequest(_message.Message):
+    """Names the worker that leaves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    """The worker."""
+    grace_s: _builtins.float
+    """Seconds in which it may finish its work; unfinished work is returned after them."""
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        grace_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "member_id", b"member_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerServiceDrainRequest: _TypeAlias = WorkerServiceDrainRequest  # noqa: Y015
+
+@_typing.final
+class WorkerServiceDrainResponse(_message.Message):
+    """The worker has been told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    held: _builtins.int
+    """Groups and tasks that it holds."""
+    def __init__(
+        self,
+        *,
+        held: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerServiceDrainResponse: _TypeAlias = WorkerServiceDrainResponse  # noqa: Y015

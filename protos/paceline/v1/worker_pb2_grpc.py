@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=paceline_dot_v1_dot_worker__pb2.ListMembersRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_worker__pb2.ListMembersResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/paceline.v1.WorkerService/Drain',
+                request_serializer=paceline_dot_v1_dot_worker__pb2.WorkerServiceDrainRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_worker__pb2.WorkerServiceDrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -66,6 +71,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Tells a worker to take nothing new, to finish or return what it holds, and to leave. NOT_FOUND for no member.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ListMembers,
                     request_deserializer=paceline_dot_v1_dot_worker__pb2.ListMembersRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_worker__pb2.ListMembersResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=paceline_dot_v1_dot_worker__pb2.WorkerServiceDrainRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_worker__pb2.WorkerServiceDrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +152,33 @@ class WorkerService:
             '/paceline.v1.WorkerService/ListMembers',
             paceline_dot_v1_dot_worker__pb2.ListMembersRequest.SerializeToString,
             paceline_dot_v1_dot_worker__pb2.ListMembersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.WorkerService/Drain',
+            paceline_dot_v1_dot_worker__pb2.WorkerServiceDrainRequest.SerializeToString,
+            paceline_dot_v1_dot_worker__pb2.WorkerServiceDrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

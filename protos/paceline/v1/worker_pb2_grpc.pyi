@@ -39,6 +39,8 @@ class WorkerServiceStub:
     """
     ListMembers: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListMembersRequest, _worker_pb2.ListMembersResponse]
     """All current members."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WorkerServiceDrainRequest, _worker_pb2.WorkerServiceDrainResponse]
+    """Tells a worker to take nothing new, to finish or return what it holds, and to leave. NOT_FOUND for no member."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -51,6 +53,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     ListMembers: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListMembersRequest, _worker_pb2.ListMembersResponse]  # type: ignore[assignment]
     """All current members."""
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerServiceDrainRequest, _worker_pb2.WorkerServiceDrainResponse]  # type: ignore[assignment]
+    """Tells a worker to take nothing new, to finish or return what it holds, and to leave. NOT_FOUND for no member."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it."""
@@ -72,5 +76,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ListMembersResponse, _abc.Awaitable[_worker_pb2.ListMembersResponse]]:
         """All current members."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.WorkerServiceDrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.WorkerServiceDrainResponse, _abc.Awaitable[_worker_pb2.WorkerServiceDrainResponse]]:
+        """Tells a worker to take nothing new, to finish or return what it holds, and to leave. NOT_FOUND for no member."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,4 +1,4 @@
-"""Commands about runs: submit, runs, watch, cancel, pause, resume, drop."""
+"""Commands about runs: submit, runs, watch, cancel, pause, resume, drop, checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.spec import RunSpec
 from services.cli import render
 from services.cli.recorded.offline import DEFAULT_DIRECTORY, runs_of
 from services.cli.running.progress import Shown, shown_options
-from services.cli.running.watching import follow
+from services.cli.running.watching import follow, wait_for
 from services.common.options import coordinator_option, find_run, json_option, print_json, recorded_option
 
 
@@ -20,10 +20,19 @@ from services.common.options import coordinator_option, find_run, json_option, p
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--watch", "and_watch", is_flag=True, help="Follow the run until it ends.")
+@click.option(
+    "--wait", "and_wait", is_flag=True, help="Return when it has ended or is paused, with an exit status."
+)
 @coordinator_option
 @shown_options
-def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: str, shown: Shown) -> None:
-    """Queue a run from a YAML spec, with overrides such as grpo.max_num_steps=50."""
+def submit(
+    spec: str, overrides: tuple[str, ...], and_watch: bool, and_wait: bool, coordinator: str, shown: Shown
+) -> None:
+    """Queue a run from a YAML spec, with overrides such as grpo.max_num_steps=50.
+
+    Exit status with --wait: 0 succeeded, 1 failed, 3 cancelled, 4 paused, with the reason on stderr; 1 also when the
+    coordinator is gone for good. Ctrl-C leaves the run as it is.
+    """
     from paceline.spec.reading import load_spec
 
     loaded = load_spec(spec, overrides)
@@ -38,6 +47,8 @@ def submit(spec: str, overrides: tuple[str, ...], and_watch: bool, coordinator: 
             if not and_watch:  # otherwise the warnings are among the run's events
                 for warning in facts["warnings"]:
                     click.echo(f"warning: {warning}", err=True)
+        if and_wait and not and_watch:
+            wait_for(client, facts["run_id"], shown)
         if and_watch:
             follow(client, facts["run_id"], shown=shown)
 
@@ -105,6 +116,21 @@ def resume(run: str, coordinator: str, as_json: bool) -> None:
     """Go on with a run that is paused; queue a run that has failed again."""
     with Client(coordinator) as client:
         _say(render.run_facts(client.resume(run)), as_json)
+
+
+@click.command()
+@click.argument("run")
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds to wait for it.")
+@coordinator_option
+@json_option
+def checkpoint(run: str, timeout_s: float, coordinator: str, as_json: bool) -> None:
+    """Let the learner write a checkpoint after the step under way, and print its folder once it is complete."""
+    with Client(coordinator) as client:
+        path = client.checkpoint(run, timeout_s)
+    if as_json:
+        print_json({"run_id": run, "path": path})
+    else:
+        click.echo(path)
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""`follow`: a run on the screen until it has ended, and its outcome."""
+"""`follow`: a run on the screen until it has ended, and its outcome; `wait_for`: the outcome alone, as an exit status."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import click
 from paceline.client import ENDED_STATES, Client
 from services.cli import render
 from services.cli.running.progress import Course, Shown, screen
+from services.common.options import print_json
+
+EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
+"""Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
 
 if TYPE_CHECKING:
     from services.cli.recorded.offline import RecordedRuns
@@ -52,6 +56,25 @@ def follow(
         click.echo(render.outcome(once, course.evaluations, _summary(facts), course.rewards))
     if facts["state"] != "succeeded":
         raise click.exceptions.Exit(1)
+
+
+def wait_for(client: Client, run_id: str, shown: Shown) -> None:
+    """Return when a run has succeeded; exit with the status of `EXITS` when it ends otherwise, or is paused. Coordinators may
+    restart meanwhile. Raises NotFound, Unavailable."""
+    for event in client.watch(run_id):
+        if event.kind == "state" and event.content.get("state") in EXITS:
+            break
+    facts = render.run_facts(client.get(run_id))
+    if shown.as_json:
+        print_json(facts)
+    else:
+        said = f": {facts['message']}" if facts["message"] else ""
+        click.echo(
+            f"run {run_id} is {facts['state']} at step {facts['step']}{said}",
+            err=facts["state"] != "succeeded",
+        )
+    if status := EXITS.get(facts["state"], 0):
+        raise click.exceptions.Exit(status)
 
 
 def queued_behind(source: Client | RecordedRuns, run_id: str) -> str:

@@ -193,6 +193,11 @@ class Ledger(LedgerFile):
             (run_id, kind, event_json(content), run_id),
         )
 
+    def last_sequence(self, run_id: str) -> int:
+        """Return the sequence number of a run's newest event; 0 without one."""
+        query = "SELECT MAX(sequence) AS newest FROM events WHERE run_id = ?"
+        return int(self.db.execute(query, (run_id,)).fetchone()["newest"] or 0)
+
     def events(self, run_id: str, after: int, limit: int = 1000) -> list[sqlite3.Row]:
         """Return the events after a sequence number, oldest first."""
         return self.db.execute(

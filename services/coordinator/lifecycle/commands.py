@@ -1,18 +1,22 @@
-"""Commands of a person on runs: cancel, pause, resume, drop groups."""
+"""Commands of a person on runs: cancel, pause, resume, drop groups, checkpoint; and on workers: drain."""
 
 from __future__ import annotations
 
 import time
 
-from paceline.errors import Conflict
+from paceline.errors import Conflict, InvalidInput, NotFound, Unavailable
+from protos.paceline.v1 import worker_pb2
 from services.coordinator.exchange.batches import dropping, session_faults
 from services.coordinator.ledger.ledger import ACTIVE_STATES
 from services.coordinator.lifecycle.context import RunContext
 from services.coordinator.lifecycle.resumption import Resumption
 from services.coordinator.lifecycle.run_states import RunStates, set_state
 from services.coordinator.lifecycle.worker_faults import Faults
+from services.coordinator.members.registry import Member, Members
 from services.coordinator.pool.assignments import Assignments
 from services.coordinator.sessions import starting_point
+
+MAX_GRACE_S = 86_400.0
 
 
 class Commands:
@@ -25,8 +29,9 @@ class Commands:
         faults: Faults,
         assignments: Assignments,
         resumption: Resumption,
+        members: Members,
     ):
-        self._resumption = resumption
+        self._resumption, self._members = resumption, members
         self._context, self._states, self._faults, self._assignments = context, states, faults, assignments
         self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
 
@@ -80,6 +85,37 @@ class Commands:
             )  # before work is given out, so that changed functions are loaded first
         self._context.server.wake("lease", "task", "batch")
         await self._context.watchers.notify()
+
+    def checkpoint(self, run_id: str) -> tuple[int, str]:
+        """Order a checkpoint of the run that trains; return its newest event's number, and the path of a checkpoint that is
+        there already, in place of an order. Raises NotFound; Conflict when no learner has the run now.
+        """
+        row, sequence = self._ledger.run(run_id), self._ledger.last_sequence(run_id)
+        newest = self._ledger.checkpoints.newest(run_id)
+        if newest is not None and newest.step == row["next_step"]:
+            return sequence, newest.path
+        run, learner = self._exchange.active, self._assignments.learner()
+        if run is None or run.run_id != run_id or learner is None or not learner.connected:
+            raise Conflict(
+                f"run {run_id} is {row['state']}, and no learner has it now that could write a checkpoint"
+            )
+        order = worker_pb2.CheckpointDirective(run_id=run_id)
+        learner.direct(worker_pb2.ConnectResponse(checkpoint=order))
+        return sequence, ""
+
+    def drain(self, member_id: str, grace_s: float) -> Member:
+        """Tell a worker to finish or return its work within `grace_s` seconds, and to leave. Raises NotFound, InvalidInput;
+        Unavailable for a member whose stream is broken."""
+        if not 0.0 <= grace_s <= MAX_GRACE_S:
+            raise InvalidInput(f"grace_s is {grace_s:g}; it has to be from 0 to {MAX_GRACE_S:g} seconds")
+        member = self._members.get(member_id)
+        if member is None:
+            raise NotFound(f"no member {member_id[:80]!r}; `paceline members` lists those that are there")
+        if not member.connected:
+            raise Unavailable(f"{member_id} has no connection now, and leaves by itself unless it comes back")
+        order = worker_pb2.DrainDirective(grace_s=grace_s)
+        member.direct(worker_pb2.ConnectResponse(drain=order))
+        return member
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
         """Take groups out of the batch that is fixed and not trained; the learner then begins a new session. Raises NotFound,

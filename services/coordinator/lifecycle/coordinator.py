@@ -88,7 +88,9 @@ class Coordinator:
         self.blobs = blobs or BlobStore(directory / BLOBS_NAME)
         self._bundles = RunBundles(ledger, self.blobs, functions_from)
         resumption = Resumption(self.context, self._prompts, self._bundles)
-        self.commands = Commands(self.context, self.states, self.faults, self.pool.assignments, resumption)
+        self.commands = Commands(
+            self.context, self.states, self.faults, self.pool.assignments, resumption, members
+        )
         self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles)
         self.starter = RunStarter(
             self.context, self.states, self.faults, self.pool, self._prompts, self._bundles

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from control_plane import DEADLINE_S, Plane, refusal
+from control_plane import DEADLINE_S, Plane, Worker, refusal
 from exchange_drivers import make_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.errors import Conflict
 from paceline.rate_limited_log import unforeseen
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import run_pb2
+from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
 
 
 async def test_reflection_lists_the_services(plane: Plane) -> None:
@@ -145,6 +145,35 @@ async def test_pause_resume_and_what_the_state_forbids(plane: Plane) -> None:
         code, details = await refusal(call)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert "cancelled" in details
+
+
+async def test_a_checkpoint_is_ordered_from_the_learner_that_has_the_run(plane: Plane) -> None:
+    run = await plane.run_one()
+    order = run_pb2.RunServiceCheckpointRequest(run_id=run.run_id)
+    code, details = await refusal(plane.runs.Checkpoint(order))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "no learner has it now" in details
+    learner = Worker(plane, common_pb2.ROLE_LEARNER, "learner", world_size=1)
+    await learner.hear("run")
+    ordered = await plane.runs.Checkpoint(order)
+    assert (await learner.hear("checkpoint")).run_id == run.run_id
+    assert ordered.path == ""
+    assert ordered.sequence == plane.ledger.last_sequence(run.run_id) > 0
+    code, _ = await refusal(plane.runs.Checkpoint(run_pb2.RunServiceCheckpointRequest(run_id="none")))
+    assert code is grpc.StatusCode.NOT_FOUND
+    learner.hang_up()
+
+
+async def test_a_worker_is_told_to_leave(plane: Plane) -> None:
+    worker = Worker(plane, common_pb2.ROLE_REWARD, "reward")
+    await worker.hear("welcome")
+    order = worker_pb2.WorkerServiceDrainRequest(member_id="reward", grace_s=7.0)
+    assert (await plane.workers.Drain(order)).held == 0
+    assert (await worker.hear("drain")).grace_s == 7.0
+    for wrong, said in ({"member_id": "other"}, "no member 'other'"), ({"grace_s": -1.0}, "grace_s is -1"):
+        request = worker_pb2.WorkerServiceDrainRequest(**{"member_id": "reward", "grace_s": 1.0} | wrong)
+        assert said in (await refusal(plane.workers.Drain(request)))[1]
+    worker.hang_up()
 
 
 async def test_a_run_that_ends_while_somebody_holds_it_stays_ended(plane: Plane) -> None:
