@@ -104,8 +104,8 @@ class Commands:
         return sequence, ""
 
     def drain(self, member_id: str, grace_s: float) -> Member:
-        """Tell a worker to finish or return its work within `grace_s` seconds, and to leave. Raises NotFound, InvalidInput;
-        Unavailable for a member whose stream is broken."""
+        """Tell a worker, with all ranks of a learner, to finish or return its work within `grace_s` seconds, and to leave.
+        Raises NotFound, InvalidInput; Unavailable for a member whose stream is broken."""
         if not 0.0 <= grace_s <= MAX_GRACE_S:
             raise InvalidInput(f"grace_s is {grace_s:g}; it has to be from 0 to {MAX_GRACE_S:g} seconds")
         member = self._members.get(member_id)
@@ -114,7 +114,9 @@ class Commands:
         if not member.connected:
             raise Unavailable(f"{member_id} has no connection now, and leaves by itself unless it comes back")
         order = worker_pb2.DrainDirective(grace_s=grace_s)
-        member.direct(worker_pb2.ConnectResponse(drain=order))
+        for one in self._members.all():
+            if one is member or (member.learner_id and one.learner_id == member.learner_id):
+                one.direct(worker_pb2.ConnectResponse(drain=order))
         return member
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
