@@ -5,6 +5,7 @@ import json
 import linecache
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 from reward.runner import RewardRunner
 from services.cli.running.train import load_for
+from services.coordinator.lifecycle.run_data import open_data
 from services.local.one_call import TrainedRun, assembled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,6 +227,16 @@ def test_every_preference_recipe_loads_under_its_own_command() -> None:
     assert loaded == {"sft", "dpo", "orpo", "kto", "rm", "distillation"}
     with pytest.raises(SpecError, match="use `paceline rm`"):
         load_for("dpo", str(folder / "rm.yaml"), ())
+
+
+def test_every_preference_recipe_has_data() -> None:
+    folder = EXAMPLES / "preferences"
+    made = runpy.run_path(str(folder / "make_data.py"))["files"]()
+    for name, rows in made.items():
+        assert [json.loads(line) for line in (folder / name).read_text().splitlines()] == rows
+    for recipe in sorted(folder.glob("*.yaml")):
+        data = open_data(load_spec(recipe))
+        assert data.num_rows >= 160, recipe.name
 
 
 async def test_the_readmes_first_reward_function_scores(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from paceline.data.tokens import load_tokenizer
 from paceline.error_texts import error_text
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable
 from paceline.groups import Completion, Group, IntArray
+from paceline.models.folder_size import named_size
 from paceline.spec import RunSpec
 from paceline.tracing import span
 from paceline.weights.store_format import run_store
@@ -113,6 +114,8 @@ class RolloutRun:
 
         Raises InvalidInput for a model that cannot be used, EngineDied when the engine did not start.
         """
+        started_s = time.monotonic()
+        log.info("run %s: loading %s", assignment.run_id, named_size(spec.policy.model_name))
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
         engine = await asyncio.to_thread(create_engine, spec, device=device)
         try:
@@ -120,6 +123,7 @@ class RolloutRun:
         except BaseException:
             await engine.close()
             raise
+        log.info("run %s: the engine is ready after %.1f s", assignment.run_id, time.monotonic() - started_s)
         return cls(
             spec, assignment.run_id, member_id, membership, engine, tokenizer, host, assignment.directory
         )

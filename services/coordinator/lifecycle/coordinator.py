@@ -8,7 +8,8 @@ the runs. Everything runs on one event loop; `lock` serialises transactions with
   paused    `commands.py` by a person; `run_states.py` on a fault: with the reason, and retried automatically where waiting may
             help (`worker_faults.py`). A run whose spec this version cannot read lets other runs go first
   failed    `run_states.py`, by the fault of its spec, before its first step. It keeps its open groups, and `resume` queues it
-  ended     here, when all steps are trained, the learner has exported, and no evaluation is pending
+  ended     here, when all steps are trained, the learner has exported, no evaluation is pending, and the workers
+            have the last version (LAST_VERSION_S at most)
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from services.coordinator.reporting.watchdog import Watchdog
 from services.coordinator.text_limits import one_line
 
 TICK_S = 0.5
+LAST_VERSION_S = 30.0
+"""Seconds for which a run that is trained and exported waits until its workers have the last version."""
 DRAIN_NOTICE_S = 5.0
 """Seconds for which a stopping coordinator waits for workers to report that they stop too, which they do every second."""
 
@@ -98,6 +101,8 @@ class Coordinator:
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
         """Run and session whose learner has exported."""
+        self._finished_s = 0.0
+        """Monotonic time at which it was first reported."""
         self._ledger_fault: LedgerFault | None = None
         ledger.on_fault = self._on_ledger_fault
 
@@ -140,6 +145,7 @@ class Coordinator:
         """Act on the members' faults and pass on the warnings of the watchdog and of the prompt check."""
         await self.faults.check(time.monotonic())
         await self.warn([*self.watchdog.check(time.monotonic()), *self._prompts.take_warnings()])
+        await self._finish_if_done()
 
     async def _tidy_up(self) -> None:
         await self._prune()
@@ -179,8 +185,10 @@ class Coordinator:
         await self.states.pause_on_fault(run_id, message, retried=retried)
 
     async def learner_finished(self, session: int) -> None:
-        """End the active run, whose learner has exported, unless an evaluation is pending."""
-        self._finished = (self.exchange.active, session)
+        """End the active run, whose learner has exported, unless an evaluation is pending or workers still get the last
+        version."""
+        if self._finished != (self.exchange.active, session):
+            self._finished, self._finished_s = (self.exchange.active, session), time.monotonic()
         await self._finish_if_done()
 
     async def _finish_if_done(self) -> None:
@@ -194,8 +202,18 @@ class Coordinator:
             exported
             and row["next_step"] >= run.spec.max_num_steps
             and evaluation.pending(self.exchange, run) is None
+            and not self._awaits_last_version(run)
         ):
             await self.states.end(run.run_id, "succeeded", "")
+
+    def _awaits_last_version(self, run: ActiveRun) -> bool:
+        """Return whether a worker of the roster still has an older version than the last, from which workers answer callers
+        after the run's end. The wait is bounded, because the run is trained and exported."""
+        if time.monotonic() - self._finished_s >= LAST_VERSION_S:
+            return False
+        members = map(self.members.get, self.pool.assignments.roster.member_ids)
+        versions = [member.version for member in members if member is not None]
+        return any(version is not None and version.step < run.spec.max_num_steps for version in versions)
 
     async def warn(self, messages: list[str]) -> None:
         """Add warnings to the events of the active run."""

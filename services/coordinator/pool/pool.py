@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from paceline.errors import LedgerFault
 from paceline.groups import Version
+from paceline.models.folder_size import named_size
 from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange import evaluation, leases, overdue, quarantine
@@ -59,7 +60,7 @@ class Pool:
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
         self._lost_ranks = LostRanks(SILENT_TIMEOUTS * members.timeout_s)
-        self._reports = Reports(runs, members, self.assignments, self.expel)
+        self._reports = Reports(runs, members, self.assignments, self.expel, self._add_member_event)
 
     def expect_holders(self) -> None:
         """Keep the membership of those that hold leases or the newest session after a restart, once they can reach it:
@@ -177,6 +178,15 @@ class Pool:
             await self.assignments.begin_session_above_holder(member)
         self.assignments.roster.update()
         await self._add_member_event(member, "joined")
+        run = self._exchange.active
+        if (
+            member.role == common_pb2.ROLE_ROLLOUT
+            and member.version is None
+            and run is not None
+            and run.prompts
+        ):
+            model = await asyncio.to_thread(named_size, run.spec.policy.model_name)
+            await self._add_member_event(member, f"loads {model}")
 
     async def disconnected(self, member: Member) -> None:
         """Suspect a member whose stream broke; it has some time to come back."""

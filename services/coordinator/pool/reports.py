@@ -38,8 +38,10 @@ class Reports:
         members: Members,
         assignments: Assignments,
         expel: Callable[[Member, worker_pb2.PublishReport], Awaitable[None]],
+        add_event: Callable[[Member, str], Awaitable[None]],
     ):
-        self._runs, self._expel = runs, expel
+        """`expel` takes a member out of the roster, `add_event` adds an event about a member."""
+        self._runs, self._expel, self._add_event = runs, expel, add_event
         self._members, self._assignments = members, assignments
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
@@ -112,6 +114,7 @@ class Reports:
         if report.error:
             await self._runs.faults.on_error(member, report)
             return
+        is_set_up = member.role == common_pb2.ROLE_ROLLOUT and member.ready_run != run.run_id
         member.ready_run, member.expelled = run.run_id, False
         await self._runs.faults.on_ready(member)
         if report.vocab_size:
@@ -122,6 +125,8 @@ class Reports:
             await self._update_run(run.run_id, export_path=path)
             await self._runs.learner_finished(report.session)
         self._assignments.roster.update()
+        if is_set_up:
+            await self._add_event(member, "has loaded the model")
 
     async def _update_run(self, run_id: str, **columns: Any) -> None:
         async with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -384,3 +385,20 @@ async def test_holders_have_the_whole_timeout_to_come_back_after_a_restart(tmp_p
         assert plane.ledger.db.execute("SELECT state FROM groups").fetchone()["state"] == "admitted"
     finally:
         await plane.stop()
+
+
+async def test_a_rollout_worker_that_loads_the_model_is_shown(plane: Plane) -> None:
+    model = plane.directory / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(bytes(2_500_000))
+    run = await plane.run_one(policy={"model_name": str(model), "generation": {"max_new_tokens": 16}})
+    worker = rollout(plane)
+    await worker.hear("run")
+    await plane.watch_until(run.run_id, "member", member_id="rollout-1", what=f"loads {model} (2.5 MB)")
+    for _ in range(2):  # it is ready again after it was expelled
+        worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
+    await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="has loaded the model")
+    worker.say(leave=worker_pb2.Leave())
+    await worker.hear_the_end()
+    texts = [json.loads(event["json"]).get("what") for event in plane.ledger.events(run.run_id, 0)]
+    assert texts.count("has loaded the model") == 1
