@@ -106,6 +106,11 @@ class Assembly:
             self._store.write(f"over/{session.name}", reason=end.reason, orderly=end.orderly)
         return end
 
+    def end(self, reason: str) -> None:
+        """Write that the session is over by this node's doing, at once: nobody else would decide that."""
+        if self._session is not None:
+            self._store.write(f"over/{self._session.name}", reason=reason, orderly=False)
+
     def _begin(self, waiting: dict[int, Node]) -> None:
         first, session = 0, Session(uuid.uuid4().hex)
         world_size = sum(node.ranks for node in waiting.values())

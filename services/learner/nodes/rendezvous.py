@@ -48,12 +48,15 @@ class Rendezvous:
         self._number = 0
         """Number under which this node has joined; 0 before that."""
         self._beaten_s = 0.0
+        self._watching: threading.Thread | None = None
 
     def meet(self, is_stopping: Callable[[], bool]) -> Place | None:
         """Return this node's place in the next session; None when it is to stop before there is one.
 
         Raises Unavailable when too few nodes have come within the wait; Conflict when node 0 refuses this one.
         """
+        if self._watching is not None:
+            self._watching.join()  # each operation of the store has a deadline
         began_s, present = time.monotonic(), ""
         self.leave("has joined anew")
         while not is_stopping():
@@ -79,7 +82,8 @@ class Rendezvous:
     def watch(self, place: Place, take: Callable[[SessionEnd], None]) -> threading.Event:
         """Call `take` once, from a thread, when the session is over by another node's doing; setting the event ends that."""
         ended = threading.Event()
-        threading.Thread(target=self._watch, args=(place, take, ended), daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, args=(place, take, ended), daemon=True)
+        self._watching.start()
         return ended
 
     def leave(self, reason: str) -> None:
@@ -87,6 +91,8 @@ class Rendezvous:
         if self._store is not None and self._number:
             try:
                 self._store.write(f"left/{self._number}", reason=reason)
+                if self._assembly is not None:
+                    self._assembly.end(f"node 0 {reason}")
             except FAULTS:  # node 0 is gone, and knows
                 self._store = None
         self._number = 0

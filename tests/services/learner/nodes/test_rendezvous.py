@@ -48,6 +48,12 @@ def test_two_nodes_meet_and_the_end_of_one_reaches_the_other(address: str) -> No
     assert [ends.get(timeout=DEADLINE_S).reason for _ in watched] == ["node 1 has lost rank 3"] * 2
     again = meet(first, second)
     assert again[0].session == again[1].session != places[0].session
+    ended = first.watch(again[0], ends.put)
+    second.watch(again[1], ends.put)
+    first.leave("has lost rank 0")
+    ended.set()
+    assert ends.get(timeout=DEADLINE_S).reason == "node 0 has lost rank 0"
+    assert meet(first, second)[1].session != again[1].session
 
 
 def test_a_node_whose_store_is_gone_ends_its_part(address: str) -> None:
