@@ -20,7 +20,7 @@ from services.common.options import device_option, token_file_option, worker_opt
 from services.common.processes.parent_death import die_with_starter
 from services.common.processes.quiet_torch import QUIET_TORCH
 from services.learner.launcher import end_as, run_ranks
-from services.learner.nodes.settings import node_settings
+from services.learner.nodes.settings import is_rank, node_settings, ranks_of_node
 
 
 @click.command(context_settings={"show_default": True})
@@ -31,12 +31,16 @@ from services.learner.nodes.settings import node_settings
     port="gRPC port of rank 0",
 )
 @device_option
-@click.option("--ranks", type=click.IntRange(min=1), default=1, help="Ranks to start on this host.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Ranks to start on this host. Default: as PET_NPROC_PER_NODE says, else 1.",
+)
 @click.option(
     "--nodes",
     default="",
     metavar="N|MIN:MAX",
-    help="Hosts of this learner. Default: as torchrun, LeaderWorkerSet or Slurm say by their variables, else 1.",
+    help="Hosts of this learner. Default: as torchrun's, LeaderWorkerSet's or Slurm's variables say, else 1.",
 )
 @click.option("--node-rank", type=int, help="Position of this host among them, from 0.")
 @click.option(
@@ -57,7 +61,7 @@ def main(
     advertise_host: str,
     port: int,
     name: str,
-    ranks: int,
+    ranks: int | None,
     nodes: str,
     node_rank: int | None,
     rendezvous: str,
@@ -74,10 +78,11 @@ def main(
         *(("--ready-file", str(ready_file)) if ready_file is not None else ()),
     ]
     try:
+        num_ranks = ranks or (1 if is_rank(os.environ) else ranks_of_node(os.environ))
         settings = node_settings(nodes, node_rank, rendezvous, os.environ, socket.getfqdn())
     except PacelineError as error:
         raise click.UsageError(str(error)) from None
-    if settings is None and (_is_rank() or ranks == 1):
+    if settings is None and (is_rank(os.environ) or num_ranks == 1):
         from services.learner.rank import main as rank_main
 
         rank_main(options, standalone_mode=False)
@@ -85,19 +90,14 @@ def main(
     die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if settings is None:
-        end_as(run_ranks("services.learner.rank", options, ranks, grace_s))
+        end_as(run_ranks("services.learner.rank", options, num_ranks, grace_s))
         return
     from services.learner.nodes.launcher import run_node  # imports torch
 
     try:
-        end_as(run_node(settings, "services.learner.rank", options, ranks, host, grace_s, node_wait_s))
+        end_as(run_node(settings, "services.learner.rank", options, num_ranks, host, grace_s, node_wait_s))
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
-
-
-def _is_rank() -> bool:
-    """Return whether torchrun or another launcher has started this process as one rank of several."""
-    return "RANK" in os.environ and "LOCAL_RANK" in os.environ
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 A node is a host of a learner. The variables of these launchers are understood, in this order: torchrun's (`PET_…`, which
 Kubeflow's trainer sets too), LeaderWorkerSet's (`LWS_…`), Slurm's (`SLURM_…`), and the index of an indexed Job or JobSet
-(`JOB_COMPLETION_INDEX`), whose first pod is found by this pod's own name. `nodes`, `node_rank` and `rendezvous` that are
-given go before them.
+(`JOB_COMPLETION_INDEX`), whose first pod is `MASTER_ADDR`, else found by this pod's own name; at last `MASTER_ADDR` with
+`NODE_RANK`. The latter two do not say how many nodes there are. What the options give goes before all of them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def node_settings(
     `nodes` is N or MIN:MAX, empty if not given; `hostname` is this host's name, with its domain if it has one. Raises
     InvalidInput, naming the option.
     """
-    found = _found(environment, hostname)
+    found = _Found() if is_rank(environment) and not nodes else _found(environment, hostname)
     text = nodes or found.nodes
     if not text:
         if node_rank is not None or rendezvous:
@@ -72,12 +72,29 @@ def node_settings(
         )
     if not rank.isdecimal() or int(rank) >= most:
         raise InvalidInput(f"--node-rank {rank} is none of the {most} nodes: they count from 0 to {most - 1}")
+    if found.source.startswith("SLURM_") and environment.get("SLURM_LOCALID", "0") != "0":
+        raise InvalidInput(
+            "srun has started several tasks on this host: start one for each, with --ntasks-per-node=1, and give --ranks"
+        )
     if not rendezvous and not found.host:
         raise InvalidInput("--rendezvous is missing: HOST:PORT of node 0, the same on every node")
     place = rendezvous or f"{found.host}:{found.port or PORT}"
     return NodeSettings(
         least, most, int(rank), checked_address(place, "--rendezvous" if rendezvous else found.source)
     )
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun or another launcher has started this process as one rank of several."""
+    return "RANK" in environment and "LOCAL_RANK" in environment
+
+
+def ranks_of_node(environment: Mapping[str, str]) -> int:
+    """Return the ranks that torchrun's variable asks for on this host, else 1. Raises InvalidInput."""
+    text = environment.get("PET_NPROC_PER_NODE", "1")
+    if not NODES.fullmatch(text) or not text.isdecimal() or not int(text):
+        raise InvalidInput(f"PET_NPROC_PER_NODE {text!r:.40} is no number of ranks; give --ranks")
+    return int(text)
 
 
 def _range(text: str, source: str) -> tuple[int, int]:
@@ -99,16 +116,18 @@ def _found(environment: Mapping[str, str], hostname: str) -> _Found:
         return _Found("PET_NNODES", nodes, get("PET_NODE_RANK", ""), host, port)
     if nodes := get("LWS_GROUP_SIZE"):
         return _Found("LWS_GROUP_SIZE", nodes, get("LWS_WORKER_INDEX", ""), get("LWS_LEADER_ADDRESS", ""))
-    # The variables of the step: a job may run the learner on some of its nodes.
+    # The variables of the step, because a job may run the learner on some of its nodes. A batch script, and a service that it
+    # starts without srun, has the job's variables alone: that service is one host, whatever the job has.
     if nodes := get("SLURM_STEP_NUM_NODES"):
-        first = first_of_nodelist(get("SLURM_STEP_NODELIST", ""))
+        first = first_of_nodelist(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST", ""))
         return _Found("SLURM_STEP_NUM_NODES", nodes, get("SLURM_NODEID", ""), first)
+    host, port = get("MASTER_ADDR", ""), get("MASTER_PORT", "")
     if index := get("JOB_COMPLETION_INDEX"):
         pod, dot, domain = hostname.partition(".")
         name = POD.fullmatch(pod)
         first = f"{name[1]}-0{dot}{domain}" if name else ""
-        return _Found("JOB_COMPLETION_INDEX", "", index, first)
-    return _Found()
+        return _Found("JOB_COMPLETION_INDEX", "", index, host or first, port if host else "")
+    return _Found("MASTER_ADDR", "", get("NODE_RANK", ""), host, port)
 
 
 def first_of_nodelist(text: str) -> str:

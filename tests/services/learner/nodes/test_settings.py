@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import InvalidInput
-from services.learner.nodes.settings import NodeSettings, first_of_nodelist, node_settings
+from services.learner.nodes.settings import NodeSettings, first_of_nodelist, node_settings, ranks_of_node
 
 TORCHRUN = {"PET_NNODES": "2:4", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "head.example:29500"}
 KUBEFLOW = {
@@ -27,6 +27,12 @@ JOB = {"JOB_COMPLETION_INDEX": "1"}
         (LWS, NodeSettings(3, 3, 2, "learner-0.learner.ns:29400")),
         (SLURM, NodeSettings(2, 2, 0, "gpu003:29400")),
         (JOB, None),
+        (
+            SLURM | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": "n[7-8]"},
+            NodeSettings(2, 2, 0, "n7:29400"),
+        ),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n[7-8]"}, None),
+        (TORCHRUN | {"RANK": "1", "LOCAL_RANK": "0"}, None),
         ({}, None),
         ({"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}, None),
     ],
@@ -43,6 +49,15 @@ def test_options_go_before_variables() -> None:
 def test_a_pod_of_an_indexed_job_finds_the_first_by_its_own_name() -> None:
     settings = node_settings("2", None, "", JOB, "run-learner-1.learner.ns.svc")
     assert settings == NodeSettings(2, 2, 1, "run-learner-0.learner.ns.svc:29400")
+
+
+def test_the_address_of_the_first_node() -> None:
+    master = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+    assert node_settings("", None, "", master, "host") is None
+    assert node_settings("2", None, "", master, "host") == NodeSettings(2, 2, 1, "head:29500")
+    assert node_settings("2", None, "", JOB | {"MASTER_ADDR": "head"}, "pod-1.ns") == NodeSettings(
+        2, 2, 1, "head:29400"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,3 +93,16 @@ def test_bad_options_are_named(nodes: str, node_rank: int | None, rendezvous: st
 )
 def test_the_first_of_a_node_list(text: str, first: str) -> None:
     assert first_of_nodelist(text) == first
+
+
+def test_several_tasks_of_srun_on_one_host_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="--ntasks-per-node=1"):
+        node_settings("", None, "", SLURM | {"SLURM_LOCALID": "1"}, "host")
+
+
+def test_ranks_of_a_node() -> None:
+    assert ranks_of_node({}) == 1
+    assert ranks_of_node({"PET_NPROC_PER_NODE": "8"}) == 8
+    for text in ("auto", "0", "-1", "2:4", ""):
+        with pytest.raises(InvalidInput, match="is no number of ranks; give --ranks"):
+            ranks_of_node({"PET_NPROC_PER_NODE": text})
