@@ -7,13 +7,15 @@ longer reaches the store ends its part by itself.
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.errors import Conflict, Unavailable
+from paceline.errors import Conflict, InvalidInput, Unavailable
 from services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
 from services.learner.nodes.settings import NodeSettings
 from services.learner.nodes.store import FAULTS, NodeStore, connect, one_line, serve
@@ -43,6 +45,11 @@ class Rendezvous:
         name, _, port = settings.rendezvous.rpartition(":")
         self._host, self._port = name.strip("[]"), int(port)
         self._is_first = settings.node_rank == 0
+        if self._is_first and _is_loopback(host) and not _is_loopback(self._host):
+            raise InvalidInput(
+                f"--host {host} is reached from this host alone, so the other nodes cannot come to --rendezvous "
+                f"{settings.rendezvous}; give the address that node 0 has there, or 0.0.0.0, as --host"
+            )
         self._store: NodeStore | None = serve(host, self._port) if self._is_first else None
         self._assembly = Assembly(self._store, settings) if self._store is not None else None
         self._number = 0
@@ -153,6 +160,15 @@ class Rendezvous:
             f"the rendezvous {settings.rendezvous} has {present} of {wanted} nodes after {self._wait_s:g} s; start the others with "
             "the same --nodes and --rendezvous, or wait longer with --node-wait"
         )
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a name or address leads to this host alone; False for a name without an address."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
 def _end_of(over: dict[str, object]) -> SessionEnd:

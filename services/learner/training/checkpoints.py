@@ -111,8 +111,8 @@ class SessionCheckpoints:
         if missing:
             raise NotShared(
                 f"checkpoint_dir must be seen by all ranks: rank {', '.join(map(str, missing))} of the learner does not see "
-                f"what rank 0 writes to {self._directory}. Set checkpointing.checkpoint_dir to a folder that all hosts of "
-                "the learner share, or to a URL of an object store"
+                f"what rank 0 writes to {self._directory}. Start the coordinator with --store and a URL or a folder that all "
+                "hosts of the learner share, or set checkpointing.checkpoint_dir to one"
             )
 
     def _write_sign(self) -> str:
