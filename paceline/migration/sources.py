@@ -1,9 +1,11 @@
-"""Configurations as their libraries write them: YAML with `defaults` and `${…}`, and overrides in a shell script."""
+"""Configurations as their libraries write them: YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a
+shell script."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import SpecError
-from paceline.migration.conversion import flattened
+from paceline.migration.conversion import flattened, listed
 from paceline.spec.reading import read_tree
 
 MAX_DEFAULTS = 8
@@ -47,6 +49,29 @@ def read_overrides(path: Path) -> dict[str, Any]:
             f"{path} has no override such as data.train_files=train.parquet; name the YAML or the script"
         )
     return found
+
+
+def read_toml(path: Path, library: str) -> dict[str, Any]:
+    """Return the settings of a TOML file by dotted name, over those of the files that its `toml_files` names. Raises
+    SpecError."""
+    return flattened(_with_toml_files(path, MAX_DEFAULTS), library)
+
+
+def _with_toml_files(path: Path, files_left: int) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8")[:MAX_BYTES])
+    except OSError as error:
+        raise SpecError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SpecError(f"{path} is not TOML: {error}") from None
+    below: dict[str, Any] = {}
+    for name in listed(tree.pop("toml_files", None)):
+        if files_left == 0:
+            raise SpecError(
+                f"{path}: toml_files chain more than {MAX_DEFAULTS} files; write the settings into one"
+            )
+        below = _merged(below, _with_toml_files(path.parent / str(name), files_left - 1))
+    return _merged(below, tree)
 
 
 def _with_defaults(path: Path, files_left: int) -> dict[str, Any]:

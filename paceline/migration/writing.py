@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from paceline.errors import SpecError
-from paceline.migration import nemo_rl, python_script, sources, trl, verl
+from paceline.migration import nemo_rl, prime_rl, python_script, sources, trl, verl
 from paceline.migration.conversion import Conversion
 from paceline.spec.reading import apply_override, parse_spec
 
-LIBRARIES = ("trl", "nemo", "verl")
+LIBRARIES = ("trl", "nemo", "verl", "prime-rl")
 MAX_LINE = 200
 """Characters of a comment."""
 REQUIRED = {
@@ -70,12 +70,14 @@ def _converted(library: str, path: Path, processes: int) -> Conversion:
             return trl.convert(sources.read_yaml(path, "trl"), processes=processes)
         if library == "nemo":
             return nemo_rl.convert(sources.read_yaml(path, "nemo_rl"))
+        if library == "prime-rl":
+            return prime_rl.convert(sources.read_toml(path, "prime_rl"))
         is_yaml = path.suffix in (".yaml", ".yml")
         return verl.convert(sources.read_yaml(path, "verl") if is_yaml else sources.read_overrides(path))
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError, RecursionError) as error:
-        raise SpecError(f"{path} has a value of another type than {library} reads: {error}") from None
     except UnicodeError:
         raise SpecError(f"{path} is not text in UTF-8; name a configuration of {library}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError, RecursionError) as error:
+        raise SpecError(f"{path} has a value of another type than {library} reads: {error}") from None
 
 
 def _check_complete(done: Conversion, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""`paceline import trl|nemo|verl FILE`: write a spec from another library's configuration, and say what was left out."""
+"""`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration, and name what was left
+out."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from services.common.options import json_option, print_json
 
 
 @click.command("import")
-@click.argument("library", type=click.Choice(["trl", "nemo", "verl"]))
+@click.argument("library", type=click.Choice(["trl", "nemo", "verl", "prime-rl"]))
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option(
@@ -32,7 +33,8 @@ def import_spec(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write a spec from FILE: a recipe or script of TRL, a YAML of NeMo RL, a YAML or a script with overrides of verl.
+    """Write a spec from FILE: a recipe or script of TRL, a YAML of NeMo RL, a YAML or a script with overrides of verl,
+    a TOML of prime-rl.
 
     A Python script is read, never run. Overrides are Paceline's keys; they complete or change the spec.
     """

@@ -32,7 +32,7 @@ COMMANDS = {
     "spec": ("services.cli.spec:spec", "Check a spec and print it resolved, or explain its keys."),
     "import": (
         "services.cli.imports:import_spec",
-        "Write a spec from a configuration of TRL, NeMo RL or verl.",
+        "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
     ),
     "submit": ("services.cli.running.runs:submit", "Queue a run from a spec."),
     "runs": ("services.cli.running.runs:runs", "List the runs."),

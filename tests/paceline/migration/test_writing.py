@@ -173,3 +173,27 @@ def test_a_configuration_that_cannot_be_imported_is_one_error(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"no file .*nowhere\.yaml"):
         import_config("trl", tmp_path / "nowhere.yaml")
+
+
+def test_a_file_of_prime_rl_becomes_a_spec(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        'max_steps = 500\n[model]\nname = "org/small"\n[orchestrator]\nbatch_size = 64\n'
+    )
+    (tmp_path / "rl.toml").write_text(
+        'toml_files = ["base.toml"]\nmax_steps = 50\nseq_len = 2048\n[wandb]\nname = "math 1"\n'
+        "[orchestrator]\nrollouts_per_example = 16\n[orchestrator.sampling]\nmax_tokens = 512\n"
+        '[[orchestrator.env]]\nid = "gsm8k"\n[trainer.optim]\nlr = 1e-5\n[trainer.model.ac]\nfreq = 1\n'
+        "[deployment]\nnum_train_gpus = 1\nnum_infer_gpus = 1\n[inference]\n"
+    )
+    done = import_config("prime-rl", tmp_path / "rl.toml")
+    (tmp_path / "spec.yaml").write_text(spec_text(done, tmp_path / "rl.toml"))
+    spec = load_spec(tmp_path / "spec.yaml")
+    assert (spec.name, spec.policy.model_name, spec.policy.optimizer.lr) == ("math-1", "org/small", 1e-5)
+    assert (spec.grpo.num_prompts_per_step, spec.grpo.max_num_steps) == (4, 50)
+    assert (spec.cluster.learner_gpus, spec.cluster.rollout_gpus) == ((0,), (1,))
+    assert done.left_out == []
+    (tmp_path / "broken.toml").write_text("max_steps = = 1")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    for name, fault in (("broken.toml", "is not TOML: "), ("bytes.toml", "is not text in UTF-8")):
+        with pytest.raises(SpecError, match=f"{name} {fault}"):
+            import_config("prime-rl", tmp_path / name)
