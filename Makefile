@@ -29,7 +29,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips fuzz soak churn lint lint-python lint-protos lint-deploy protos pages clean
+.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips hosts fuzz soak churn lint lint-python lint-protos lint-deploy protos pages clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,9 @@ chaos: $(STAMP) ## Kill, stop, cut off and lie to every role in short runs (CHAO
 
 bitflips: $(STAMP) ## Flip single bits of a ledger's SQLite file and count those that verify finds (BITFLIPS="--flips 300 --seed 1")
 	$(BIN)/python tests/chaos/bitflips.py $(BITFLIPS)
+
+hosts: $(STAMP) ## Train on hosts that share nothing but a network, through the loss of a learner's node (HOSTS="--steps 60"); needs root
+	$(BIN)/python tests/hosts/hosts_campaign.py $(HOSTS)
 
 fuzz: $(STAMP) ## Send strange messages to every port of a cluster that trains (FUZZ="--seconds 60 --json")
 	$(BIN)/python tests/fuzz/fuzz.py $(FUZZ)
