@@ -43,7 +43,6 @@ COVERED_BY = {
     "paceline/files/names.py": "tests/learner/checkpoints/test_export.py",
     "paceline/files/run_folders.py": "tests/services/learner/training/test_checkpoints.py",
     "paceline/groups.py": "test_wire.py",
-    "paceline/host/memory.py": "tests/learner/checkpoints/test_writer.py",
     "paceline/host/process.py": "tests/learner/weights/test_gather.py",
     "paceline/migration/conversion.py": "test_trl.py",
     "paceline/migration/sources.py": "test_writing.py",

@@ -1,4 +1,4 @@
-"""Memory that this process may still take: the host's, or its container's where that is less.
+"""Memory that this process has, and that it may still take: the host's, or its container's where that is less.
 
 Linux grants more memory than there is and kills the process that then uses it, so code that is about to take much calls
 this module first.
@@ -6,6 +6,8 @@ this module first.
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -18,6 +20,24 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
 
     available = int(psutil.virtual_memory().available)
     return min(available, _left_to_group(cgroup, available))
+
+
+def process_gauges() -> dict[str, float]:
+    """Return the memory that this process holds, in GB (10⁹ bytes): of the host, and of GPUs where torch has begun to use
+    them. Without the host's where the system does not tell it."""
+    gauges = {"memory_gb": resident / 1e9} if (resident := _resident_bytes()) else {}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        reserved = sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
+        gauges["gpu_memory_gb"] = reserved / 1e9
+    return gauges
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _left_to_group(cgroup: Path, otherwise: int) -> int:

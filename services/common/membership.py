@@ -31,6 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.address import checked_address
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import Conflict, WireError
+from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
@@ -263,10 +264,10 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return the worker's gauges and its number of unforeseen errors; that number alone if the gauges fail, because
-        the heartbeat matters more than they do."""
+        """Return the worker's gauges, its memory and its number of unforeseen errors; that number alone if the gauges fail,
+        because the heartbeat matters more than they do."""
         try:
-            gauges = self._gauges()
+            gauges = self._gauges() | process_gauges()
         except Exception as error:
             unforeseen.note("a worker's gauges", error)
             gauges = {}

@@ -131,6 +131,9 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
     Metric("rollout/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
     Metric("reward_workers/groups_since_report", "groups", "groups scored since the heartbeat before"),
     Metric("reward_workers/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
+    Metric("<pool>/memory_gb", "GB", "memory of the host that the processes hold (`rollout`, `reward_workers`, `learner`, "
+           "`coordinator`), without the processes of reward functions and of vLLM"),
+    Metric("<pool>/gpu_memory_gb", "GB", "memory of GPUs that torch has reserved in them", "absent without GPUs"),
     Metric("coordinator/unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
 ))  # fmt: skip
 
@@ -140,6 +143,7 @@ GROUPS = Part("train", "Groups", "Counts of the ledger after the step.", (
            "prompt that the chat template refuses, or whose generation failed `max_generation_failures` times), "
            "`invalid_result`, `reward_failed`, `poison`, `damaged`, `by_request`, `run_ended`",
            "absent, except `no_variance` with `grpo.use_dynamic_sampling`"),
+    Metric("epochs", "passes", "prompts drawn so far by the rows of the data set"),
     Metric("failures/<reason>", "attempts", "attempts at generating or scoring that failed so far, by reason", "absent"),
 ))  # fmt: skip
 

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import worker_pb2
 from services.common.logged_metrics import LoggedMetrics
@@ -199,7 +200,10 @@ class RunLog:
         metrics = metrics | self._learner | self._weights | self._pool_gauges() | self._logged()
         for state, number in self._ledger.groups_by_state(run.run_id).items():
             metrics[f"groups/{state}"] = number
-        metrics |= _totals(self._ledger.counters(run.run_id))
+        counters = self._ledger.counters(run.run_id)
+        metrics |= _totals(counters)
+        if run.prompts is not None and len(run.prompts):
+            metrics["epochs"] = counters.get("groups:ever_admitted", 0) / len(run.prompts)
         self._learner = {}
         for prefix, version in (("validation_before/", step), ("validation/", step + 1)):
             metrics = self._note_validation(run, metrics, prefix, version)
@@ -245,6 +249,7 @@ class RunLog:
     def _pool_gauges(self) -> dict[str, float]:
         """Return the sums of the gauges of each pool's workers."""
         totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
+        totals.update((f"coordinator/{name}", value) for name, value in process_gauges().items())
         for member in self._members.all():
             # Names with `reward/` are those of the run's reward functions.
             pool = "reward_workers" if member.role_name == "reward" else member.role_name

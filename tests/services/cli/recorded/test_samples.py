@@ -6,8 +6,10 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from command_line import paceline
 from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
@@ -69,6 +71,18 @@ def test_samples_read_as_text(writer: Writer, tmp_path: Path) -> None:
         "  ▸ exact_match 0, length - · 3 tokens (stop) · version 0→1",
         "    three",
     ]
+
+
+def test_samples_go_through_a_pager_on_a_terminal(
+    writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "services.cli.recorded.samples.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
+    )
+    monkeypatch.setattr("click.echo_via_pager", lambda lines: click.echo(f"paged {len(list(lines))} group"))
+    run = tmp_path / "runs" / RUN_ID
+    assert paceline("samples", run).stdout == "paged 1 group\n"
+    assert paceline("samples", run, "--no-pager").stdout.startswith("── group 0")
 
 
 def test_samples_that_are_not_there_say_why(writer: Writer, tmp_path: Path) -> None:

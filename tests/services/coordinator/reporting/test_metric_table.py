@@ -29,7 +29,9 @@ PRODUCERS = {
         "learner/objectives/kto.py": ("metrics",),
         "learner/objectives/distillation.py": ("metrics",),
         "services/learner/training/run.py": ("_train_step",),
-        "services/coordinator/reporting/run_log.py": ("note_staged", "note_pause", "note_publish", "_pool_gauges"),
+        "services/coordinator/reporting/run_log.py": (
+            "note_staged", "note_pause", "note_publish", "_pool_gauges", "_on_step",
+        ),
     },
     "eval": {"services/coordinator/exchange/evaluation_result.py": ("evaluation_result",)},
     "weights": {"services/coordinator/reporting/weight_metrics.py": ("metrics", "stage", "publish", "acknowledge")},
@@ -42,7 +44,11 @@ GAUGES = {
         "services/rollout/run.py": ("gauges",),
         "services/common/membership.py": ("_safe_gauges",),
     },
-    "reward_workers": {"services/reward/worker.py": ("_gauges",)},
+    "reward_workers": {
+        "services/reward/worker.py": ("_gauges",),
+        "paceline/host/memory.py": ("process_gauges",),
+    },
+    "learner": {"paceline/host/memory.py": ("process_gauges",)},
 }
 """Functions that make the gauges of a pool's workers."""
 

@@ -67,7 +67,10 @@ def test_counts_of_drops_and_failures_are_metrics(make_world: MakeWorld) -> None
     with world.ledger.transaction():
         world.ledger.count(world.run_id, "groups:dropped:bad_prompt", 2)
         world.ledger.count(world.run_id, "failures:bad_prompt", 6)
+        world.ledger.count(world.run_id, "groups:ever_admitted", 14)
         run_log.write_down([Notice("step", {"step": 0, "metrics": {}})])
     (step,) = [e for e in world.ledger.events(world.run_id, 0, 100) if e["kind"] == "step"]
     metrics = json.loads(step["json"])
     assert (metrics["dropped/bad_prompt"], metrics["failures/bad_prompt"]) == (2.0, 6.0)
+    assert metrics["epochs"] == 2.0, "14 draws of 7 rows"
+    assert metrics["coordinator/memory_gb"] > 0
