@@ -162,7 +162,6 @@ COVERED_BY = {
     "services/learner/context.py": "tests/services/learner/training/test_batches.py",
     "services/learner/main.py": "tests/e2e/faults/test_drain.py",
     "services/learner/orders.py": "test_servicer.py",
-    "services/learner/nodes/store.py": "test_rendezvous.py",
     "services/learner/rank_group.py": "test_launcher.py",
     "services/local/folder_lock.py": "test_cluster.py",
     "services/local/machine_checks.py": "tests/services/cli/test_main.py",

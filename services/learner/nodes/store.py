@@ -1,14 +1,20 @@
 """The key-value store in which nodes meet: c10d's, with JSON values of bounded length.
 
 torch's own dynamic rendezvous pickles its state into such a store, where everybody who reaches the port can change it.
+
+A client of such a store waits without limit for a host that is silent but not gone. Each operation therefore runs on a thread
+that is abandoned after a deadline, and the store with it.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,41 +28,80 @@ CONNECT_S = 2.0
 """Seconds of one try to reach it."""
 FAULTS = (RuntimeError, OSError)
 """What an operation raises when the store is away: torch's DistError is a RuntimeError."""
+ResultT = TypeVar("ResultT")
 
 
 class NodeStore:
     """JSON objects by key."""
 
-    def __init__(self, store: Any):
-        """`store` is one of torch.distributed."""
-        self._store = store
+    def __init__(self, store: Any, wait_s: float | None = None):
+        """`store` is one of torch.distributed; `wait_s` bounds each operation, None for a store in this process."""
+        self._store, self._wait_s = store, wait_s
+        self._is_silent = False
 
     def number(self, key: str, increment: int) -> int:
-        """Add to a counter, and return its value."""
-        return int(self._store.add(PREFIX + key, increment))
+        """Add to a counter, and return its value. Raises FAULTS."""
+        return int(self._bounded(lambda: self._store.add(PREFIX + key, increment)))
 
     def write(self, key: str, **value: Any) -> None:
-        """Write an object."""
-        self._store.set(PREFIX + key, json.dumps(value))
+        """Write an object. Raises FAULTS."""
+        self._bounded(lambda: self._store.set(PREFIX + key, json.dumps(value)))
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """Return an object without waiting for it; None if there is none, empty for a value that is no object."""
-        if not self._store.check([PREFIX + key]):
+        """Return an object without waiting for it; None if there is none, empty for a value that is no object. Raises FAULTS."""
+
+        def read() -> bytes | None:
+            return self._store.get(PREFIX + key) if self._store.check([PREFIX + key]) else None
+
+        data = self._bounded(read)
+        if data is None:
             return None
-        data = self._store.get(PREFIX + key)
         try:
             value = json.loads(data) if len(data) <= MAX_VALUE else {}
         except (ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
 
+    def _bounded(self, operation: Callable[[], ResultT]) -> ResultT:
+        """Return an operation's result. Raises TimeoutError after the deadline, and at once after the first that was missed."""
+        if self._wait_s is None:
+            return operation()
+        if self._is_silent:
+            raise TimeoutError(f"no answer for {self._wait_s:g} s")
+        try:
+            return bounded(operation, self._wait_s)
+        except TimeoutError:
+            self._is_silent = True
+            raise
+
+
+def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
+    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`; the operation goes on alone."""
+    result: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(operation())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return result.result(wait_s)
+    except TimeoutError:
+        raise TimeoutError(f"no answer for {wait_s:g} s") from None
+
 
 def connect(host: str, port: int) -> NodeStore:
-    """Return the store of another host. Raises FAULTS when it does not answer within CONNECT_S."""
+    """Return the store of another host. Raises FAULTS when it does not answer within twice CONNECT_S."""
     wait = timedelta(seconds=CONNECT_S)
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
+
+    def connected() -> Any:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
+
+    store = bounded(connected, 2 * CONNECT_S)
     store.set_timeout(timedelta(seconds=WAIT_S))
-    return NodeStore(store)
+    return NodeStore(store, WAIT_S)
 
 
 def serve(host: str, port: int) -> NodeStore:

@@ -78,26 +78,32 @@ def lives(folder: Path, rank: int, number: int) -> list[list[str]]:
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [(0, "node 0, which hosts the rendezvous, does not answer"), (1, "node 1 was started anew")],
+)
 def test_a_lost_node_ends_the_session_and_the_next_one_forms_when_it_is_back(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, lost: int, said: str
 ) -> None:
-    nodes = [start(0), start(1)]
+    nodes, other = [start(0), start(1)], 1 - lost
     first = [lives(tmp_path, rank, 1)[0] for rank in (0, 1)]
     assert [life[:2] for life in first] == [[first[0][0], "2"]] * 2
-    nodes[1].kill()
-    nodes[1].wait()
-    nodes[1] = start(1)
+    nodes[lost].kill()
+    nodes[lost].wait()
+    nodes[lost] = start(lost)
     second = [lives(tmp_path, rank, 2)[1] for rank in (0, 1)]
     assert second[0][:2] == second[1][:2] != first[0][:2]
 
-    os.kill(int(second[1][2]), signal.SIGKILL)  # a rank alone: both nodes stay and begin anew
+    os.kill(int(second[lost][2]), signal.SIGKILL)  # a rank alone: both nodes stay and begin anew
     third = [lives(tmp_path, rank, 3)[2] for rank in (0, 1)]
     assert third[0][:2] == third[1][:2]
 
     (tmp_path / "end").touch()
     for node in nodes:
         node.send_signal(signal.SIGTERM)
-    said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert "the session is over, because node 1 was started anew" in said[0]
-    assert "the session is over, because node 1 has lost rank 1 was killed by SIGKILL" in said[0]
+    logs = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], logs
+    assert f"the session is over, because {said}" in logs[other]
+    assert (
+        f"the session is over, because node {lost} has lost rank {lost} was killed by SIGKILL" in logs[other]
+    )
