@@ -34,5 +34,5 @@ VOLUME /runs
 EXPOSE 7070 7071
 HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \
     CMD ["python", "-m", "services.common.healthcheck", "127.0.0.1:7070"]
-ENTRYPOINT ["paceline-coordinator", "--host", "0.0.0.0", "--port", "7070", "--exchange-port", "7071"]
+ENTRYPOINT ["paceline-coordinator", "--insecure", "--host", "0.0.0.0", "--port", "7070", "--exchange-port", "7071"]
 CMD ["--directory", "/runs"]

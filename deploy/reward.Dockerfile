@@ -33,5 +33,5 @@ WORKDIR /work
 EXPOSE 7080
 HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \
     CMD ["python", "-m", "services.common.healthcheck", "127.0.0.1:7080"]
-ENTRYPOINT ["paceline-reward", "--host", "0.0.0.0", "--port", "7080"]
+ENTRYPOINT ["paceline-reward", "--insecure", "--host", "0.0.0.0", "--port", "7080"]
 CMD ["--coordinator", "coordinator:7070"]

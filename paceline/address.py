@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from paceline.errors import InvalidInput
@@ -17,3 +18,11 @@ def checked_address(text: str, what: str = "--coordinator") -> str:
             f"{what} {text!r} is malformed: it has to be HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070"
         )
     return text
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -165,7 +165,15 @@ def reward_service(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], st
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # taken, and not listening
         coordinator = f"127.0.0.1:{nobody.getsockname()[1]}"
-        options = ["--coordinator", coordinator, "--host", "0.0.0.0", "--ready-file", str(ready)]
+        options = [
+            "--coordinator",
+            coordinator,
+            "--insecure",
+            "--host",
+            "0.0.0.0",
+            "--ready-file",
+            str(ready),
+        ]
         process = subprocess.Popen([sys.executable, "-m", "services.reward.main", *options], cwd=ROOT)
         try:
             deadline_s = time.monotonic() + STARTS_S

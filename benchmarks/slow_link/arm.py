@@ -64,7 +64,16 @@ def measure(
 
 def _start_worker(directory: Path, sites: Sites, place: str, coordinator: str) -> subprocess.Popen[bytes]:
     namespace, host = (sites.near, NEAR) if place == "near" else (sites.far, FAR)
-    command = [sys.executable, "-m", "services.rollout.main", "--coordinator", coordinator, "--host", host]
+    command = [
+        sys.executable,
+        "-m",
+        "services.rollout.main",
+        "--coordinator",
+        coordinator,
+        "--host",
+        host,
+        "--insecure",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PACELINE_STARTER": str(os.getpid())}
     with (directory / "logs" / f"rollout-{place}.log").open("wb") as log:
         return subprocess.Popen(

@@ -21,9 +21,10 @@ import torch
 from learner.weights.member_sender import LinkHistory, LinkSettings, MemberSender
 from learner.weights.publish_result import PublishResult
 from learner.weights.staged import StagedWeights
+from paceline.address import is_loopback
 from paceline.errors import Conflict
 from paceline.groups import Version
-from paceline.weights.link import is_loopback, reachable_from_here, serve_rendezvous
+from paceline.weights.link import reachable_from_here, serve_rendezvous
 from paceline.weights.manifest import Algorithm
 from paceline.weights.offers import LinkOffer
 

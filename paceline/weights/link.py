@@ -10,7 +10,6 @@ Torch is imported when a link is formed, not before.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections import deque
@@ -193,14 +192,6 @@ def _gloo(store: Any, rank: int, timeout: timedelta, host: str) -> Any:
 def reachable_from_here(bind_host: str) -> str:
     """Return the address under which this machine reaches what it bound to `bind_host`."""
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def first_line(error: BaseException) -> str:

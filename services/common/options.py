@@ -13,6 +13,7 @@ import click
 from paceline.client import DEFAULT_ADDRESS
 from paceline.files.names import LEDGER_NAME
 from paceline.token import VARIABLE
+from services.common.insecure import check_coordinator, check_host, insecure_option
 
 
 def _use_token_file(_context: click.Context, _option: click.Parameter, path: str | None) -> None:
@@ -50,28 +51,35 @@ _address_option = click.option(
     show_default=True,
     show_envvar=True,
     metavar="HOST:PORT",
+    callback=check_coordinator,
     help="Address of the coordinator.",
 )
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 def coordinator_option(command: CommandT) -> CommandT:
-    """Add options for the coordinator: its address and its token."""
-    return token_file_option(_address_option(command))
+    """Add options for the coordinator: its address, its token, and whether it may be beyond this host."""
+    return token_file_option(insecure_option(_address_option(command)))
 
 
 def worker_options(
     name: str, *, grace: str, host: str = "Address to listen on.", port: str = "gRPC port"
 ) -> Callable[[CommandT], CommandT]:
-    """Return the options that every worker has: --coordinator, --host, --port, --advertise-host, --name, --grace, --ready-file.
+    """Return the options that every worker has: --coordinator, --host, --insecure, --port, --advertise-host, --name, --grace,
+    --ready-file.
 
     `name` is the default of --name; `grace`, `host` and `port` are the help of those options.
     """
     options = (
         click.option(
-            "--coordinator", default=DEFAULT_ADDRESS, show_default=True, help="Address of the coordinator."
+            "--coordinator",
+            default=DEFAULT_ADDRESS,
+            show_default=True,
+            callback=check_coordinator,
+            help="Address of the coordinator.",
         ),
-        click.option("--host", default="127.0.0.1", show_default=True, help=host),
+        click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),
+        insecure_option,
         click.option("--port", default=0, help=f"{port}; 0 takes a free one."),
         click.option(
             "--advertise-host", default="", help="This machine's address for other workers; default --host."

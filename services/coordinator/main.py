@@ -15,6 +15,7 @@ from paceline.files.store_root import store_root
 from paceline.tracing import set_up_metrics, set_up_tracing
 from services.common.directory import make_directory
 from services.common.grpc_server import run_service
+from services.common.insecure import check_host, insecure_option
 from services.common.options import functions_from_option, store_option, token_file_option
 from services.common.processes.file_limit import Capacity, raise_file_limit
 from services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
@@ -32,7 +33,10 @@ open; Python's default would scan the newest objects after every 700 new ones.""
     "--directory", type=click.Path(path_type=Path), default=Path("runs"), help="Ledger and run folders."
 )
 @store_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
+)
+@insecure_option
 @click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
 @click.option("--exchange-port", default=0, help="ZeroMQ port; 0 takes a free one.")
 @click.option(

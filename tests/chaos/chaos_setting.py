@@ -91,7 +91,10 @@ def tormented(
         launchers = {}
         if network:
             links["network"] = network
-            options |= {"learner": ["--host", network.near], "rollout": ["--host", network.far]}
+            options |= {
+                "learner": ["--insecure", "--host", network.near],
+                "rollout": ["--insecure", "--host", network.far],
+            }
             launchers["rollout"] = network.launcher
         cluster = LocalCluster(directory, section, say=log.info, options=options, launchers=launchers)
         setting = Setting(

@@ -56,7 +56,7 @@ class Deployment:
 
     def start_coordinator(self, host: Host) -> None:
         """Start the coordinator on its host."""
-        listen = ("--host", host.address, "--exchange-port", "7071")
+        listen = ("--insecure", "--host", host.address, "--exchange-port", "7071")
         directories = ("--directory", "/tmp/ledger", "--store", f"{BUCKET}/runs")
         host.start("paceline", "serve", "coordinator", *listen, *directories)
 
@@ -73,7 +73,17 @@ class Deployment:
 
     def serve(self, host: Host, role: str, *options: str) -> None:
         """Start a worker's service on a host."""
-        host.start("paceline", "serve", role, "--coordinator", self.address, "--host", host.address, *options)
+        host.start(
+            "paceline",
+            "serve",
+            role,
+            "--coordinator",
+            self.address,
+            "--insecure",
+            "--host",
+            host.address,
+            *options,
+        )
 
     def _new(self, name: str) -> Host:
         host = self.switch.host(name, self.logs)
@@ -158,7 +168,7 @@ class Campaign:
         return found[0] if found else {"step": -1, "state": "queued"}
 
     def _paceline(self, *arguments: str, check: bool = True) -> tuple[int, str]:
-        command = ("paceline", *arguments, "--coordinator", self._deployment.address)
+        command = ("paceline", *arguments, "--coordinator", self._deployment.address, "--insecure")
         done = self._client.run(*command, timeout_s=DEADLINE_S, check=False)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from paceline.address import checked_address
+from paceline.address import checked_address, is_loopback
 from paceline.client import Client
 from paceline.spec import RunSpec
 from services.cli import render
@@ -153,9 +153,8 @@ def _shortage_here(spec: RunSpec, coordinator: str) -> str:
     """Return a warning when this machine, where the coordinator and its workers are, has too little memory for the run."""
     from paceline.host.memory import available_bytes
     from paceline.models.memory_estimate import shortage
-    from paceline.weights.link import is_loopback
 
-    host = checked_address(coordinator).rpartition(":")[0].strip("[]")
+    host = checked_address(coordinator).rpartition(":")[0]
     return shortage(spec, available_bytes()) if is_loopback(host) else ""
 
 

@@ -19,6 +19,7 @@ from paceline.spec.run import Algorithm
 from services.cli.running.progress import Shown, shown_options
 from services.cli.running.up import run_here
 from services.cli.running.watching import follow
+from services.common.insecure import check_coordinator, insecure_option
 from services.common.options import directory_option
 
 
@@ -46,8 +47,12 @@ def _command(algorithm: str) -> click.Command:
     @click.argument("spec", type=click.Path())
     @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
     @click.option(
-        "--coordinator", metavar="HOST:PORT", help="Queue the run there instead of starting services here."
+        "--coordinator",
+        metavar="HOST:PORT",
+        callback=check_coordinator,
+        help="Queue the run there instead of starting services here.",
     )
+    @insecure_option
     @directory_option
     @shown_options
     def train(**options: Any) -> None:

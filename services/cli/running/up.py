@@ -22,6 +22,7 @@ from services.cli.running.left_runs import left_runs
 from services.cli.running.progress import Shown, shown_options
 from services.cli.running.watching import follow
 from services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
+from services.common.insecure import check_host, insecure_option
 from services.common.options import (
     directory_option,
     functions_from_option,
@@ -42,8 +43,13 @@ INTERRUPTED = 130
 @directory_option
 @store_option
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address that the coordinator listens on."
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    callback=check_host,
+    help="Address that the coordinator listens on.",
 )
+@insecure_option
 @click.option(
     "--port", type=int, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
 )

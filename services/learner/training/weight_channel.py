@@ -17,10 +17,10 @@ from learner.weights.rank_board import make_board
 from learner.weights.store.chain import Stored
 from learner.weights.store.offers import StoreOffers
 from learner.weights.store.writer import StoreWriter
+from paceline.address import is_loopback
 from paceline.groups import Version
 from paceline.models.loading import resolved_dtype
 from paceline.spec import RunSpec
-from paceline.weights.link import is_loopback
 from paceline.weights.manifest import Algorithm
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import run_store

@@ -1,0 +1,55 @@
+"""Addresses beyond this host need a word of consent."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from services.cli.main import main
+from services.common.insecure import VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def without_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variable, also after the test: the option sets it for child processes."""
+    monkeypatch.setenv(VARIABLE, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("members", "--coordinator", "10.255.255.1:7070"),
+        ("serve", "coordinator", "--host", "0.0.0.0"),
+        ("serve", "reward", "--host", "::"),
+        ("serve", "rollout", "--coordinator", "head:7070"),
+        ("up", "spec.yaml", "--host", "192.168.0.1"),
+        ("sft", "spec.yaml", "--coordinator", "head:7070"),
+    ],
+)
+def test_an_address_beyond_this_host_is_refused_with_the_remedy(command: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2
+    assert "is beyond this host" in done.output
+    assert "add --insecure, or set PACELINE_INSECURE=1" in done.output
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "localhost:1", "127.8.8.8:1"])
+def test_this_host_needs_no_consent(address: str) -> None:
+    done = CliRunner().invoke(main, ["members", "--coordinator", address])
+    assert "no coordinator answers" in done.output, done.output
+
+
+@pytest.mark.parametrize("consent", [("--insecure",), ()])
+def test_consent_is_an_option_or_a_variable(
+    consent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not consent:
+        monkeypatch.setenv(VARIABLE, "1")
+    done = CliRunner().invoke(main, ["submit", "no.yaml", "--coordinator", "10.255.255.1:7070", *consent])
+    assert "beyond this host" not in done.output
+    assert "no.yaml" in done.output
+
+
+def test_a_malformed_address_is_called_that() -> None:
+    done = CliRunner().invoke(main, ["members", "--coordinator", "nonsense"])
+    assert "malformed" in done.output
