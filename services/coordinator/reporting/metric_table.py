@@ -206,6 +206,20 @@ python -c "import pandas; print(pandas.read_json('runs/my-run-1/metrics.jsonl', 
 paceline plot my-run-1
 ```
 
+With OTEL_EXPORTER_OTLP_ENDPOINT set, the coordinator exports them as OpenTelemetry gauges too, `paceline.train.reward` and
+so on with the attribute `paceline.run` (`services/coordinator/reporting/step_otel.py`), which a collector gives to
+Prometheus or another store. No tracker of a vendor is called. To have a run there, send its lines, during the run or
+afterwards:
+
+```python
+import json, wandb
+
+run = wandb.init(project="mine", name="my-run-1")
+for line in map(json.loads, open("runs/my-run-1/metrics.jsonl")):
+    if line["kind"] == "train":
+        run.log({name: value for name, value in line.items() if name != "kind"}, step=line["step"])
+```
+
 A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in
 angle brackets. *Healthy* says what to expect, and what another value means.
 

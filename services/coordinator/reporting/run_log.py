@@ -26,6 +26,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Members
 from services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
 from services.coordinator.reporting.no_signal import no_signal
+from services.coordinator.reporting.step_otel import StepMeters
 from services.coordinator.reporting.text_samples import evaluation_text
 from services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
 from services.coordinator.reporting.weight_otel import WeightMeters
@@ -51,7 +52,7 @@ class RunLog:
         self._learner: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._versions = WeightRecords()
-        self._meters = WeightMeters()
+        self._meters, self._step_meters = WeightMeters(), StepMeters()
         self._run_id = ""
         self._counted_s = time.monotonic()
         """Time, by the monotonic clock, up to which the ledger has the run's active time."""
@@ -272,6 +273,8 @@ class RunLog:
             self._recorder.write_text("eval/samples", result["step"], text)
 
     def _record(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        if kind != "weights":  # those have meters with histograms
+            self._step_meters.record(self._run_id, kind, step, metrics)
         if self._recorder is not None:
             self._recorder.write(kind, step, metrics)
 
