@@ -1,6 +1,8 @@
 """Node 0's decisions: which nodes take part in the next session, and when a session is over.
 
-A node is there from its first beat until it leaves or falls silent. Of two lives of one position the newer one counts.
+A node is there from its first beat until it leaves or falls silent. It joins anew for each session, and as a new life when its
+process was started again. Of two lives of one position on one host the one that was started last counts. On two hosts the
+second one counts when the first beats no more; else it is refused, because two hosts were given one position.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ REVISION = 1
 """Revision of what nodes write; nodes of others are refused."""
 SILENT_S = 15.0
 """Seconds without a beat after which a node is taken for dead."""
+ALIVE_S, DEAD_S = 1.5, 3.0
+"""Of two lives of one position on two hosts, the first is alive when it beats so long after the second has joined, and dead
+when it has not done so by the second time."""
 LAST_CALL_S = 10.0
 """Seconds for which a session that could begin waits for further nodes."""
 MAX_RANKS = 1024
@@ -33,7 +38,14 @@ class Node:
     node_rank: int = -1
     """Its position; -1 until it has written that."""
     ranks: int = 0
+    host: str = ""
+    life: str = ""
+    """Random id of its process."""
+    started_s: float = 0.0
+    """When its process was started, by its host's clock."""
     beat: Any = None
+    contested: bool = False
+    """True while it is open which of two lives of its position counts."""
     placed: bool = False
     """True once it has a place in a session; it joins anew for the next."""
 
@@ -92,13 +104,9 @@ class Assembly:
         for number, node in before.items():
             if number not in self._nodes:
                 left = self._store.read(f"left/{number}")
-                why = (
-                    str(left.get("reason", ""))[:500] if left is not None else f"is silent for {SILENT_S:g} s"
-                )
+                why = str(left.get("reason", ""))[:500] if left is not None else self._missing_because(node)
                 end = SessionEnd(f"node {node.node_rank} {why or 'has left'}")
         waiting = self._waiting()
-        for node_rank in sorted(waiting.keys() & {node.node_rank for node in before.values()}):
-            end = end or SessionEnd(f"node {node_rank} was started anew")
         waited_s = max((now_s - node.joined_s for node in waiting.values()), default=0.0)
         if waited_s >= LAST_CALL_S and len(before) < self._settings.most:
             end = end or SessionEnd(f"{_named(sorted(waiting))} joins", orderly=True)
@@ -132,7 +140,7 @@ class Assembly:
         found = {}
         for number in sorted(self._nodes):
             node = self._nodes[number]
-            if node.node_rank >= 0 and not node.placed:
+            if node.node_rank >= 0 and not node.placed and not node.contested:
                 found[node.node_rank] = node
         return found
 
@@ -151,6 +159,32 @@ class Assembly:
                 node.beat, node.heard_s = beat, now_s
             if now_s - node.heard_s > SILENT_S or self._store.read(f"left/{number}") is not None:
                 del self._nodes[number]
+        self._settle(now_s)
+
+    def _settle(self, now_s: float) -> None:
+        """Remove all lives of a position but one, where it is clear which counts."""
+        counting: dict[int, Node] = {}
+        for number in sorted(self._nodes):
+            newer = self._nodes[number]
+            newer.contested = False
+            older = counting.setdefault(newer.node_rank, newer)
+            if newer.node_rank < 0 or older is newer:
+                continue
+            loser = _loser(older, newer, now_s)
+            if loser is None:
+                older.contested = newer.contested = True
+                continue
+            del self._nodes[loser.number]
+            if loser is older:
+                counting[newer.node_rank] = newer
+            else:
+                why = f"--node-rank {newer.node_rank} belongs to a node that runs on {older.host!r}; give each node its own"
+                self._store.write(f"place/{newer.number}", refusal=why)
+
+    def _missing_because(self, node: Node) -> str:
+        """Return why a node that has not left is no longer there."""
+        is_replaced = any(other.node_rank == node.node_rank for other in self._nodes.values())
+        return "was started anew" if is_replaced else f"is silent for {SILENT_S:g} s"
 
     def _introduce(self, node: Node) -> bool:
         """Take what a node has written about itself, if it has; return False for a node that is refused."""
@@ -166,9 +200,23 @@ class Assembly:
             why = f"--ranks {ranks!r:.20} is not between 1 and {MAX_RANKS}"
         else:
             node.node_rank, node.ranks = node_rank, ranks
+            node.host, node.life = str(entry.get("host", ""))[:200], str(entry.get("life", ""))[:200]
+            started_s = entry.get("started_s")
+            node.started_s = float(started_s) if isinstance(started_s, int | float) else 0.0
             return True
         self._store.write(f"place/{node.number}", refusal=why)
         return False
+
+
+def _loser(older: Node, newer: Node, now_s: float) -> Node | None:
+    """Return which of two lives of a position does not count; None while that is open."""
+    if older.life == newer.life:
+        return older
+    if older.host == newer.host:
+        return newer if newer.started_s < older.started_s else older
+    if older.heard_s - newer.joined_s >= ALIVE_S:
+        return newer
+    return older if now_s - newer.joined_s >= DEAD_S else None
 
 
 def _named(node_ranks: list[int]) -> str:

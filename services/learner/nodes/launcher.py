@@ -44,6 +44,10 @@ class NodeLauncher:
         """
         with self._signals():
             while True:
+                log.info(
+                    "node %d of %d waits for the others at %s",
+                    *(self._settings.node_rank, self._settings.most, self._settings.rendezvous),
+                )
                 place = self._rendezvous.meet(self._stopping.is_set)
                 if place is None:
                     return 0

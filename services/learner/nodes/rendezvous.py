@@ -54,6 +54,7 @@ class Rendezvous:
         self._assembly = Assembly(self._store, settings) if self._store is not None else None
         self._number = 0
         """Number under which this node has joined; 0 before that."""
+        self._life, self._started_s = uuid.uuid4().hex, time.time()
         self._beaten_s = 0.0
         self._watching: threading.Thread | None = None
 
@@ -125,7 +126,9 @@ class Rendezvous:
     def _join(self, store: NodeStore) -> int:
         number = store.number("joined", 1)
         entry = {"revision": REVISION, "node_rank": self._settings.node_rank, "ranks": self._ranks}
-        store.write(f"node/{number}", **entry)
+        store.write(
+            f"node/{number}", **entry, host=socket.gethostname(), life=self._life, started_s=self._started_s
+        )
         self._beaten_s = 0.0
         return number
 

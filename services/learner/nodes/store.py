@@ -93,8 +93,11 @@ def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
 
 
 def connect(host: str, port: int) -> NodeStore:
-    """Return the store of another host. Raises FAULTS when it does not answer within twice CONNECT_S."""
+    """Return the store of another host. Raises FAULTS when it does not answer within three times CONNECT_S."""
     wait = timedelta(seconds=CONNECT_S)
+    socket.create_connection(
+        (host, port), CONNECT_S
+    ).close()  # torch writes a C++ trace for each port that is closed
 
     def connected() -> Any:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from services.learner.nodes.assembly import LAST_CALL_S, REVISION, SILENT_S, Assembly
+from services.learner.nodes.assembly import ALIVE_S, DEAD_S, LAST_CALL_S, REVISION, SILENT_S, Assembly
 from services.learner.nodes.settings import NodeSettings
 from services.learner.nodes.store import PREFIX, NodeStore
 
@@ -22,9 +22,10 @@ class Nodes:
         self.now_s = 100.0
         self._beats = 0
 
-    def join(self, node_rank: Any, ranks: Any = 1, revision: Any = REVISION) -> int:
+    def join(self, node_rank: Any, ranks: Any = 1, revision: Any = REVISION, **entry: Any) -> int:
         number = self.store.number("joined", 1)
-        self.store.write(f"node/{number}", revision=revision, node_rank=node_rank, ranks=ranks)
+        entry = {"host": f"host-{node_rank}", "life": f"life {number}", "started_s": number} | entry
+        self.store.write(f"node/{number}", revision=revision, node_rank=node_rank, ranks=ranks, **entry)
         self.beat(number)
         return number
 
@@ -131,6 +132,48 @@ def test_old_lives_take_no_part_in_the_next_session() -> None:
     nodes.assemble()
     assert nodes.place(first)["world_size"] == 2  # type: ignore[index]
     assert nodes.place(second)["first_rank"] == 1  # type: ignore[index]
+
+
+def test_two_hosts_with_one_position_are_told_apart_by_their_beats() -> None:
+    nodes, numbers = started()
+    again = nodes.join(1, host="elsewhere")
+    assert nodes.check(1.0) is None
+    nodes.beat(again, *numbers)
+    assert nodes.check(ALIVE_S) is None
+    assert "--node-rank 1 belongs to a node that runs on 'host-1'" in nodes.place(again)["refusal"]  # type: ignore[index]
+
+
+def test_a_node_that_was_moved_to_another_host_replaces_its_old_life() -> None:
+    nodes, numbers = started()
+    again = nodes.join(1, host="elsewhere")
+    assert nodes.check() is None
+    nodes.beat(numbers[0], again)
+    assert nodes.check(DEAD_S).reason == "node 1 was started anew"
+    nodes.join(0, life="life 1")
+    nodes.assemble()
+    assert nodes.place(again)["first_rank"] == 1  # type: ignore[index]
+
+
+def test_no_session_begins_while_it_is_open_which_life_counts() -> None:
+    nodes = Nodes(2, 2)
+    nodes.join(1)
+    nodes.assemble()
+    assert nodes.join(0) == 2
+    again = nodes.join(1, host="elsewhere")
+    assert nodes.assemble() == "node 0"
+    nodes.beat(2, again)
+    assert nodes.assemble(DEAD_S) == "nodes 0, 1"
+    assert (nodes.place(1), nodes.place(again) is None) == (None, False)
+
+
+def test_of_two_processes_on_one_host_the_one_that_was_started_last_stays() -> None:
+    nodes, numbers = started()
+    again = nodes.join(1)
+    assert nodes.check().reason == "node 1 was started anew"
+    first = nodes.join(1, life=f"life {numbers[1]}", started_s=numbers[1])
+    nodes.assemble()
+    assert "--node-rank 1 belongs to" in nodes.place(first)["refusal"]  # type: ignore[index]
+    assert nodes.place(again) is None
 
 
 @pytest.mark.parametrize(
