@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from services.common.advertise import advertised_host
@@ -25,7 +28,7 @@ STORE_VARIABLE = "PACELINE_RANKS_STORE"
 SESSION_VARIABLE = "PACELINE_RANKS_SESSION"
 """Environment variable with the name of their session in it."""
 LOADING_TIMEOUT_S = 1800.0
-"""Seconds that a rank may be silent for while models are loaded; the launcher notices a death much earlier."""
+"""Seconds that a rank may be silent for while models are loaded or files are written; the launcher notices a death earlier."""
 COLLECTIVE_TIMEOUT_S = 300.0
 """Seconds of a rank's silence after which the others end, once the first step has been trained."""
 
@@ -56,6 +59,21 @@ def set_collective_timeout(seconds: float) -> None:
     """Set how long further collectives of this rank wait for the others."""
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+@contextmanager
+def long_collectives() -> Iterator[None]:
+    """Give the ranks LOADING_TIMEOUT_S for their collectives inside, because one of them may read or write large files."""
+    if not dist.is_initialized():
+        yield
+        return
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    before_s = backend.options._timeout.total_seconds()
+    set_collective_timeout(LOADING_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        set_collective_timeout(before_s)
 
 
 def _session_store(address: str) -> Any:

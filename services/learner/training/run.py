@@ -33,7 +33,12 @@ from services.common.gpus import refuse_cpu
 from services.common.reporting.progress_log import ProgressLog
 from services.common.run_setup import failed_set_up, spec_of
 from services.learner.context import RankContext
-from services.learner.rank_group import COLLECTIVE_TIMEOUT_S, LOADING_TIMEOUT_S, set_collective_timeout
+from services.learner.rank_group import (
+    COLLECTIVE_TIMEOUT_S,
+    LOADING_TIMEOUT_S,
+    long_collectives,
+    set_collective_timeout,
+)
 from services.learner.training.agreement import StepAgreement
 from services.learner.training.batches import BatchClient, RankBatch
 from services.learner.training.checkpoints import NotShared, SessionCheckpoints
@@ -206,7 +211,8 @@ class LearnerRun:
                 with span("wait", step_traceparent(self.run_id, self.step), step=self.step):
                     batch = self._batches.fetch(self.step)
             agreed = self._facts(batch).on_any_rank(self._rank.device)
-            self._work_between_steps(agreed)
+            with long_collectives():
+                self._work_between_steps(agreed)
             if agreed.run_ended or agreed.stopping:
                 return None
             if agreed.batch_missing or batch is None:
@@ -310,7 +316,8 @@ class LearnerRun:
     # After a step
 
     def _begin_save(self, *, unchanged: bool) -> None:
-        self._checkpoints.begin(self._trainer, self.step, self._chain, unchanged=unchanged)
+        with long_collectives():  # the one before may still be on its way to the store
+            self._checkpoints.begin(self._trainer, self.step, self._chain, unchanged=unchanged)
 
     def _save_ordered(self) -> None:
         self._begin_save(unchanged=True)
@@ -327,8 +334,11 @@ class LearnerRun:
         Files that cannot be written now may be written later, by another session: all ranks are at one point.
         """
         try:
-            path = self._exports.write_final(self._trainer.model)
-            self._checkpoints.save_last(self._trainer, self.step, self._chain, self._batches.superseded.wait)
+            with long_collectives():
+                path = self._exports.write_final(self._trainer.model)
+                self._checkpoints.save_last(
+                    self._trainer, self.step, self._chain, self._batches.superseded.wait
+                )
         except FailedElsewhere as error:
             log.error("run %s: %s", self.run_id, error)
             return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from exchange_drivers import make_spec
 from lone_rank import LoneRank
 from tiny_models import SIZES, tiny_qwen3
@@ -14,6 +17,8 @@ from tiny_models import SIZES, tiny_qwen3
 from paceline.errors import InvalidInput, Unavailable
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import worker_pb2
+from services.learner.rank_group import long_collectives, set_collective_timeout
+from services.learner.training import run as training_run
 from services.learner.training.batches import RankBatch
 from services.learner.training.run import LearnerRun
 
@@ -63,3 +68,30 @@ def test_a_learner_on_cpus_refuses_a_run_that_names_gpus(tmp_path: Path) -> None
     rank.cpu_chosen = True
     with pytest.raises(InvalidInput, match="model_name"):  # it goes on to the model, which is not there
         run._read()
+
+
+def test_collectives_time_out_early_once_a_step_is_trained(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts_s: list[float] = []
+    monkeypatch.setattr(training_run, "set_collective_timeout", timeouts_s.append)
+    batches = iter([SimpleNamespace(), None])
+    monkeypatch.setattr(session, "_next_batch", lambda: next(batches))
+    monkeypatch.setattr(session, "_train_step", lambda _: timeouts_s.append(-1.0))
+    session.train()
+    assert timeouts_s == [-1.0, 300.0]
+
+
+def test_the_time_out_of_the_ranks_process_group_changes() -> None:
+    with long_collectives():  # one rank has no group
+        set_collective_timeout(1.0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        set_collective_timeout(7.0)
+        options: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options  # type: ignore[attr-defined]
+        assert options._timeout == timedelta(seconds=7)
+        with long_collectives():
+            assert options._timeout == timedelta(minutes=30)
+        assert options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
