@@ -148,7 +148,7 @@ class Client:
         InvalidInput (SpecError for faults that the client itself finds) for a misspelt or contradictory spec, or bad data.
         """
         from paceline.bundle.collecting import collect
-        from paceline.spec.reading import load_spec, spec_to_yaml
+        from paceline.spec.reading import load_spec, portable_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
 
         if isinstance(spec, str | Path):
@@ -156,7 +156,7 @@ class Client:
         elif overrides:
             raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
         bundle = self._send_bundle(collect(spec), wait_s)
-        request = SubmitRequest(spec_yaml=spec_to_yaml(spec), submission=uuid.uuid4().hex, bundle=bundle)
+        request = SubmitRequest(spec_yaml=portable_yaml(spec), submission=uuid.uuid4().hex, bundle=bundle)
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:

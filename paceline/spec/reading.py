@@ -22,6 +22,7 @@ from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.explaining.faults import explain, unknown_key
 from paceline.spec.foreign.names import look_up
 from paceline.spec.sections.base import STORED
+from paceline.spec.sections.bundle import BundleSection
 
 MAX_PATH = 1024
 MODEL_FIELDS = (
@@ -39,6 +40,15 @@ PATH_FIELDS = (
 )
 OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
 """Folders that a run makes; relative ones are relative to the directory in which the spec is loaded."""
+
+
+NEWER_KEYS: dict[str, Any] = {
+    "data.train_config": None,
+    "data.validation_config": None,
+    "bundle": BundleSection().model_dump(mode="json"),
+}
+"""Keys that services of the version before do not know, with the defaults that stand for their absence. docs/compatibility.md
+has the rule."""
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
@@ -172,9 +182,24 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
 
 def spec_to_yaml(spec: RunSpec) -> str:
     """Return the resolved spec, defaults included."""
+    return _dumped(spec.model_dump(mode="json"))
+
+
+def portable_yaml(spec: RunSpec) -> str:
+    """Return the resolved spec for services of other versions: without NEWER_KEYS that have their defaults."""
+    tree = spec.model_dump(mode="json")
+    for dotted, default in NEWER_KEYS.items():
+        section, _, key = dotted.rpartition(".")
+        node = tree[section] if section else tree
+        if isinstance(node, dict) and node.get(key) == default:
+            del node[key]
+    return _dumped(tree)
+
+
+def _dumped(tree: dict[str, Any]) -> str:
     # libyaml's where it exists: the plain one takes seconds for a megabyte and blocks other threads meanwhile.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text: str = yaml.dump(spec.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
+    text: str = yaml.dump(tree, Dumper=dumper, sort_keys=False)
     return text
 
 

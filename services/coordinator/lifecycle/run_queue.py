@@ -14,7 +14,7 @@ from paceline.errors import Busy, InvalidInput
 from paceline.files.storage import Folder
 from paceline.files.store_root import refusal as refusal_of_store
 from paceline.spec import RunSpec
-from paceline.spec.reading import spec_to_yaml, submitted_spec
+from paceline.spec.reading import portable_yaml, submitted_spec
 from services.coordinator.exchange.uploads.group_checks import refuse_large_groups
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.restored_backup import free_name
@@ -68,7 +68,7 @@ class RunQueue:
             return run_id
         if found := references(spec, self._ledger):
             spec = await asyncio.to_thread(with_locations, spec, found)
-            text = await asyncio.to_thread(spec_to_yaml, spec)
+            text = await asyncio.to_thread(portable_yaml, spec)
         await asyncio.to_thread(self._bundles.check, spec, bundle)
         data, warnings = await self._openings.open(
             submission or uuid.uuid4().hex, partial(self._checked_data, spec, bundle)
@@ -76,7 +76,7 @@ class RunQueue:
         resolved = ""
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
-            text = await asyncio.to_thread(spec_to_yaml, spec)
+            text = await asyncio.to_thread(portable_yaml, spec)
             resolved = f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
@@ -149,4 +149,4 @@ class RunQueue:
 def _read_submitted(spec_yaml: str) -> tuple[RunSpec, str]:
     """Return a spec and its resolved text. Raises SpecError."""
     spec = submitted_spec(spec_yaml)
-    return spec, spec_to_yaml(spec)
+    return spec, portable_yaml(spec)

@@ -13,6 +13,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import (
     load_spec,
     parse_spec,
+    portable_yaml,
     spec_from_yaml,
     spec_of_run,
     spec_to_yaml,
@@ -322,3 +323,13 @@ def test_a_schedule_that_does_not_fit_the_epochs_is_refused_with_their_steps(spe
     spec = load_spec(spec_path, ["grpo.max_num_epochs=1", "grpo.num_prompts_per_step=4", *wsd])
     with pytest.raises(SpecError, match=r"max_num_epochs 1 over 16 rows are 4 steps: .*would have no peak"):
         spec.with_steps_of_epochs(16)
+
+
+def test_a_spec_travels_without_newer_keys_that_have_their_defaults(spec_path: Path) -> None:
+    spec = load_spec(spec_path)
+    text = portable_yaml(spec)
+    assert "bundle" not in text
+    assert "train_config" not in text
+    assert spec_from_yaml(text) == spec
+    changed = load_spec(spec_path, ["bundle.max_mb=7", "data.train_config=main"])
+    assert spec_from_yaml(portable_yaml(changed)) == changed
