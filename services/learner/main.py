@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from paceline.errors import PacelineError
+from services.common.insecure import check_coordinator
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.parent_death import die_with_starter
 from services.common.processes.quiet_torch import QUIET_TORCH
@@ -44,7 +45,11 @@ from services.learner.nodes.settings import is_rank, node_settings, ranks_of_nod
 )
 @click.option("--node-rank", type=int, help="Position of this host among them, from 0.")
 @click.option(
-    "--rendezvous", default="", metavar="HOST:PORT", help="Where node 0 waits for the others, on its --host."
+    "--rendezvous",
+    default="",
+    metavar="HOST:PORT",
+    callback=check_coordinator,
+    help="Where node 0 waits for the others, on its --host.",
 )
 @click.option(
     "--node-wait",

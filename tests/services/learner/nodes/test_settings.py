@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
 from paceline.errors import InvalidInput
+from services.learner.main import main
 from services.learner.nodes.settings import NodeSettings, first_of_nodelist, node_settings, ranks_of_node
 
 TORCHRUN = {"PET_NNODES": "2:4", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "head.example:29500"}
@@ -106,3 +108,17 @@ def test_ranks_of_a_node() -> None:
     for text in ("auto", "0", "-1", "2:4", ""):
         with pytest.raises(InvalidInput, match="is no number of ranks; give --ranks"):
             ranks_of_node({"PET_NPROC_PER_NODE": text})
+
+
+def test_a_rendezvous_beyond_this_host_asks_for_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_INSECURE", raising=False)
+    options = ["--nodes", "2", "--node-rank", "1", "--rendezvous", "192.0.2.1:29400"]
+    answer = CliRunner().invoke(main, options)
+    assert answer.exit_code == 2
+    assert "--rendezvous 192.0.2.1:29400 is beyond this host" in answer.output
+
+
+def test_options_that_do_not_fit_are_usage_errors() -> None:
+    answer = CliRunner().invoke(main, ["--nodes", "2", "--node-rank", "2", "--rendezvous", "localhost:29400"])
+    assert answer.exit_code == 2
+    assert "--node-rank 2 is none of the 2 nodes" in answer.output
