@@ -158,6 +158,7 @@ COVERED_BY = {
     "services/demo/model.py": "tests/services/rollout/test_run.py",
     "services/demo/run.py": "tests/services/cli/test_main.py",
     "services/demo/task.py": "tests/e2e/test_preference_runs.py",
+    "services/learner/training/checkpoint_uploads.py": "test_checkpoints.py",
     "services/learner/background_loop.py": "tests/services/learner/training/test_batches.py",
     "services/learner/context.py": "tests/services/learner/training/test_batches.py",
     "services/learner/main.py": "tests/e2e/faults/test_drain.py",

@@ -125,14 +125,16 @@ def write(
     chain_hash: str = "",
     group: dist.ProcessGroup | None = None,
     num_threads: int | None = None,
+    shared: bool = True,
 ) -> Checkpoint | None:
     """Write `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
 
+    With `shared` false each rank has a folder of its own, and the files of all have to be brought together.
     `num_threads` is the number of threads that computed the state, when another thread calls. Return the checkpoint on
     rank 0 and None on the others. Raises Unavailable.
     """
     _save_state(state, folder, group)
-    files = files_of_all_ranks(folder, _rank(), group)
+    files = files_of_all_ranks(folder, _rank(), group, shared=shared)
     if _rank() != 0:
         return None
     manifest = CheckpointManifest(

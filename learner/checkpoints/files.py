@@ -22,11 +22,12 @@ LATE_PAUSES_S = (0.5, 1.0, 2.0)
 
 
 def files_of_all_ranks(
-    folder: Folder, rank: int, group: dist.ProcessGroup | None
+    folder: Folder, rank: int, group: dist.ProcessGroup | None, *, shared: bool = True
 ) -> tuple[CheckpointFile, ...]:
     """Return every rank's files as that rank wrote them. A collective call, whose result and errors are for rank 0.
 
-    Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see all.
+    Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see all;
+    where the ranks do not share `folder`, it need not see them.
     """
     listings = [json.loads(part) for part in gather_bytes(_own(folder, rank).encode(), group)]
     if rank != 0:
@@ -37,6 +38,8 @@ def files_of_all_ranks(
     files = [CheckpointFile.model_validate(file) for part in listings for file in part]
     listed = {file.path: file.size_bytes for file in files}
     _check_metadata(folder, set(listed))
+    if not shared:
+        return tuple(sorted(files, key=lambda file: file.path))
     present = folder.files()
     for pause_s in LATE_PAUSES_S:
         if present == listed:

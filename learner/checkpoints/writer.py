@@ -40,8 +40,9 @@ log = logging.getLogger(__name__)
 class CheckpointWriter:
     """One rank's writer for one session of a run."""
 
-    def __init__(self, directory: Location, session: int):
-        self._directory = directory
+    def __init__(self, directory: Location, session: int, *, shared: bool = True):
+        """`shared`: all ranks have one `directory`."""
+        self._directory, self._shared = directory, shared
         self._session = session
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -145,6 +146,7 @@ class CheckpointWriter:
                 chain_hash=chain_hash,
                 group=self._group,
                 num_threads=num_threads,
+                shared=self._shared,
             )
         except BaseException as error:  # `finish` raises it in the thread that can handle it
             self._error = error

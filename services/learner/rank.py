@@ -250,7 +250,8 @@ class LearnerRank:
         return hello
 
     def _gauges(self) -> dict[str, float]:
-        return {}
+        run = self._run
+        return run.gauges if run is not None else {}
 
 
 @click.command()

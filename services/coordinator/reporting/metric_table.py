@@ -119,6 +119,10 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("publish_wait_s", "s", "time in which the learner could not go on because a version was staged", "far below `step_s`"),
     Metric("learner_wait_s", "s", "wait for the batch", "near 0; more means that generation or rewards are the bottleneck"),
     Metric("learner/tokens_per_s", "tokens/s", "tokens that train by `step_s`"),
+    Metric("learner/queued_checkpoints", "checkpoints", "checkpoints on the learner's disk that wait for an object store",
+           "0 or 1; more while the store is away or slower than checkpoints are made"),
+    Metric("learner/store_away_s", "s", "seconds since the object store stopped answering", "0"),
+    Metric("learner/spool_bytes", "bytes", "files of the queued checkpoints, all ranks together", "below `PACELINE_SPOOL_MB`"),
     Metric("learner/unforeseen_errors", "errors", "unforeseen errors of the learner's process since its start", "0"),
 ))  # fmt: skip
 

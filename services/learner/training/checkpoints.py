@@ -4,6 +4,9 @@ A checkpoint that cannot be written causes a warning, and the run goes on withou
 ranks call `load`, `begin`, `finish` and `save_last` at the same point. A separate thread deletes old checkpoints. Reading
 the one that the session begins from is tried again (a mount may be late); after the last try, and at once when the
 checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
+
+Checkpoints for an object store are written to this machine's spool and uploaded from there, while training goes on also
+where the store is away (`learner/checkpoints/upload_queue.py`). They are reported once they are whole in the store.
 """
 
 from __future__ import annotations
@@ -18,15 +21,22 @@ import torch
 import torch.distributed as dist
 
 from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import Misfit
+from learner.checkpoints.checkpoint import Checkpoint, Misfit
 from learner.checkpoints.writer import CheckpointWriter
-from learner.collectives import any_over_ranks, broadcast_bytes, union_over_ranks, world_size
+from learner.collectives import (
+    any_over_ranks,
+    broadcast_bytes,
+    union_over_ranks,
+    world_size,
+)
 from learner.step.trainer import Trainer
 from learner.weights.gather import is_first_rank
 from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
 from paceline.files.run_folders import checkpoint_folder
+from paceline.files.storage import Folder
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
+from services.learner.training.checkpoint_uploads import CheckpointUploads
 
 LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
 """Seconds before each further try at the last checkpoint."""
@@ -62,7 +72,13 @@ class SessionCheckpoints:
         self._directory = checkpoint_folder(settings, assignment.directory, assignment.run_id)
         self._enabled = settings.enabled
         self._ahead: set[str] = set()
-        self._writer = CheckpointWriter(self._directory, assignment.session)
+        self._uploads: CheckpointUploads | None = None
+        if self._directory.local is None:
+            self._uploads = CheckpointUploads(self._directory, self._register, warn)
+        folder = self._directory if self._uploads is None else self._uploads.folder
+        self._writer = CheckpointWriter(folder, assignment.session, shared=self._uploads is None)
+        self._seconds: dict[int, float] = {}
+        """Seconds that writing took, by step, of checkpoints that are not reported yet."""
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
@@ -71,6 +87,8 @@ class SessionCheckpoints:
         Raises CheckpointFault when a checkpoint of this or a later session exists, so that the session's number is taken;
         NotShared when a rank does not see the files of rank 0; on all ranks the same.
         """
+        if self._uploads is not None:
+            self._uploads.device = device
         taken = broadcast_bytes(self._taken().encode()).decode()
         if taken:
             number = self._assignment.session
@@ -136,8 +154,8 @@ class SessionCheckpoints:
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
         """Load the checkpoint that the session begins from.
 
-        Raises CheckpointFault when the checkpoint is missing, damaged or cannot be read, Misfit when it is of another model;
-        on all ranks the same.
+        Raises CheckpointFault when the checkpoint is missing, damaged or cannot be read, Misfit when it is of another model,
+        Unavailable when it is in a store that is away; on all ranks the same.
         """
         if not self._assignment.checkpoint_path:
             return
@@ -150,6 +168,8 @@ class SessionCheckpoints:
         try:
             self._load(trainer)
         except (NotFound, Unavailable) as error:
+            if isinstance(error, Unavailable) and Folder(self._assignment.checkpoint_path).local is None:
+                raise  # older checkpoints are in the same store: the run waits until it is back
             raise CheckpointFault(str(error), self._assignment.checkpoint_path) from error
 
     def _load(self, trainer: Trainer) -> None:
@@ -195,30 +215,53 @@ class SessionCheckpoints:
 
         Return the reason why it could not be written, on the ranks that know it: the run goes on, and the next one is tried.
         """
-        self.saving = self._writer.in_progress
+        if not self._writer.in_progress:
+            return ""
+        self.saving, failure, saved = True, "", None
         try:
             saved = self._writer.finish()
         except (Unavailable, OSError) as error:
-            self._warn(f"no checkpoint of step {self._writer.step}: {error}; the run goes on without it")
-            return str(error)
+            failure = str(error)
+            self._warn(f"no checkpoint of step {self._writer.step}: {failure}; the run goes on without it")
         finally:
             self.saving = False
-        if saved is not None:
-            self.newest = (str(saved.path), saved.manifest.step)
-            self._report(
-                worker_pb2.ConnectRequest(
-                    checkpoint=worker_pb2.CheckpointReport(
-                        run_id=self._assignment.run_id,
-                        session=self._assignment.session,
-                        step=saved.manifest.step,
-                        path=str(saved.path),
-                        sha256=saved.manifest_sha256,
-                        chain=saved.manifest.chain_hash,
-                        seconds=self._writer.seconds,
-                    )
+        self._seconds[self._writer.step] = self._writer.seconds
+        if self._uploads is not None:
+            self._uploads.add(f"{self._assignment.session}-{self._writer.step}", saved, failure)
+        elif saved is not None:
+            self._register(saved)
+        return failure
+
+    def _register(self, saved: Checkpoint) -> None:
+        """Report a checkpoint that is complete in its place. In a store's case on the thread that uploads."""
+        self.newest = (str(saved.path), saved.manifest.step)
+        self._report(
+            worker_pb2.ConnectRequest(
+                checkpoint=worker_pb2.CheckpointReport(
+                    run_id=self._assignment.run_id,
+                    session=self._assignment.session,
+                    step=saved.manifest.step,
+                    path=str(saved.path),
+                    sha256=saved.manifest_sha256,
+                    chain=saved.manifest.chain_hash,
+                    seconds=self._seconds.pop(saved.manifest.step, 0.0),
                 )
             )
-        return ""
+        )
+
+    @property
+    def is_queued(self) -> bool:
+        """Return whether checkpoints are queued for an object store."""
+        return self._uploads is not None
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Return the state of the queue for a store, for the heartbeat; nothing without one."""
+        return {} if self._uploads is None else self._uploads.gauges
+
+    def until_stored(self, ended: Callable[[], bool]) -> bool:
+        """Wait until all finished checkpoints are in their place; return False where `ended` is true before, on any rank."""
+        return self._uploads is None or self._uploads.until_stored(ended)
 
     def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
         """Finish the checkpoint of the last step; try again while the disk may be full, because no later one replaces it.
@@ -243,10 +286,12 @@ class SessionCheckpoints:
         """End the threads."""
         with contextlib.suppress(PacelineError):
             self._writer.finish()  # nobody needs it any more; but its thread must not run into the next run
+        if self._uploads is not None:
+            self._uploads.close()
         self._deleting.shutdown()
 
     def _delete_all_but(self, kept: list[str]) -> None:
         try:
             checkpoints.prune(self._directory, kept, spared=self._ahead)
-        except OSError as error:
+        except Exception as error:  # of the object store's client
             log.warning("old checkpoints could not be deleted: %s; the next one tries again", error)

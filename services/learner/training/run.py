@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -46,6 +47,9 @@ from services.learner.training.exports import Rank0RunExports, RunExports
 from services.learner.training.publishing import Publishing
 from services.learner.training.run_reports import Rank0RunReports, RunReports
 from services.learner.training.step_failure import describe
+
+ORDER_STORE_S = 30.0
+"""Seconds that an ordered checkpoint may wait for the store, and training with it."""
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +94,11 @@ class LearnerRun:
     def receipted(self) -> int:
         """Steps up to which the coordinator has this rank's receipts; 0 before the session's first."""
         return self._batches.receipted
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Return the gauges of this rank's heartbeats."""
+        return self._checkpoints.gauges
 
     @property
     def phase(self) -> str:
@@ -247,6 +256,7 @@ class LearnerRun:
             self._rank.stop()
             self._begin_save(unchanged=True)
             self._checkpoints.finish()
+            self._checkpoints.until_stored(_after(self._rank.grace_s / 2))
 
     def _is_one_batch(self, batch: RankBatch) -> bool:
         """Return whether all ranks have parts of one batch: it may have been fixed anew after the first ranks got theirs."""
@@ -322,6 +332,8 @@ class LearnerRun:
     def _save_ordered(self) -> None:
         self._begin_save(unchanged=True)
         failure = self._checkpoints.finish()
+        if not self._checkpoints.until_stored(_after(ORDER_STORE_S)):
+            failure = failure or "it is written, and waits on the learner's disk until the store is back"
         for order in self._rank.orders.take_checkpoints():
             if failure:
                 order.set_exception(Unavailable(failure))
@@ -335,10 +347,11 @@ class LearnerRun:
         """
         try:
             with long_collectives():
+                if self._checkpoints.is_queued:  # waits for the store, which the export needs as well
+                    self._save_last()
                 path = self._exports.write_final(self._trainer.model)
-                self._checkpoints.save_last(
-                    self._trainer, self.step, self._chain, self._batches.superseded.wait
-                )
+                if not self._checkpoints.is_queued:
+                    self._save_last()
         except FailedElsewhere as error:
             log.error("run %s: %s", self.run_id, error)
             return
@@ -348,6 +361,15 @@ class LearnerRun:
             return
         self._reports.report(finished=True, export_path=str(path))
         self._serve_until_end()
+
+    def _save_last(self) -> None:
+        """Finish the last checkpoint. Where it is for a store that is away, wait until it is back, or this session ends. Raises
+        Unavailable."""
+        self._checkpoints.save_last(self._trainer, self.step, self._chain, self._batches.superseded.wait)
+        if not self._checkpoints.until_stored(
+            lambda: self._batches.superseded.is_set() or self._rank.stopping.is_set()
+        ):
+            raise Unavailable("the store of the run's checkpoints is away")
 
     def _serve_until_end(self) -> None:
         """Serve members and carry out orders until the run or this session ends. There is no further batch, so the loop
@@ -372,3 +394,9 @@ class LearnerRun:
         """Rows of the model's embedding: token ids are below this."""
         embedding = cast(torch.nn.Embedding, self._trainer.model.get_input_embeddings())
         return int(embedding.weight.shape[0])
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    """Return a function that tells whether so many seconds are over."""
+    end_s = time.monotonic() + seconds
+    return lambda: time.monotonic() > end_s

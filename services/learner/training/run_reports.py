@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,8 @@ class Rank0RunReports(RunReports):
     def __init__(self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None]) -> None:
         super().__init__(run_id, session, send)
         self._kept: list[worker_pb2.ConnectRequest] = []
+        self._lock = threading.Lock()
+        """Uploads report checkpoints from another thread."""
 
     def warn(self, message: str) -> None:
         """See `RunReports.warn`."""
@@ -59,7 +62,8 @@ class Rank0RunReports(RunReports):
     def keep(self, report: worker_pb2.ConnectRequest) -> None:
         """See `RunReports.keep`."""
         kind = report.WhichOneof("report")
-        self._kept = [r for r in self._kept if r.WhichOneof("report") != kind] + [report]
+        with self._lock:
+            self._kept = [r for r in self._kept if r.WhichOneof("report") != kind] + [report]
         self._send(report)
 
     def repeat(self) -> None:

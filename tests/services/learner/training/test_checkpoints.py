@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,24 +12,26 @@ from typing import Any
 import pytest
 import torch
 
-from learner.checkpoints import checkpoint, verification
+from learner.checkpoints import checkpoint, upload_queue, verification
 from learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.errors import CheckpointFault, Unavailable
+from paceline.files.storage import Folder
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
+from services.learner.training import checkpoint_uploads
 from services.learner.training.checkpoints import LAST_SAVE_PAUSES_S, LOAD_PAUSES_S, SessionCheckpoints
 
 
 class Session:
     """Checkpoints of session 2, which goes on from step 4, and what they say."""
 
-    def __init__(self, directory: Path, path: str = "", sha256: str = "") -> None:
+    def __init__(self, directory: Path, path: str = "", sha256: str = "", url: str | None = None) -> None:
         self.reported: list[worker_pb2.CheckpointReport] = []
         self.warnings: list[str] = []
         assignment = worker_pb2.RunAssignment(
             run_id="grpo-1",
             session=2,
-            directory=str(directory),
+            directory=str(directory) if url is None else url,
             checkpoint_path=path,
             checkpoint_sha256=sha256,
             start_step=4,
@@ -58,8 +62,8 @@ def start(tmp_path: Path) -> Any:
     """Starts sessions, and closes them."""
     sessions: list[Session] = []
 
-    def start_one(path: str = "", sha256: str = "") -> Session:
-        sessions.append(Session(tmp_path, path, sha256))
+    def start_one(path: str = "", sha256: str = "", url: str | None = None) -> Session:
+        sessions.append(Session(tmp_path, path, sha256, url))
         return sessions[-1]
 
     yield start_one
@@ -213,3 +217,83 @@ def test_what_is_ahead_of_where_the_session_began_is_not_deleted(
     session.checkpoints.keep_only([session.reported[0].path])
     session.checkpoints.close()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1-9", "2-6"]
+
+
+# A store
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store's URL; the spool is below `tmp_path`."""
+    monkeypatch.setenv("PACELINE_SPOOL", str(tmp_path / "spool"))
+    return f"memory://{uuid.uuid4().hex}/grpo-1"
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The store is away while this is set."""
+    is_away, put = threading.Event(), Folder.put
+
+    def put_if_there(folder: Folder, name: str, path: Path) -> None:
+        if is_away.is_set():
+            raise Unavailable("nobody listens")
+        put(folder, name, path)
+
+    monkeypatch.setattr(Folder, "put", put_if_there)
+    monkeypatch.setattr(upload_queue, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(upload_queue, "LONGEST_PAUSE_S", 0.01)
+    return is_away
+
+
+def test_training_goes_on_while_the_store_is_away(
+    start: Start, trainer: Any, url: str, away: threading.Event
+) -> None:
+    session, states = start(url=url), []
+    away.set()
+    for step in (5, 6):
+        with torch.no_grad():
+            trainer.model.weight += 1
+        states.append(trainer.model.weight.detach().clone())
+        session.checkpoints.begin(trainer, step, f"c{step}")
+        assert session.checkpoints.finish() == ""
+    assert not session.checkpoints.until_stored(lambda: True)
+    assert session.reported == []
+    assert session.checkpoints.gauges["queued_checkpoints"] == 2
+    away.clear()
+    assert session.checkpoints.until_stored(lambda: False)
+    assert [(report.step, report.path) for report in session.reported] == [
+        (step, f"{url}/checkpoints/2-{step}") for step in (5, 6)
+    ]
+    assert session.checkpoints.newest == (f"{url}/checkpoints/2-6", 6)
+    report = session.reported[0]
+    start(report.path, report.sha256, url).checkpoints.load(trainer, pytest.fail)
+    assert torch.equal(trainer.model.weight, states[0])
+
+
+def test_beyond_the_quota_the_oldest_is_dropped_and_the_run_goes_on(
+    start: Start, trainer: Any, url: str, away: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_uploads, "quota_bytes", lambda: 1)
+    session = start(url=url)
+    away.set()
+    for step in (5, 6):
+        session.checkpoints.begin(trainer, step, f"c{step}")
+        assert session.checkpoints.finish() == ""
+    assert any("checkpoints 2-5 were dropped before they reached" in warning for warning in session.warnings)
+    away.clear()
+    session.checkpoints.save_last(trainer, 6, "c6", pytest.fail)
+    assert session.checkpoints.until_stored(lambda: False)
+    assert [report.step for report in session.reported] == [6]
+
+
+def test_a_checkpoint_in_a_store_that_is_away_is_not_called_damaged(
+    start: Start, trainer: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(Folder, "open", refuse)
+    pauses: list[float] = []
+    with pytest.raises(Unavailable, match="cannot be read: ConnectionError: nobody listens"):
+        start(f"{url}/checkpoints/1-4", "0" * 64, url).checkpoints.load(trainer, pauses.append)
+    assert tuple(pauses) == LOAD_PAUSES_S
