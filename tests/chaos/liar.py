@@ -178,7 +178,7 @@ async def ask(request: pb.ExchangeRequest, frames: list[bytes], membership: Memb
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.DEALER)
     try:
-        socket.connect(_reachable(welcome.exchange_endpoint, membership._coordinator))
+        socket.connect(_reachable(welcome.exchange_endpoint, membership.coordinator))
         await socket.send_multipart([request.SerializeToString(), *frames])
         async with asyncio.timeout(ANSWER_S):
             header, *_ = await socket.recv_multipart()

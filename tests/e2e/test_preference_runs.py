@@ -62,6 +62,7 @@ def spec_for(make_spec: MakeSpec, pairs: Path, algorithm: str, steps: int, **sec
     return make_spec(algorithm=algorithm, data=data, checkpointing=exact, **{algorithm: {**sizes, **section}})
 
 
+@pytest.mark.slow
 def test_dpo_prefers_held_out_answers_and_a_killed_learner_reaches_the_same_weights(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
 ) -> None:

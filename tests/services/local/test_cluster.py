@@ -279,6 +279,7 @@ def test_a_second_cluster_in_a_directory_is_refused_before_it_touches_anything(t
     third.stop()
 
 
+@pytest.mark.slow
 def test_a_coordinator_killed_again_and_again_ends_nothing(tmp_path: Path) -> None:
     """From outside, at once after each start, more often than any number of deaths that used to end the cluster."""
     cluster = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
