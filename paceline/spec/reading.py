@@ -46,6 +46,8 @@ NEWER_KEYS: dict[str, Any] = {
     "data.train_config": None,
     "data.validation_config": None,
     "bundle": BundleSection().model_dump(mode="json"),
+    "priority": 0,
+    "max_hours": None,
 }
 """Keys that services of the version before do not know, with the defaults that stand for their absence. docs/compatibility.md
 has the rule."""

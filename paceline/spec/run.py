@@ -61,6 +61,13 @@ class RunSpec(Section):
     checkpointing: CheckpointingSection = CheckpointingSection()
     logger: LoggerSection = LoggerSection()
     cluster: ClusterSection = ClusterSection()
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Place in the coordinator's queue: of the runs that wait, the one of the highest priority starts first, of equal ones
+    the oldest. A run of a higher priority than the one that trains takes its place: that run writes a checkpoint, and
+    goes on later."""
+    max_hours: Annotated[float, Field(gt=0.0)] | None = None
+    """Hours of training after which the run ends in good order, with its last steps trained, checkpoint and export
+    written; waiting in the queue and pauses do not count. None: it trains max_num_steps."""
 
     @property
     def algorithm_section(self) -> AlgorithmSection:

@@ -47,6 +47,8 @@ def run_facts(run: Run) -> Facts:
         "tokens": dict(run.tokens),
         "age_s": run.age_s,
         "warnings": list(run.warnings),
+        "priority": run.priority,
+        "queue_place": run.queue_place,
     }
 
 
@@ -55,13 +57,20 @@ def run_row(facts: Facts) -> list[str]:
     opened = sum(facts["groups"].get(state, 0) for state in OPEN_STATES)
     return [
         facts["run_id"],
-        facts["state"],
+        state_cell(facts),
         f"{facts['step']}/{facts['max_num_steps']}",
         str(opened),
         f"{facts['tokens'].get('trained', 0):,}",
         duration(facts["age_s"]),
         facts["message"],
     ]
+
+
+def state_cell(facts: Facts) -> str:
+    """Return the state of a run, with its place in the queue and its priority where they are not the usual ones."""
+    notes = [f"#{facts['queue_place']}"] if facts["queue_place"] else []
+    notes += [f"priority {facts['priority']}"] if facts["priority"] else []
+    return f"{facts['state']} ({', '.join(notes)})" if notes else str(facts["state"])
 
 
 def member_facts(member: Member) -> Facts:

@@ -20,8 +20,8 @@ class RankContext(Protocol):
     world_size: int
     device: torch.device
     cpu_chosen: bool
-    host: str
-    reachable: str
+    weights_bind: str
+    weights_host: str
     grace_s: float
     orders: Orders
     background: BackgroundLoop

@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from paceline.errors import PacelineError
+from services.common.fabric import fabric_option
 from services.common.insecure import check_coordinator
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.parent_death import die_with_starter
@@ -32,6 +33,7 @@ from services.learner.nodes.settings import is_rank, node_settings, ranks_of_nod
     port="gRPC port of rank 0",
 )
 @device_option
+@fabric_option
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
@@ -64,6 +66,7 @@ def main(
     coordinator: str,
     host: str,
     advertise_host: str,
+    fabric: str,
     port: int,
     name: str,
     ranks: int | None,
@@ -80,6 +83,7 @@ def main(
     options = [
         *("--coordinator", coordinator, "--host", host, "--port", str(port), "--name", name),
         *("--device", device, "--grace", str(grace_s), "--advertise-host", advertise_host),
+        *("--fabric", fabric),
         *(("--ready-file", str(ready_file)) if ready_file is not None else ()),
     ]
     try:

@@ -29,6 +29,7 @@ from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
 from services.common.advertise import advertised_host
+from services.common.fabric import fabric_option
 from services.common.grpc_server import GrpcServer
 from services.common.membership import LEAVE_WAIT_S, Membership
 from services.common.options import device_option, worker_options
@@ -56,14 +57,22 @@ class LearnerRank:
     """Connection, process group and the loop over runs."""
 
     def __init__(
-        self, coordinator: str, name: str, device: torch.device, host: str, reachable: str, grace_s: float
+        self,
+        coordinator: str,
+        name: str,
+        device: torch.device,
+        host: str,
+        reachable: str,
+        grace_s: float,
+        fabric: str = "",
     ):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = device
-        self.host = host
         self.reachable = reachable
-        """Address of this machine for others; `host` is the address that it listens on."""
+        """Address of this machine for others."""
+        self.weights_bind, self.weights_host = fabric or host, fabric or reachable
+        """Address that weight links listen on, and the one that members reach."""
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
         self.grace_s = grace_s
@@ -257,10 +266,12 @@ class LearnerRank:
 @click.command()
 @worker_options("learner", grace="Seconds for the last checkpoint at SIGTERM.")
 @device_option
+@fabric_option
 def main(
     coordinator: str,
     host: str,
     advertise_host: str,
+    fabric: str,
     port: int,
     name: str,
     device: str,
@@ -275,10 +286,10 @@ def main(
     bound_caches()
     try:
         reachable = advertised_host(host, advertise_host, checked_address(coordinator))
-        used = set_up_device(device, host)
+        used = set_up_device(device, fabric or host)
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
-    rank = LearnerRank(coordinator, name, used, host, reachable, grace_s)
+    rank = LearnerRank(coordinator, name, used, host, reachable, grace_s, fabric)
     rank.cpu_chosen = device == "cpu"
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: rank.stop())

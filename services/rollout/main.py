@@ -16,6 +16,7 @@ from paceline.host.onednn import bound_caches
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from protos.paceline.v1 import rollout_pb2_grpc
 from services.common.advertise import advertised_host
+from services.common.fabric import fabric_option
 from services.common.gpus import unused_gpus
 from services.common.grpc_server import GrpcServer, run_service
 from services.common.options import device_option, token_file_option, worker_options
@@ -24,6 +25,7 @@ from services.common.processes.parent_death import die_with_starter
 from services.common.processes.quiet_torch import QUIET_TORCH
 from services.common.processes.ready_file import announce
 from services.common.token_guard import worker_guard
+from services.rollout.engine_settings import engine_option
 from services.rollout.worker import RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 @click.command()
 @worker_options("rollout", grace="Seconds to finish leases at SIGTERM.")
 @device_option
+@fabric_option
+@engine_option
 @click.option(
     "--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none."
 )
@@ -42,6 +46,8 @@ def main(
     port: int,
     http_port: int | None,
     advertise_host: str,
+    fabric: str,
+    engine_settings: tuple[str, ...],
     name: str,
     device: str,
     grace_s: float,
@@ -58,7 +64,8 @@ def main(
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)
         member_id = f"{name}-{uuid.uuid4().hex[:8]}"
-        worker = RolloutWorker(coordinator, member_id, _device(device), grace_s, reachable)
+        worker = RolloutWorker(coordinator, member_id, _device(device), grace_s, fabric or reachable)
+        worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
         server = GrpcServer(host, port, worker_guard())
         server.add(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from services.common.gpus import refuse_cpu
 from services.common.grpc_server import with_status
 from services.common.membership import Membership
 from services.common.run_setup import spec_of
+from services.rollout.engine_settings import with_engine_settings
 from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.requests import MAX_CHOICES
 from services.rollout.openai.sampling import MAX_CHARS_PER_TOKEN
@@ -62,6 +64,8 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self._device = device
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
+        self.engine_settings: Sequence[str] = ()
+        """Settings of this worker's engine in place of the run's (`services/rollout/engine_settings.py`)."""
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
         self._ended_run: RolloutRun | None = None
@@ -147,7 +151,7 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
         self._set_up_pause.reset()
         while True:
             try:
-                spec = spec_of(assignment)
+                spec = with_engine_settings(spec_of(assignment), self.engine_settings)
                 if self._device == "cpu" and not self.cpu_chosen:
                     refuse_cpu(spec.cluster, "rollout")
                 run = await RolloutRun.start(

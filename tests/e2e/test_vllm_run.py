@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from pool_workers import another_worker, pools_of
 from watched_runs import finish, metrics
 
 from paceline.client import Client
@@ -120,6 +121,15 @@ def test_a_run_goes_on_when_an_engines_worker_is_killed_and_its_ratios_are_one(
     ratios = [line["ratio_behaviour"] for line in lines]
     print(f"ratios of {len(ratios)} steps at age 0: {min(ratios):.6f} to {max(ratios):.6f}")
     assert all(abs(ratio - 1) <= 5e-4 for ratio in ratios), ratios
+
+
+def test_workers_with_another_engine_share_the_run(
+    client: Client, cluster: LocalCluster, vllm_spec: MakeSpec, tmp_path: Path
+) -> None:
+    with another_worker(cluster, tmp_path, "--engine", "backend=native", "--engine", "max_batch_size=8"):
+        run_id = client.submit(vllm_spec(grpo={"max_num_steps": 24})).run_id
+        finish(client, cluster, run_id)
+    assert pools_of(cluster, run_id) == {"rollout-0", "other"}
 
 
 @pytest.mark.parametrize("what", ["the delta channel", "an adapter"])

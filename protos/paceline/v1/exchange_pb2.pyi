@@ -70,6 +70,8 @@ class _BatchStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BatchState
     """The part is in the reply."""
     BATCH_STATE_END: _BatchState.ValueType  # 3
     """The run has ended: no further step."""
+    BATCH_STATE_LAST: _BatchState.ValueType  # 4
+    """The run ends before this step, because its hours are over: write the last checkpoint and the export, then report."""
 
 class BatchState(_BatchState, metaclass=_BatchStateEnumTypeWrapper):
     """State of the requested batch, which decides what the rank does."""
@@ -82,6 +84,8 @@ BATCH_STATE_READY: BatchState.ValueType  # 2
 """The part is in the reply."""
 BATCH_STATE_END: BatchState.ValueType  # 3
 """The run has ended: no further step."""
+BATCH_STATE_LAST: BatchState.ValueType  # 4
+"""The run ends before this step, because its hours are over: write the last checkpoint and the export, then report."""
 Global___BatchState: _TypeAlias = BatchState  # noqa: Y015
 
 @_typing.final

@@ -117,6 +117,8 @@ class Run(_message.Message):
     AGE_S_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     BUNDLE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    QUEUE_PLACE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Unique on this coordinator."""
     state: Global___RunState.ValueType
@@ -135,6 +137,10 @@ class Run(_message.Message):
     """Seconds since it was submitted."""
     bundle: _builtins.str
     """SHA-256 of the manifest of the run's bundle, hexadecimal; empty for a run without one."""
+    priority: _builtins.int
+    """Of the runs that wait, the one of the highest priority starts first."""
+    queue_place: _builtins.int
+    """Place in the queue, from 1; 0 for a run that does not wait."""
     @_builtins.property
     def groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Groups by state (`admitted`, `leased`, …; `dropped:<reason>`)."""
@@ -162,10 +168,12 @@ class Run(_message.Message):
         age_s: _builtins.float = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         bundle: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        queue_place: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "bundle", b"bundle", "directory", b"directory", "groups", b"groups", "max_num_steps", b"max_num_steps", "message", b"message", "run_id", b"run_id", "spec_yaml", b"spec_yaml", "state", b"state", "step", b"step", "tokens", b"tokens", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "bundle", b"bundle", "directory", b"directory", "groups", b"groups", "max_num_steps", b"max_num_steps", "message", b"message", "priority", b"priority", "queue_place", b"queue_place", "run_id", b"run_id", "spec_yaml", b"spec_yaml", "state", b"state", "step", b"step", "tokens", b"tokens", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

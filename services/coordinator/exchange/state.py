@@ -143,6 +143,10 @@ class Exchange:
         """Time from which the batch of a step could have been fixed, by step (`ready_first`)."""
         self.admission_closed = ""
         """Reason why no group is admitted for now; empty when the admission rule alone decides."""
+        self.end_step = 0
+        """Steps after which the active run ends because its hours are over (`max_hours`); 0 while they are not."""
+        self.yields_to = ""
+        """Run of a higher priority that the active run makes room for: nothing new is leased, and no batch is fixed."""
         self.unreadable_data = ""
         """Reason why the next prompt cannot be read; empty while it can."""
         self.reserved: dict[int, str] = {}
@@ -217,9 +221,22 @@ class Exchange:
     # Shared by the handlers
 
     def takes_no_work(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused or all its steps are trained, so that nothing is leased."""
+        """Return whether the run is paused, yields to another, or has all its batches, so that nothing is leased."""
         row = self.ledger.run(run.run_id)
-        return bool(row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps)
+        return bool(
+            row["state"] != "running"
+            or self.yields_to
+            or row["next_step"] >= run.spec.max_num_steps
+            or self.has_last_batch(row)
+        )
+
+    def has_last_batch(self, row: sqlite3.Row) -> bool:
+        """Return whether the active run ends early, and the batches of all steps before its end are fixed."""
+        return 0 < self.end_step <= max(row["next_batch"], row["next_step"])
+
+    def num_steps(self, run: ActiveRun) -> int:
+        """Return the steps after which the active run ends."""
+        return self.end_step or run.spec.max_num_steps
 
     def withheld(self, run: ActiveRun) -> bool:
         """Return whether the run is paused for a reason that the learner would meet again, so that it is given nothing
@@ -380,7 +397,7 @@ class Exchange:
             self.first_requested_s.clear()
             self.first_complete_s.clear()
             self.training, self.ranks = None, 0
-            self.unreadable_data = ""
+            self.unreadable_data, self.yields_to, self.end_step = "", "", 0
             self.reserved.clear()
             self.offered.clear()
             self.overdue.clear()

@@ -31,6 +31,11 @@ from services.coordinator.ledger.tables.session_faults import SessionFaults
 from services.coordinator.text_limits import event_json
 
 ACTIVE_STATES = ("running", "paused")
+PRIORITY = (
+    "COALESCE((SELECT json_extract(json, '$.priority') FROM events WHERE events.run_id = runs.run_id AND sequence = 1), 0)"
+    " AS priority"
+)
+"""Expression for a run's priority: a fact of its first event, as its submission is."""
 RECENT_RESULTS = 64
 """Newest results whose mean size is taken for the size of later ones."""
 
@@ -98,14 +103,29 @@ class Ledger(LedgerFile):
         )
 
     def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
-        """Return the active run or, without one, the oldest that waits; none of those in `passed_over`."""
+        """Return the active run or, without one, the first of the queue; none of those in `passed_over`."""
         row: sqlite3.Row | None = self.db.execute(
-            "SELECT * FROM runs WHERE state IN ('running', 'paused', 'queued')"
+            f"SELECT runs.*, {PRIORITY} FROM runs WHERE state IN ('running', 'paused', 'queued')"
             f" AND run_id NOT IN ({', '.join('?' * len(passed_over))})"
-            " ORDER BY CASE state WHEN 'running' THEN 0 WHEN 'paused' THEN 1 ELSE 2 END, sequence LIMIT 1",
+            " ORDER BY CASE state WHEN 'running' THEN 0 WHEN 'paused' THEN 1 ELSE 2 END, priority DESC, sequence LIMIT 1",
             tuple(passed_over),
         ).fetchone()
         return row
+
+    def queue(self) -> list[sqlite3.Row]:
+        """Return id and `priority` of the runs that wait, the one that starts first before the others."""
+        return self.db.execute(
+            f"SELECT run_id, {PRIORITY} FROM runs WHERE state = 'queued' ORDER BY priority DESC, sequence"
+        ).fetchall()
+
+    def first_queued(self) -> sqlite3.Row | None:
+        """Return id and `priority` of the run that waits and starts first."""
+        return next(iter(self.queue()), None)
+
+    def priority(self, run_id: str) -> int:
+        """Return the priority of a run."""
+        row = self._first_of(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", run_id)
+        return int(row["priority"]) if row is not None else 0
 
     def add_run(
         self,
@@ -240,6 +260,10 @@ class Ledger(LedgerFile):
     def bundle(self, run_id: str) -> str:
         """Return the digest of the bundle that the run was last submitted or resumed with; empty for a run without one."""
         return self._newest_fact(run_id, "bundle")
+
+    def end_step(self, run_id: str) -> int:
+        """Return the number of steps after which the run ends, where its hours were over before its last step; else 0."""
+        return int(self._newest_fact(run_id, "end_step") or 0)
 
     def bundles(self) -> list[str]:
         """Return the digests of all bundles that runs were submitted or resumed with."""

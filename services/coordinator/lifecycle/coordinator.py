@@ -5,6 +5,7 @@ the runs. Everything runs on one event loop; `lock` serialises transactions with
 
   queued    `run_queue.py`, after its spec and data sets were checked
   running   `run_start.py`, when no run is active and its data sets could be opened
+            A run of a higher priority takes its place: `preemption.py` queues it again. `hours.py` ends it before its last step
   paused    `commands.py` by a person; `run_states.py` on a fault: with the reason, and retried automatically where waiting may
             help (`worker_faults.py`). A run whose spec this version cannot read lets other runs go first
   failed    `run_states.py`, by the fault of its spec, before its first step. It keeps its open groups, and `resume` queues it
@@ -34,6 +35,8 @@ from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.lifecycle import recovery
 from services.coordinator.lifecycle.commands import Commands
 from services.coordinator.lifecycle.context import RunContext
+from services.coordinator.lifecycle.hours import Hours, explain
+from services.coordinator.lifecycle.preemption import Preemption
 from services.coordinator.lifecycle.resumption import Resumption
 from services.coordinator.lifecycle.run_bundles import RunBundles
 from services.coordinator.lifecycle.run_queue import RunQueue
@@ -98,6 +101,8 @@ class Coordinator:
         self.starter = RunStarter(
             self.context, self.states, self.faults, self.pool, self._prompts, self._bundles
         )
+        self._preemption = Preemption(self.context, self.states, self.pool.assignments)
+        self._hours = Hours(self.context)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
         """Run and session whose learner has exported."""
@@ -129,7 +134,15 @@ class Coordinator:
     async def _tick(self) -> None:
         if self._ledger_fault is not None:
             raise self._ledger_fault
-        for duty in (self.starter.start_next, self._expire_silent, self._check, self._tidy_up):
+        duties = (
+            self.starter.start_next,
+            self._expire_silent,
+            self._check,
+            self._preemption.check,
+            self._hours.check,
+            self._tidy_up,
+        )
+        for duty in duties:
             try:
                 await duty()
             except (LedgerFault, sqlite3.Error):
@@ -200,11 +213,11 @@ class Coordinator:
         exported = finished_run is run and session == row["session"]
         if (
             exported
-            and row["next_step"] >= run.spec.max_num_steps
+            and row["next_step"] >= self.exchange.num_steps(run)
             and evaluation.pending(self.exchange, run) is None
             and not self._awaits_last_version(run)
         ):
-            await self.states.end(run.run_id, "succeeded", "")
+            await self.states.end(run.run_id, "succeeded", explain(run, self.exchange.end_step))
 
     def _awaits_last_version(self, run: ActiveRun) -> bool:
         """Return whether a worker of the roster still has an older version than the last, from which workers answer callers
@@ -213,7 +226,7 @@ class Coordinator:
             return False
         members = map(self.members.get, self.pool.assignments.roster.member_ids)
         versions = [member.version for member in members if member is not None]
-        return any(version is not None and version.step < run.spec.max_num_steps for version in versions)
+        return any(version is not None and version.step < self.exchange.num_steps(run) for version in versions)
 
     async def warn(self, messages: list[str]) -> None:
         """Add warnings to the events of the active run."""

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import Busy, InvalidInput
 from paceline.files.storage import Folder
@@ -123,7 +124,8 @@ class RunQueue:
             run_id = f"{spec.name}-{self._ledger.num_runs() + 1}"
             directory = self._directory / run_id
             self._ledger.add_run(run_id, text, str(directory), spec.max_num_steps, warnings)
-            queued = {"state": "queued"} | ({"submission": submission} if submission else {})
+            queued: dict[str, Any] = {"state": "queued"} | ({"submission": submission} if submission else {})
+            queued |= {"priority": spec.priority} if spec.priority else {}
             queued |= {name: fact for name, fact in facts.items() if fact}
             self._ledger.add_event(run_id, "state", queued)
             for warning in warnings:

@@ -89,7 +89,7 @@ class RunStarter:
                 self._delays.retried = ""
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})
-                self._exchange.active = run
+                self._exchange.active, self._exchange.end_step = run, self._ledger.end_step(run.run_id)
                 self._exchange.slots_changed()
                 if run.validation is not None and run.spec.grpo.val_at_start:
                     evaluation.begin(self._exchange, run, 0)

@@ -63,6 +63,29 @@ class RunStates:
         self._context.server.wake("lease", "batch")
         await self._context.watchers.notify()
 
+    async def preempt(self, run_id: str, other: str, priority: int) -> None:
+        """Queue the active run again because `other` has a higher priority; a run that is paused stays paused. Its open groups
+        stay open, and the workers get the other run."""
+        message = f"run {other} of priority {priority} goes first"
+        async with self._context.lock:
+            run, row = self._exchange.active, self._ledger.run(run_id)
+            if run is None or run.run_id != run_id or row["state"] not in ACTIVE_STATES:
+                return
+            is_paused = row["state"] == "paused" and self._delays.retried != run_id
+            with self._ledger.transaction():
+                self._exchange.stop_work(run_id)
+                if not is_paused:
+                    set_state(self._ledger, run_id, "queued", message)
+            if is_paused:
+                self._delays.passed_over.add(run_id)
+            if self._delays.retried == run_id:
+                self._delays.retried, self._delays.start_again_s = "", 0.0
+        log.info("run %s is preempted: %s", run_id, message)
+        self._context.run_log.close()
+        self._assignments.unassign_all(message)
+        self._context.server.wake("lease", "task", "batch")
+        await self._context.watchers.notify()
+
     async def fail(self, run_id: str, message: str) -> None:
         """Fail a run that cannot go on with its spec. Its open groups stay open for `resume`; the next run may start."""
         await self._leave(run_id, "failed", message)

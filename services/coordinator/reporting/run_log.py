@@ -212,7 +212,7 @@ class RunLog:
         self._record("train", step, metrics)
         self._warn_without_signal(run, step, metrics)
         grpo, trained = run.spec.grpo, step + 1
-        final = trained == run.spec.max_num_steps
+        final = trained == self._exchange.num_steps(run)
         due = grpo.val_period and trained % grpo.val_period == 0
         if run.validation is not None and (grpo.val_at_end if final else due):
             evaluation.begin(self._exchange, run, trained)

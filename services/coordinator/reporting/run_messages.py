@@ -7,6 +7,7 @@ import json
 import logging
 import sqlite3
 import time
+from collections.abc import Sequence
 
 from paceline.errors import InvalidInput
 from paceline.rate_limited_log import RateLimitedLog
@@ -17,9 +18,11 @@ PAGE_SIZE = 100
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
-def run_message(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
-    """Return the message of a run's row, with its token accounting."""
+def run_message(ledger: Ledger, row: sqlite3.Row, queue: Sequence[str] | None = None) -> run_pb2.Run:
+    """Return the message of a run's row, with its token accounting; `queue` has the ids of the runs that wait, in their order."""
     run_id = row["run_id"]
+    if queue is None:
+        queue = [waiting["run_id"] for waiting in ledger.queue()]
     return run_pb2.Run(
         run_id=run_id,
         state=run_pb2.RunState.Value(f"RUN_STATE_{row['state'].upper()}"),
@@ -31,6 +34,8 @@ def run_message(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
         tokens=ledger.token_books(run_id),
         age_s=max(0.0, time.time() - row["submitted_s"]),
         warnings=json.loads(row["warnings_json"]),
+        priority=ledger.priority(run_id),
+        queue_place=queue.index(run_id) + 1 if run_id in queue else 0,
     )
 
 
@@ -43,15 +48,16 @@ def page(ledger: Ledger, request: run_pb2.ListRequest) -> run_pb2.ListResponse:
     after = min(int((request.page_token or "0")[:19]), 1 << 62)
     size = min(request.page_size or PAGE_SIZE, PAGE_SIZE)
     rows = ledger.runs_after(after, size + 1)
-    response = run_pb2.ListResponse(runs=[_tolerant(ledger, row) for row in rows[:size]])
+    queue = [waiting["run_id"] for waiting in ledger.queue()]
+    response = run_pb2.ListResponse(runs=[_tolerant(ledger, row, queue) for row in rows[:size]])
     if len(rows) > size:
         response.next_page_token = str(rows[size - 1]["sequence"])
     return response
 
 
-def _tolerant(ledger: Ledger, row: sqlite3.Row) -> run_pb2.Run:
+def _tolerant(ledger: Ledger, row: sqlite3.Row, queue: Sequence[str]) -> run_pb2.Run:
     try:
-        return run_message(ledger, row)
+        return run_message(ledger, row, queue)
     except Exception as error:  # a damaged row may raise anything, and concerns this run alone
         run_id = str(row["run_id"])
         seldom.warning(run_id, "the record of run %s cannot be read", run_id, error=error)

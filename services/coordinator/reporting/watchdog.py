@@ -79,7 +79,8 @@ class Watchdog:
         row = self._ledger.run(run.run_id)
         learners = [m for m in self._connected(common_pb2.ROLE_LEARNER) if m.session == row["session"]]
         step = row["next_batch"] if run.prompts is not None else row["next_step"]
-        if self._moving_s is None or row["state"] != "running" or row["next_step"] >= run.spec.max_num_steps:
+        over = row["next_step"] >= self._exchange.num_steps(run)
+        if self._moving_s is None or row["state"] != "running" or self._exchange.yields_to or over:
             self._moving_s, self._step = now_s, -1
             return []
         since_s, asked = self._moving_s, True

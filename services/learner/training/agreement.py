@@ -17,6 +17,8 @@ class StepAgreement:
     """No rank trains before every rank has its part of the batch."""
     run_ended: bool
     """The run, or this session of it, has ended."""
+    run_complete: bool
+    """The run ends in good order before this step."""
     stopping: bool
     """The learner ends after this step."""
     checkpoint_ordered: bool

@@ -27,7 +27,7 @@ REQUEST_TIMEOUT_S = math.inf
 
 
 class RankBatch(NamedTuple):
-    """This rank's part of a step's batch, or the news that the run has ended."""
+    """This rank's part of a step's batch, or the news that the run has ended or ends here."""
 
     reply: pb.BatchReply
     groups: list[Group]
@@ -37,6 +37,16 @@ class RankBatch(NamedTuple):
     def is_end(self) -> bool:
         """Return whether the run, or this session of it, has ended."""
         return self.reply.state == pb.BATCH_STATE_END
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the run ends before this step, in good order."""
+        return self.reply.state == pb.BATCH_STATE_LAST
+
+    @classmethod
+    def end_of_run(cls) -> RankBatch:
+        """Return the news that the run is complete before this step."""
+        return cls(pb.BatchReply(state=pb.BATCH_STATE_LAST), [])
 
     @classmethod
     def decode(cls, reply: pb.BatchReply, payloads: Sequence[bytes]) -> RankBatch:

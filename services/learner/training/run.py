@@ -82,6 +82,8 @@ class LearnerRun:
         self._progress = ProgressLog(log)
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None
+        self._is_complete = False
+        """True when the run ended before its last step: the coordinator has no further batch."""
         self._longest = 0
         """Tokens of the longest sequence in this rank's last part."""
 
@@ -117,6 +119,9 @@ class LearnerRun:
                 batch = self._next_batch()
                 if batch is None:
                     return
+                if batch.is_last:
+                    self._end_early()
+                    break
                 self._train_step(batch)
                 set_collective_timeout(COLLECTIVE_TIMEOUT_S)  # models are loaded, kernels are compiled
             self._finish()
@@ -212,18 +217,23 @@ class LearnerRun:
     # One step
 
     def _next_batch(self) -> RankBatch | None:
-        """Return this rank's part of the next batch, once every rank has its part; None when the run has ended."""
+        """Return this rank's part of the next batch, once every rank has its part; None when the run has ended.
+
+        Where the run is complete before its last step, the batch has no groups (`RankBatch.is_last`), on every rank.
+        """
         self._phase = "waiting"
         batch: RankBatch | None = None
         while True:
             if batch is None:
                 with span("wait", step_traceparent(self.run_id, self.step), step=self.step):
-                    batch = self._batches.fetch(self.step)
+                    batch = self._batches.fetch(self.step + self._is_complete)
             agreed = self._facts(batch).on_any_rank(self._rank.device)
             with long_collectives():
                 self._work_between_steps(agreed)
             if agreed.run_ended or agreed.stopping:
                 return None
+            if agreed.run_complete:
+                return RankBatch.end_of_run()
             if agreed.batch_missing or batch is None:
                 continue
             if self._is_one_batch(batch):
@@ -235,6 +245,7 @@ class LearnerRun:
         return StepAgreement(
             batch_missing=batch is None,
             run_ended=batch is not None and batch.is_end,
+            run_complete=batch is not None and batch.is_last,
             stopping=self._rank.stopping.is_set(),
             checkpoint_ordered=bool(orders.checkpoint),
             export_ordered=bool(orders.export),
@@ -325,6 +336,14 @@ class LearnerRun:
 
     # After a step
 
+    def _end_early(self) -> None:
+        """Publish and save the version that is the run's last, as after its last step."""
+        if self.step > self._assignment.start_step and self.step % self._spec.weights.publish_interval:
+            self.publishing.publish(self.step, last=True)
+        if self._spec.checkpointing.enabled:
+            self._begin_save(unchanged=True)
+        self._is_complete = True
+
     def _begin_save(self, *, unchanged: bool) -> None:
         with long_collectives():  # the one before may still be on its way to the store
             self._checkpoints.begin(self._trainer, self.step, self._chain, unchanged=unchanged)
@@ -373,7 +392,8 @@ class LearnerRun:
 
     def _serve_until_end(self) -> None:
         """Serve members and carry out orders until the run or this session ends. There is no further batch, so the loop
-        that waits for one returns None at the end."""
+        that waits for one returns None at the end. A run that ended early waits for the step after its end, because the
+        answer for that one is known."""
         self._next_batch()
 
     def _fail(self, message: str, **facts: Any) -> None:

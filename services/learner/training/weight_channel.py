@@ -66,7 +66,7 @@ class _WeightChannelFactory:
         self._dtype = getattr(torch, resolved_dtype(precision, rank.device.type))
         # Each run has a store, because versions of another run must not be pruned here.
         self._store = WeightStore(run_store(self._weights.store, self._run_id, assignment.directory))
-        trusted = is_loopback(rank.reachable) and self._store.is_local
+        trusted = is_loopback(rank.weights_host) and self._store.is_local
         self._algorithm: Algorithm = "xxh3_64" if trusted else "sha256"
 
     def collective(self) -> CollectiveChannel:
@@ -85,8 +85,8 @@ class _WeightChannelFactory:
             on_result=on_link_result,
             bucket_bytes=self._weights.bucket_mb << 20,
             max_wait_s=self._weights.max_wait_s,
-            bind_host=self._rank.host,
-            advertise_host=self._rank.reachable,
+            bind_host=self._rank.weights_bind,
+            advertise_host=self._rank.weights_host,
             backend=backend,
         )
         catch_up = CatchUp(
@@ -124,7 +124,7 @@ class _WeightChannelFactory:
     ) -> StoreWriter:
         return StoreWriter(
             store=self._store,
-            board=make_board(self._rank.host, self._rank.reachable),
+            board=make_board(self._rank.weights_bind, self._rank.weights_host),
             run_id=self._run_id,
             rank=self._rank.rank,
             world_size=self._rank.world_size,
@@ -146,5 +146,5 @@ class _WeightChannelFactory:
         if backend != "auto":
             return backend
         # Only workers of this host reach a learner on loopback, and `cluster` describes the processes of one host.
-        one_host = is_loopback(self._rank.reachable) or bool(self._cluster.rollout_gpus)
+        one_host = is_loopback(self._rank.weights_host) or bool(self._cluster.rollout_gpus)
         return "shared" if one_host and self._rank.device.type == "cuda" else "gloo"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,6 +26,8 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     if wanted.world_size == 0 or wanted.rank >= wanted.world_size:
         return exchange.refuse(request, f"rank {wanted.rank} of {wanted.world_size} ranks cannot be")
     session_faults.note_session(exchange, run, request.session)
+    if 0 < exchange.end_step <= wanted.step <= row["next_step"]:
+        return _answer(exchange, request, pb.BATCH_STATE_LAST)
     fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not take a served batch away
     if wanted.step > row["next_step"] or (exchange.takes_no_work(run) and wanted.step >= fixed):
         return _wait(exchange, request)
@@ -55,7 +58,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
 def fix_and_check_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Return whether ranks that wait for a batch may get one; called once for all. Fixes the batch that is due."""
     row = exchange.ledger.run(run.run_id)
-    if run.prompts is None or row["next_batch"] > row["next_step"]:
+    if run.prompts is None or row["next_batch"] > row["next_step"] or exchange.has_last_batch(row):
         return True
     return not exchange.takes_no_work(run) and fix_if_due(exchange, run, now_s)
 
@@ -155,9 +158,14 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
 
 
 def _wait(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
+    return replace(_answer(exchange, request, pb.BATCH_STATE_WAIT), empty=True)
+
+
+def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchState.ValueType) -> Outcome:
+    """Return a reply without a batch."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
-    reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, request.batch.step
-    return Outcome(reply, empty=True)
+    reply.batch.state, reply.batch.step = state, request.batch.step
+    return Outcome(reply)
 
 
 def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:

@@ -31,7 +31,7 @@ class Rank:
     def __init__(self, device: str, reachable: str) -> None:
         self.rank, self.world_size = 0, 1
         self.device = torch.device(device)
-        self.host, self.reachable = "127.0.0.1", reachable
+        self.weights_bind, self.weights_host = "127.0.0.1", reachable
         self.reports: queue.Queue[worker_pb2.ConnectRequest] = queue.Queue()
 
     def report(self, report: worker_pb2.ConnectRequest) -> None:

@@ -1,0 +1,150 @@
+"""Preemption: a queued run of a higher priority gets the workers once the active run has written its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from control_plane import Plane, Worker, learner, rollout
+
+from protos.paceline.v1 import run_pb2, worker_pb2
+from services.coordinator.audit.verify import verify
+from services.coordinator.exchange import leases
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.lifecycle import preemption
+
+
+async def training(plane: Plane, run_id: str) -> Worker:
+    """Return the learner of a run, which is set up."""
+    worker = learner(plane)
+    assignment = await worker.hear("run")
+    assert assignment.run_id == run_id
+    worker.say(run_report=worker_pb2.RunReport(run_id=run_id, session=assignment.session, vocab_size=64))
+    return worker
+
+
+def states(ledger: Ledger) -> dict[str, str]:
+    return {row["run_id"]: row["state"] for row in ledger.runs()}
+
+
+def checkpoint_of(plane: Plane, run_id: str, step: int) -> worker_pb2.CheckpointReport:
+    path = plane.directory / run_id / "checkpoints" / f"s1-step{step:06d}"
+    Path(path).mkdir(parents=True, exist_ok=True)
+    return worker_pb2.CheckpointReport(run_id=run_id, session=1, step=step, path=str(path), manifest_sha256="a" * 64)
+
+
+async def test_the_queue_goes_by_priority_then_by_age(plane: Plane) -> None:
+    first, second, urgent, last = [(await plane.submit(priority=p)).run_id for p in (0, 0, 5, -3)]
+    listed = {run.run_id: run for run in (await plane.runs.List(run_pb2.ListRequest())).runs}
+    assert [listed[run_id].queue_place for run_id in (urgent, first, second, last)] == [1, 2, 3, 4]
+    assert (listed[urgent].priority, listed[last].priority) == (5, -3)
+    plane.run_loops()
+    await plane.watch_until(urgent, "state", state="running")
+    assert (await plane.runs.Get(run_pb2.GetRequest(run_id=urgent))).run.queue_place == 0
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
+    await plane.watch_until(first, "state", state="running")
+
+
+async def test_a_run_without_a_learner_yields_at_once_and_goes_on_later(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    owner = plane.coordinator
+    async with owner.lock:
+        with plane.ledger.transaction():
+            assert owner.exchange.active is not None
+            leases.admit(owner.exchange, owner.exchange.active, 4)
+    urgent = (await plane.submit(priority=1)).run_id
+    await plane.watch_until(urgent, "state", state="running")
+    row = plane.ledger.run(run_id)
+    assert (row["state"], row["message"]) == ("queued", f"run {urgent} of priority 1 goes first")
+    assert plane.ledger.groups_by_state(run_id)["admitted"] == 4
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
+    await plane.watch_until(run_id, "state", state="running")
+    assert plane.ledger.run(run_id)["message"] == ""
+    assert owner.exchange.yields_to == ""
+    assert verify(plane.ledger, run_id).problems == []
+
+
+async def test_the_learner_writes_a_checkpoint_before_its_run_yields(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    trainer = await training(plane, run_id)
+    urgent = (await plane.submit(priority=7)).run_id
+    assert (await trainer.hear("checkpoint")).run_id == run_id
+    assert states(plane.ledger) == {run_id: "running", urgent: "queued"}
+    assert plane.coordinator.exchange.active is not None
+    assert plane.coordinator.exchange.takes_no_work(plane.coordinator.exchange.active)
+    trainer.say(checkpoint=checkpoint_of(plane, run_id, 0))
+    assert (await trainer.hear("idle")).reason == f"run {urgent} of priority 7 goes first"
+    assert (await trainer.hear("run")).run_id == urgent
+    assert states(plane.ledger) == {run_id: "queued", urgent: "running"}
+
+
+async def test_a_batch_that_is_fixed_is_trained_before_the_checkpoint(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    trainer = await training(plane, run_id)
+    with plane.ledger.transaction():
+        plane.ledger.update_run(run_id, next_batch=1)
+    urgent = (await plane.submit(priority=1)).run_id
+    await plane.watch_until(run_id, "warning")
+    await plane.coordinator._preemption.check()
+    trainer.say(checkpoint=checkpoint_of(plane, run_id, 0))
+    await plane.watch_until(run_id, "checkpoint")
+    await plane.coordinator._preemption.check()
+    assert states(plane.ledger)[urgent] == "queued", "the checkpoint is older than the batch in training"
+    with plane.ledger.transaction():
+        plane.ledger.update_run(run_id, next_step=1)
+    assert (await trainer.hear("checkpoint")).run_id == run_id
+    trainer.say(checkpoint=checkpoint_of(plane, run_id, 1))
+    assert (await trainer.hear("run")).run_id == urgent
+
+
+async def test_the_wait_for_the_checkpoint_is_bounded(
+    running: tuple[Plane, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane, run_id = running
+    trainer = await training(plane, run_id)
+    monkeypatch.setattr(preemption, "CHECKPOINT_WAIT_S", 0.0)
+    urgent = (await plane.submit(priority=1)).run_id
+    assert (await trainer.hear("run")).run_id == urgent
+    assert states(plane.ledger)[run_id] == "queued"
+
+
+async def test_a_run_goes_on_when_the_urgent_one_is_cancelled(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    trainer, exchange = await training(plane, run_id), plane.coordinator.exchange
+    urgent = (await plane.submit(priority=1)).run_id
+    await trainer.hear("checkpoint")
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
+    await plane.coordinator._preemption.check()
+    assert exchange.yields_to == ""
+    assert exchange.active is not None
+    assert not exchange.takes_no_work(exchange.active)
+    assert states(plane.ledger)[run_id] == "running"
+
+
+async def test_an_equal_priority_waits(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    other = (await plane.submit(priority=0)).run_id
+    await plane.coordinator._preemption.check()
+    assert plane.coordinator.exchange.yields_to == ""
+    assert states(plane.ledger) == {run_id: "running", other: "queued"}
+
+
+async def test_a_paused_run_makes_room_and_stays_paused(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    await plane.runs.Pause(run_pb2.PauseRequest(run_id=run_id))
+    urgent = (await plane.submit(priority=1)).run_id
+    await plane.watch_until(urgent, "state", state="running")
+    assert states(plane.ledger)[run_id] == "paused"
+    await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
+    assert states(plane.ledger)[run_id] == "queued"
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
+    await plane.watch_until(run_id, "state", state="running")
+
+
+async def test_workers_of_a_preempted_run_get_the_other(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    worker = rollout(plane)
+    assert (await worker.hear("run")).run_id == run_id
+    urgent = (await plane.submit(priority=1)).run_id
+    assert (await worker.hear("idle")).reason.startswith(f"run {urgent}")
+    assert (await worker.hear("run")).run_id == urgent
