@@ -42,7 +42,11 @@ def fabric_address(fabric: str) -> str:
     if len(found) == 1:
         return found[0]
     named = "; ".join(f"{name} {', '.join(addresses)}" for name, addresses in by_interface.items())
-    why = f"fits {len(found)} addresses of this host, {', '.join(found)}" if found else "is no interface, address or network of it"
+    why = (
+        f"fits {len(found)} addresses of this host, {', '.join(found)}"
+        if found
+        else "is no interface, address or network of it"
+    )
     raise InvalidInput(f"--fabric {fabric!r} {why}; this host has {named}. Name one interface or its address")
 
 

@@ -78,7 +78,9 @@ def test_an_urgent_run_goes_first_and_the_other_goes_on_from_its_checkpoint(
     second = client.submit(urgent)
     assert client.wait(second.run_id, timeout_s=180).step == 2
     assert client.wait(first.run_id, timeout_s=300).step == 60
-    events = [event for event in client.watch(first.run_id) if event.kind in ("session", "checkpoint", "state")]
+    events = [
+        event for event in client.watch(first.run_id) if event.kind in ("session", "checkpoint", "state")
+    ]
     states = [event.content["state"] for event in events if event.kind == "state"]
     assert states == ["queued", "running", "queued", "running", "succeeded"]
     sessions = [event.content["step"] for event in events if event.kind == "session"]

@@ -232,7 +232,7 @@ class Exchange:
 
     def has_last_batch(self, row: sqlite3.Row) -> bool:
         """Return whether the active run ends early, and the batches of all steps before its end are fixed."""
-        return 0 < self.end_step <= max(row["next_batch"], row["next_step"])
+        return bool(0 < self.end_step <= max(row["next_batch"], row["next_step"]))
 
     def num_steps(self, run: ActiveRun) -> int:
         """Return the steps after which the active run ends."""

@@ -226,7 +226,9 @@ class Coordinator:
             return False
         members = map(self.members.get, self.pool.assignments.roster.member_ids)
         versions = [member.version for member in members if member is not None]
-        return any(version is not None and version.step < self.exchange.num_steps(run) for version in versions)
+        return any(
+            version is not None and version.step < self.exchange.num_steps(run) for version in versions
+        )
 
     async def warn(self, messages: list[str]) -> None:
         """Add warnings to the events of the active run."""

@@ -70,13 +70,15 @@ class Hours:
     def _end(self, run: ActiveRun) -> int:
         """Record the run's last step, and return it; 0 where all its batches are fixed already. Inside a transaction."""
         row = self._ledger.run(run.run_id)
-        end_step = max(row["next_batch"], row["next_step"], 1)
+        end_step = int(max(row["next_batch"], row["next_step"], 1))
         if end_step >= run.spec.max_num_steps:
             return 0
         message = explain(run, end_step)
         log.info("run %s: %s", run.run_id, message)
         self._ledger.update_run(run.run_id, message=message)
-        self._ledger.add_event(run.run_id, "state", {"state": "running", "message": message, "end_step": end_step})
+        self._ledger.add_event(
+            run.run_id, "state", {"state": "running", "message": message, "end_step": end_step}
+        )
         if row["next_step"] == end_step and run.validation is not None and run.spec.grpo.val_at_end:
             evaluation.begin(self._exchange, run, end_step)
         return end_step

@@ -11,7 +11,7 @@ import logging
 import sqlite3
 import time
 
-from protos.paceline.v1 import common_pb2, worker_pb2
+from protos.paceline.v1 import worker_pb2
 from services.coordinator.exchange.state import ActiveRun
 from services.coordinator.lifecycle.context import RunContext
 from services.coordinator.lifecycle.run_states import RunStates
@@ -77,7 +77,11 @@ class Preemption:
         if learner is None or not learner.connected or learner.ready_run != run.run_id:
             return True
         if now_s - self._began_s >= CHECKPOINT_WAIT_S:
-            log.warning("run %s has no checkpoint after %.0f s; it goes on from an older one", run.run_id, CHECKPOINT_WAIT_S)
+            log.warning(
+                "run %s has no checkpoint after %.0f s; it goes on from an older one",
+                run.run_id,
+                CHECKPOINT_WAIT_S,
+            )
             return True
         if row["next_batch"] > row["next_step"]:
             return False

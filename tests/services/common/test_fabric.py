@@ -48,13 +48,15 @@ def test_an_interface_an_address_or_a_network() -> None:
 
 @pytest.mark.parametrize("given", ["ib7", "down", "10.2.0.0/16", "10.1.0.10", "no address"])
 def test_what_this_host_has_not(given: str) -> None:
-    with pytest.raises(InvalidInput, match="no interface, address or network of it; this host has lo 127.0.0.1; eth0 192") as caught:
+    with pytest.raises(
+        InvalidInput, match=r"no interface, address or network of it; this host has lo 127\.0\.0\.1; eth0 192"
+    ) as caught:
         fabric_address(given)
     assert given in str(caught.value)
 
 
 def test_a_network_that_fits_twice() -> None:
-    with pytest.raises(InvalidInput, match="fits 2 addresses of this host, 10.1.0.9, 10.1.1.9"):
+    with pytest.raises(InvalidInput, match=r"fits 2 addresses of this host, 10\.1\.0\.9, 10\.1\.1\.9"):
         fabric_address("10.1.0.0/16")
 
 

@@ -42,7 +42,11 @@ def test_sizes_of_one_worker() -> None:
 
 def test_another_engine_drops_the_settings_of_vllm() -> None:
     generation = with_engine_settings(spec_from_yaml(SPEC), ("backend=native",)).policy.generation
-    assert (generation.backend, generation.vllm_kwargs, generation.vllm_cfg.tensor_parallel_size) == ("native", {}, 1)
+    assert (generation.backend, generation.vllm_kwargs, generation.vllm_cfg.tensor_parallel_size) == (
+        "native",
+        {},
+        1,
+    )
 
 
 @pytest.mark.parametrize(

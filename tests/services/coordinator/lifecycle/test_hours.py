@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 from control_plane import Plane, learner
@@ -32,7 +33,9 @@ async def test_the_run_ends_after_the_newest_fixed_batch(plane: Plane) -> None:
     await hours.check(0.5 * HOUR_S)
     assert exchange.end_step == plane.ledger.end_step(run_id) == 3
     last = plane.ledger.run(run_id)["max_num_steps"]
-    assert plane.ledger.run(run_id)["message"] == f"max_hours 0.5 are over: the run ends after step 3 of {last}"
+    assert (
+        plane.ledger.run(run_id)["message"] == f"max_hours 0.5 are over: the run ends after step 3 of {last}"
+    )
     assert exchange.active is not None
     assert exchange.takes_no_work(exchange.active), "no group is leased that no step needs"
     assert exchange.num_steps(exchange.active) == 3
@@ -54,17 +57,20 @@ async def test_pauses_and_lives_before_do_and_do_not_count(plane: Plane) -> None
     assert plane.ledger.end_step(run_id) == 1, "a run trains one step at least"
 
 
-async def test_a_new_coordinator_keeps_the_end(plane: Plane) -> None:
+async def test_a_new_coordinator_keeps_the_end(tmp_path: Path) -> None:
+    plane = await Plane.started(tmp_path)
     run_id, hours = await limited(plane)
     with plane.ledger.transaction():
         plane.ledger.update_run(run_id, next_step=2, next_batch=2)
     await hours.check(HOUR_S)
-    directory = plane.directory
     await plane.stop()
-    again = await Plane.started(directory)
+    again = await Plane.started(tmp_path)
     try:
         owner: Coordinator = again.coordinator
-        assert (owner.exchange.active and owner.exchange.active.run_id, owner.exchange.end_step) == (run_id, 2)
+        assert (owner.exchange.active and owner.exchange.active.run_id, owner.exchange.end_step) == (
+            run_id,
+            2,
+        )
         trainer = learner(again)
         assignment = await trainer.hear("run")
         with again.ledger.transaction():
@@ -72,7 +78,9 @@ async def test_a_new_coordinator_keeps_the_end(plane: Plane) -> None:
         trainer.say(run_report=worker_pb2.RunReport(run_id=run_id, session=assignment.session, finished=True))
         again.run_loops()
         await again.watch_until(run_id, "state", state="succeeded")
-        assert again.ledger.run(run_id)["message"].startswith("max_hours 0.5 are over: the run ends after step 2 of")
+        assert again.ledger.run(run_id)["message"].startswith(
+            "max_hours 0.5 are over: the run ends after step 2 of"
+        )
     finally:
         await again.stop()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
 
 import pytest
-from control_plane import Plane, Worker, learner, rollout
+from control_plane import DEADLINE_S, Plane, Worker, learner, rollout
 
 from protos.paceline.v1 import run_pb2, worker_pb2
 from services.coordinator.audit.verify import verify
@@ -23,14 +23,21 @@ async def training(plane: Plane, run_id: str) -> Worker:
     return worker
 
 
+async def becomes(plane: Plane, run_id: str, state: str) -> None:
+    """Wait until a run is in this state."""
+    async with asyncio.timeout(DEADLINE_S):
+        while plane.ledger.run(run_id)["state"] != state:  # noqa: ASYNC110 - it may have been in it before
+            await asyncio.sleep(0.01)
+
+
 def states(ledger: Ledger) -> dict[str, str]:
     return {row["run_id"]: row["state"] for row in ledger.runs()}
 
 
 def checkpoint_of(plane: Plane, run_id: str, step: int) -> worker_pb2.CheckpointReport:
-    path = plane.directory / run_id / "checkpoints" / f"s1-step{step:06d}"
-    Path(path).mkdir(parents=True, exist_ok=True)
-    return worker_pb2.CheckpointReport(run_id=run_id, session=1, step=step, path=str(path), manifest_sha256="a" * 64)
+    path = plane.directory / run_id / "checkpoints" / f"1-{step}"
+    path.mkdir(parents=True, exist_ok=True)
+    return worker_pb2.CheckpointReport(run_id=run_id, session=1, step=step, path=str(path), sha256="a" * 64)
 
 
 async def test_the_queue_goes_by_priority_then_by_age(plane: Plane) -> None:
@@ -39,10 +46,10 @@ async def test_the_queue_goes_by_priority_then_by_age(plane: Plane) -> None:
     assert [listed[run_id].queue_place for run_id in (urgent, first, second, last)] == [1, 2, 3, 4]
     assert (listed[urgent].priority, listed[last].priority) == (5, -3)
     plane.run_loops()
-    await plane.watch_until(urgent, "state", state="running")
+    await becomes(plane, urgent, "running")
     assert (await plane.runs.Get(run_pb2.GetRequest(run_id=urgent))).run.queue_place == 0
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
-    await plane.watch_until(first, "state", state="running")
+    await becomes(plane, first, "running")
 
 
 async def test_a_run_without_a_learner_yields_at_once_and_goes_on_later(running: tuple[Plane, str]) -> None:
@@ -53,12 +60,12 @@ async def test_a_run_without_a_learner_yields_at_once_and_goes_on_later(running:
             assert owner.exchange.active is not None
             leases.admit(owner.exchange, owner.exchange.active, 4)
     urgent = (await plane.submit(priority=1)).run_id
-    await plane.watch_until(urgent, "state", state="running")
+    await becomes(plane, urgent, "running")
     row = plane.ledger.run(run_id)
     assert (row["state"], row["message"]) == ("queued", f"run {urgent} of priority 1 goes first")
     assert plane.ledger.groups_by_state(run_id)["admitted"] == 4
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
-    await plane.watch_until(run_id, "state", state="running")
+    await becomes(plane, run_id, "running")
     assert plane.ledger.run(run_id)["message"] == ""
     assert owner.exchange.yields_to == ""
     assert verify(plane.ledger, run_id).problems == []
@@ -133,12 +140,12 @@ async def test_a_paused_run_makes_room_and_stays_paused(running: tuple[Plane, st
     plane, run_id = running
     await plane.runs.Pause(run_pb2.PauseRequest(run_id=run_id))
     urgent = (await plane.submit(priority=1)).run_id
-    await plane.watch_until(urgent, "state", state="running")
+    await becomes(plane, urgent, "running")
     assert states(plane.ledger)[run_id] == "paused"
     await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
     assert states(plane.ledger)[run_id] == "queued"
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
-    await plane.watch_until(run_id, "state", state="running")
+    await becomes(plane, run_id, "running")
 
 
 async def test_workers_of_a_preempted_run_get_the_other(running: tuple[Plane, str]) -> None:
