@@ -12,7 +12,7 @@ from services.learner.training.agreement import StepAgreement
 
 
 def test_a_fact_is_agreed_on_when_it_is_true_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = StepAgreement(True, False, False, False, True, False, False)
+    facts = StepAgreement(True, False, False, False, False, True, False, False)
     assert facts.on_any_rank(torch.device("cpu")) == facts
 
     def with_another_rank(own: tuple[bool, ...], _: Any) -> list[bool]:
@@ -20,5 +20,5 @@ def test_a_fact_is_agreed_on_when_it_is_true_on_any_rank(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(agreement, "any_over_ranks", with_another_rank)
     agreed = facts.on_any_rank(torch.device("cpu"))
-    assert agreed == StepAgreement(True, False, True, False, True, False, False)
+    assert agreed == StepAgreement(True, False, False, True, False, True, False, False)
     assert agreed.stopping

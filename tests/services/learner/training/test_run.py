@@ -75,7 +75,7 @@ def test_collectives_time_out_early_once_a_step_is_trained(
 ) -> None:
     timeouts_s: list[float] = []
     monkeypatch.setattr(training_run, "set_collective_timeout", timeouts_s.append)
-    batches = iter([SimpleNamespace(), None])
+    batches = iter([SimpleNamespace(is_last=False), None])
     monkeypatch.setattr(session, "_next_batch", lambda: next(batches))
     monkeypatch.setattr(session, "_train_step", lambda _: timeouts_s.append(-1.0))
     session.train()
