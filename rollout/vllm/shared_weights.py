@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -75,8 +75,10 @@ class SharedWeights:
         os.close(self._fd)
 
 
-def read_shared(path: str, manifest: bytes, reader: int) -> dict[str, Tensor]:
-    """Write the receipt of reader number `reader`, and return the tensors as verified views of the shared memory."""
+def read_shared(path: str, manifest: bytes, reader: int, take: Callable[[dict[str, Tensor]], None]) -> None:
+    """Give the tensors to `take` as verified views of the shared memory, and then write the receipt of reader number `reader`:
+    who sees the receipt can rely on `take` having returned.
+    """
     layout = WeightManifest.from_bytes(manifest)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -87,8 +89,8 @@ def read_shared(path: str, manifest: bytes, reader: int) -> dict[str, Tensor]:
     try:
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: layout.total_bytes]
         seen = layout.with_checksums(checksums(flat, layout))
+        take(views(flat, layout))
         memory[start : start + RECEIPT_BYTES] = bytes.fromhex(seen.content_hash)
     except BaseException:
         memory[start : start + RECEIPT_BYTES] = FAILED
         raise
-    return views(flat, layout)

@@ -46,14 +46,15 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: 
     update_info_cls = ReadWeights
 
     def read(self, path: str, manifest: bytes, reader: int) -> None:
-        """Begin to map and verify; the outcome is in the receipt and in `receive_weights`."""
+        """Begin to map and verify; the outcome is in `receive_weights` as soon as the receipt is written."""
         self._tensors: Future[Mapping[str, torch.Tensor]] = Future()
 
         def run(outcome: Future[Mapping[str, torch.Tensor]]) -> None:
             try:
-                outcome.set_result(read_shared(path, manifest, reader))
+                read_shared(path, manifest, reader, outcome.set_result)
             except BaseException as error:
-                outcome.set_exception(error)
+                if not outcome.done():
+                    outcome.set_exception(error)
 
         threading.Thread(target=run, args=(self._tensors,), name="paceline-weights", daemon=True).start()
 
@@ -67,7 +68,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: 
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ReadWeights) -> None:
-        """Load this worker's part of every tensor. The receipts came first, so the read has ended."""
+        """Load this worker's part of every tensor. The receipts came first, so they are there."""
         tensors = self._tensors.result(timeout=0)
         del self._tensors
         self.model.load_weights(iter(tensors.items()))

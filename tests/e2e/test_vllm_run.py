@@ -124,10 +124,17 @@ def test_a_run_goes_on_when_an_engines_worker_is_killed_and_its_ratios_are_one(
 
 
 def test_workers_with_another_engine_share_the_run(
-    client: Client, cluster: LocalCluster, vllm_spec: MakeSpec, tmp_path: Path
+    client: Client,
+    cluster: LocalCluster,
+    vllm_spec: MakeSpec,
+    gated: Callable[[int], tuple[dict[str, Any], Path]],
+    tmp_path: Path,
 ) -> None:
+    reward, gate = gated(8)
     with another_worker(cluster, tmp_path, "--engine", "backend=native", "--engine", "max_batch_size=8"):
-        run_id = client.submit(vllm_spec(grpo={"max_num_steps": 24})).run_id
+        run_id = client.submit(vllm_spec(grpo={"max_num_steps": 24}, rewards=[reward])).run_id
+        wait_for(lambda: sum(member.HasField("version") for member in client.members()) == 2)
+        gate.touch()
         finish(client, cluster, run_id)
     assert pools_of(cluster, run_id) == {"rollout-0", "other"}
 
