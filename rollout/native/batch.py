@@ -25,6 +25,7 @@ from paceline.groups import Completion, IntArray, Version, VersionSpan
 from rollout.engine import GenerationRequest
 from rollout.native.kv_cache import SlotCache
 from rollout.native.model import NativeModel
+from rollout.native.prompt_cache import PromptCache, PromptState
 from rollout.native.sampling import mask_stop_tokens, mix_seed, penalise, sample, uniform
 from rollout.stop_strings import StopScanner
 
@@ -90,12 +91,15 @@ Ended = tuple[RunningSequence, Completion]
 class DecodeBatch:
     """Up to `num_slots` sequences under one version of the weights. One thread makes all calls."""
 
-    def __init__(self, model: NativeModel, num_slots: int) -> None:
+    def __init__(self, model: NativeModel, num_slots: int, prompts: PromptCache | None = None) -> None:
         self.model = model
         self.num_slots = num_slots
         self.sequences: list[RunningSequence] = []
         self.version: Version | None = None
+        self.prefix_hits = 0
+        """Prompt tokens that were not computed, because another sequence's were the same."""
         self._cache = SlotCache(num_slots)
+        self._prompts = prompts if prompts is not None else PromptCache()
         self._step = 0
         self._masks_top = self._masks_stop = self._masks_min_p = self._penalises = False
         self._longest = 0
@@ -113,12 +117,20 @@ class DecodeBatch:
         return self.num_slots - len(self.sequences)
 
     def add(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
-        """Add sequences: compute their prompts, equal ones once, and sample their first tokens. Return those that end by it."""
+        """Add sequences: compute their prompts, equal ones once a version, and sample their first tokens. Return those that end
+        by it."""
         by_prompt: dict[bytes, list[RunningSequence]] = {}
         for sequence in sequences:
             by_prompt.setdefault(sequence.known_ids().tobytes(), []).append(sequence)
-        for shared in _chunks(list(by_prompt.values())):
+        computed = {prompt: self._prompts.get(prompt) for prompt in by_prompt}
+        for prompt, group in by_prompt.items():
+            shared_by = len(group) if computed[prompt] is not None else len(group) - 1
+            self.prefix_hits += shared_by * len(group[0].known_ids())
+        for shared in _chunks([group for prompt, group in by_prompt.items() if computed[prompt] is None]):
             self._prefill(shared)
+        for prompt, state in computed.items():
+            if state is not None:
+                self._restore(by_prompt[prompt], state)
         self._measure()
         return self._take(self._ended(), None)
 
@@ -152,13 +164,43 @@ class DecodeBatch:
             for sequence in self.sequences:
                 sequence.add_span(self.version, self._step - sequence.birth - sequence.prompt_length)
         self.version = version
+        self._prompts.clear()
         if recompute and self.sequences:
             self._recompute()
 
     def _prefill(self, shared: list[list[RunningSequence]]) -> None:
-        """Add sequences; those in one list of `shared` have the same tokens."""
-        first, sequences = len(self.sequences), [sequence for group in shared for sequence in group]
-        end = first + len(sequences)
+        """Add sequences whose tokens have to be computed; those in one list of `shared` have the same tokens."""
+        sequences = [sequence for group in shared for sequence in group]
+        first, end, longest = self._place(sequences)
+        sizes = [len(group) for group in shared]
+        leaders = (first + np.cumsum([0, *sizes[:-1]])).tolist()
+        source_R = None
+        leaders_U = self._index_S[first:end]
+        if len(shared) < len(sequences):
+            device = self.model.device
+            source_R = torch.from_numpy(np.repeat(np.arange(len(shared)), sizes)).to(device)
+            leaders_U = torch.tensor(leaders, device=device)
+        self._cache.begin_prefill(first, len(sequences), longest, source_R)
+        logits_UV = self.model.prefill(
+            self._tokens_SL[leaders_U, :longest], self._counts[leaders_U, TOTAL], self._cache
+        )
+        for row, (leader, *_), logits_V in zip(leaders, shared, logits_UV, strict=True):
+            ids = leader.known_ids()
+            self._prompts.put(
+                ids.tobytes(), PromptState(self._cache.read_row(row, len(ids)), logits_V.clone())
+            )
+        self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
+
+    def _restore(self, sequences: list[RunningSequence], state: PromptState) -> None:
+        """Add sequences of one prompt that was computed before."""
+        first, end, _ = self._place(sequences)
+        self._cache.write_rows(first, end, state.layers_HTD)
+        self._append(state.logits_V.expand(end - first, -1), first, end)
+
+    def _place(self, sequences: list[RunningSequence]) -> tuple[int, int, int]:
+        """Write tokens and parameters of new sequences to the next slots; return the first slot, the one after the last, and
+        the tokens of the longest sequence."""
+        first, end = len(self.sequences), len(self.sequences) + len(sequences)
         known = [sequence.known_ids() for sequence in sequences]
         longest = max(map(len, known))
         ids_RL = np.zeros((len(sequences), longest), np.int64)
@@ -167,25 +209,13 @@ class DecodeBatch:
             ids_RL[index, : len(ids)] = ids
             if sequence.request.prefix is not None:
                 logprobs_RL[index, sequence.prompt_length : len(ids)] = sequence.request.prefix.logprobs
+            sequence.birth = self._step - len(ids) - 1
         device = self.model.device
         self._tokens_SL[first:end, :longest] = torch.from_numpy(ids_RL).to(device)
         self._logprobs_SL[first:end, :longest] = torch.from_numpy(logprobs_RL).to(device)
         self._write_parameters(sequences, known, first, end)
         self.sequences += sequences
-
-        source_R = None
-        leaders_U = self._index_S[first:end]
-        if len(shared) < len(sequences):
-            sizes = [len(group) for group in shared]
-            source_R = torch.from_numpy(np.repeat(np.arange(len(shared)), sizes)).to(device)
-            leaders_U = torch.from_numpy(first + np.cumsum([0, *sizes[:-1]])).to(device)
-        self._cache.begin_prefill(first, len(sequences), longest, source_R)
-        logits_UV = self.model.prefill(
-            self._tokens_SL[leaders_U, :longest], self._counts[leaders_U, TOTAL], self._cache
-        )
-        self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
-        for sequence, ids in zip(sequences, known, strict=True):
-            sequence.birth = self._step - len(ids) - 1
+        return first, end, longest
 
     def _write_parameters(
         self, sequences: list[RunningSequence], known: list[IntArray], first: int, end: int

@@ -85,6 +85,11 @@ class NativeEngine:
         """See `Engine.capacity`: as many as the batch holds."""
         return self.max_batch_size
 
+    @property
+    def prefix_hits(self) -> int:
+        """Prompt tokens that were not computed, because another sequence's were the same."""
+        return self._batch.prefix_hits
+
     async def ready(self) -> None:
         """See `Engine.ready`: at once."""
 

@@ -100,6 +100,27 @@ class SlotCache(Cache):
             values_SHCD[: self._num_rows, :, : self._kv_length],
         )
 
+    def read_row(self, row: int, num_tokens: int) -> tuple[tuple[int, Tensor, Tensor], ...]:
+        """Return each layer's index, and copies [H, T, D] of the keys and values of a row's first `num_tokens` positions."""
+        return tuple(
+            (
+                layer,
+                keys_SHCD[row, :, :num_tokens].clone(),
+                self._values_SHCD[layer][row, :, :num_tokens].clone(),
+            )
+            for layer, keys_SHCD in self._keys_SHCD.items()
+        )
+
+    def write_rows(
+        self, first_row: int, end_row: int, layers_HTD: tuple[tuple[int, Tensor, Tensor], ...]
+    ) -> None:
+        """Write what `read_row` has returned to each of the rows [first_row, end_row)."""
+        for layer, keys_HTD, values_HTD in layers_HTD:
+            num_tokens = keys_HTD.shape[1]
+            self.reserve(num_tokens)
+            self._keys_SHCD[layer][first_row:end_row, :, :num_tokens] = keys_HTD
+            self._values_SHCD[layer][first_row:end_row, :, :num_tokens] = values_HTD
+
     def move_rows(self, source_R: Tensor, target_R: Tensor, num_tokens: int) -> None:
         """Copy the first `num_tokens` positions of rows `source_R` over rows `target_R`."""
         for store_SHCD in (self._keys_SHCD, self._values_SHCD):

@@ -58,7 +58,7 @@ def engine_arguments(
         "max_num_seqs": generation.max_batch_size,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # sampling defaults come with each request
-        "enable_prefix_caching": spec.async_grpo.recompute_kv_cache_after_weight_updates,
+        "enable_prefix_caching": True,  # each request salts it with the version of the weights
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "data_parallel_size": settings.data_parallel_size,
@@ -71,12 +71,6 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     if settings.kv_cache_memory_bytes is not None or on_cpu:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-    if arguments["enable_prefix_caching"] is False and generation.vllm_kwargs.get("enable_prefix_caching"):
-        raise InvalidInput(
-            "policy.generation.vllm_kwargs.enable_prefix_caching is true and "
-            "async_grpo.recompute_kv_cache_after_weight_updates false: the prefix cache would go on serving keys and "
-            "values of earlier weights; change one of them"
-        )
     if on_cpu:
         # A prompt in parts would need the seeded generators to step back, which PyTorch's on CPUs cannot.
         arguments["enable_chunked_prefill"] = False

@@ -199,6 +199,7 @@ class VllmEngine:
             self._updates = WeightUpdates(self._llm, self._spec, self._reports, self._concurrency)
             if self._first is not None:
                 await self._llm.update_weight_version(label_of(self._first))
+                self._updates.label = label_of(self._first)
                 self.version = self._first
             self._guard.started()
             log.info("vLLM is up: room for %d tokens, %d sequences", kv_tokens, self.max_batch_size)
@@ -229,7 +230,7 @@ class VllmEngine:
         try:
             queue = await self._llm.add_request(
                 sequence.name,
-                {"prompt_token_ids": known_tokens(request)},
+                {"prompt_token_ids": known_tokens(request), "cache_salt": self._updates.label},
                 sampling_params(request, sequence.limit, stop_ids),
             )
             sequence.submitted = True

@@ -1,7 +1,8 @@
 """New weights for a running vLLM: verified by every worker while it decodes, loaded between two decode steps.
 
 They are put into shared memory, where every worker reads and verifies all of them while generation goes on. Then
-generation pauses, the workers load their parts, the cache is cleared, and it resumes.
+generation pauses, the workers load their parts, and it resumes: with an empty cache, or, where running sequences keep their
+keys and values, with one in which new requests find those of the new version only.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class WeightUpdates:
         self._num_readers = replicas(spec.policy)
         self._in_flight = spec.async_grpo.in_flight_weight_updates
         self._recompute = spec.async_grpo.recompute_kv_cache_after_weight_updates
+        self.label = ""
+        """Label of the version that the model has, with which requests salt the prefix cache: it changes while generation is
+        paused, so that no keys and values of other weights are found under it."""
 
     async def read(self, weights: Mapping[str, Tensor]) -> SharedWeights:
         """Return whole `weights` under all names, in memory that every worker has mapped and verified; close it after `swap`.
@@ -80,6 +84,7 @@ class WeightUpdates:
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={}))
         await self._llm.finish_weight_update(label_of(version))
+        self.label = label_of(version)
         paused_s = self._last_token_s() if running else started_s
         resumed_s = time.monotonic()
         await self._llm.resume_generation()

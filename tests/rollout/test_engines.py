@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from paceline.errors import InvalidInput, PromptTooLong, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
@@ -387,3 +388,45 @@ async def test_close_returns_what_exists_and_refuses_more(engine: Engine, until:
     with pytest.raises(Unavailable, match="closed"):
         await engine.generate(ask("late"))
     await engine.close()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+async def test_equal_prompts_share_their_computation_within_a_version_only(
+    recompute: bool,
+    start_engine: Callable[[RunSpec], Engine],
+    make_spec: Callable[..., RunSpec],
+    make_model: Callable[..., Any],
+    reference_logprobs: Any,
+    backend: str,
+    until: Until,
+) -> None:
+    models = [make_model(seed=seed) for seed in range(5)]
+    settings = {"recompute_kv_cache_after_weight_updates": recompute}
+    engine: Any = start_engine(make_spec(models[0], backend=backend, async_grpo=settings))
+    prompt = (np.arange(300) % 23).astype(np.int32)
+    running: list[asyncio.Task[Completion]] = []
+    for step, model in enumerate(models):
+        await engine.update_weights(Version(1, step), model.state_dict())
+        for attempt in range(2):
+            before = engine.prefix_hits
+            greedy = await engine.generate(ask("greedy", prompt=prompt, top_k=1))
+            sampled = await engine.generate(ask("sampled", seed=attempt, prompt=prompt))
+            assert greedy.token_ids.tolist() == greedy_tokens(model, prompt, 12)
+            assert np.abs(sampled.logprobs - reference_logprobs(model, prompt, sampled)).max() < 1e-4
+            assert sampled.spans == (VersionSpan(1, step, 0, 12),)
+            assert engine.prefix_hits - before >= 256 * (1 + attempt)
+        # Keeps keys and values of this version alive while the next ones serve.
+        running.append(asyncio.create_task(engine.generate(ask(f"long-{step}", ENDLESS, prompt=prompt))))
+        await until(lambda: engine.num_running == len(running))
+    for step in range(len(models)):
+        engine.abort(f"long-{step}")
+    await asyncio.gather(*running)
+
+
+def greedy_tokens(model: Any, prompt: Any, num_tokens: int) -> list[int]:
+    """The likeliest continuation, each token by a plain forward pass over everything before it."""
+    ids = prompt.tolist()
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

@@ -64,13 +64,6 @@ def test_every_other_argument_is_passed_through(vllm_spec: Callable[..., RunSpec
     ("changes", "message"),
     [
         ({"temperature": 0.005}, r"temperature is 0\.005, but vLLM samples at 0\.01 or above only"),
-        (
-            {
-                "async_grpo": {"recompute_kv_cache_after_weight_updates": False},
-                "vllm_kwargs": {"enable_prefix_caching": True},
-            },
-            "keys and values of earlier weights",
-        ),
     ],
 )
 def test_what_would_make_wrong_numbers_is_refused(
