@@ -86,7 +86,7 @@ class Switch:
         """Return a new host; its services' output goes to files in `logs`."""
         self._count += 1
         address = f"10.89.{self._number}.{self._count + 1}"
-        host = Host(name, address, self._device, f"h{self._number}x{self._count}", logs)
+        host = Host(name, address, self._device, f"h{os.getpid()}x{self._count}", logs)
         self._hosts.append(host)
         return host
 
@@ -97,6 +97,7 @@ class Host:
     def __init__(self, name: str, address: str, bridge: str, device: str, logs: Path | None):
         self.name, self.address = name, address
         self._logs = logs
+        self._device = device
         self._services: list[subprocess.Popen[bytes]] = []
         self.variables: dict[str, str] = {}
         """Environment variables of its programs."""
@@ -193,6 +194,9 @@ class Host:
         for service in self._services:
             service.kill()
             service.wait()
+        # The kernel removes a dead namespace, and its end of the cable, only after its connections have timed out.
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _run("ip", "link", "del", self._device)
 
     def _entering(self, command: tuple[str, ...]) -> list[str]:
         return ["nsenter", "-t", str(self._inside), "-n", "-m", "-p", "--wdns=/tmp", *command]
