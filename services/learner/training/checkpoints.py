@@ -117,21 +117,30 @@ class SessionCheckpoints:
         name = broadcast_bytes(self._write_sign().encode()).decode()
         if not name:
             return  # nothing can be written now; the first checkpoint says so
-        seen = self._directory.exists(name)
+        seen = self._sees(name)
         for pause_s in SEEN_PAUSES_S:
             if not any_over_ranks([not seen], device)[0]:
                 break
             pause(pause_s)
-            seen = self._directory.exists(name)
+            seen = self._sees(name)
         missing = union_over_ranks([] if seen else [dist.get_rank()], device)
         if is_first_rank():
-            self._directory.delete(name)
-        if missing:
+            with contextlib.suppress(Exception):  # of the object store's client: an empty file may stay
+                self._directory.delete(name)
+        if missing and 0 not in missing:  # without rank 0 the store is away; the first checkpoint says so
             raise NotShared(
                 f"checkpoint_dir must be seen by all ranks: rank {', '.join(map(str, missing))} of the learner does not see "
                 f"what rank 0 writes to {self._directory}. Start the coordinator with --store and a URL or a folder that all "
                 "hosts of the learner share, or set checkpointing.checkpoint_dir to one"
             )
+
+    def _sees(self, name: str) -> bool:
+        """Return whether a file is there; not where the store fails, because all ranks have to go on to the same collective."""
+        try:
+            return self._directory.exists(name)
+        except Exception as error:  # of the object store's client
+            log.warning("%s could not be read: %s", self._directory, error)
+            return False
 
     def _write_sign(self) -> str:
         """Write a new file that the other ranks check for, and return its name; empty where it could not be written."""

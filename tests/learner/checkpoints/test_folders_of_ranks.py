@@ -36,6 +36,15 @@ def test_a_rank_with_a_folder_of_its_own_is_named_on_all_ranks(out: Path) -> Non
     assert list((out / "host-0" / "checkpoints").iterdir()) == []
 
 
+def test_a_store_that_fails_for_one_rank_leaves_none_in_a_collective(out: Path) -> None:
+    for said in met(out, "failing"):
+        assert said.startswith("NotShared: checkpoint_dir must be seen by all ranks: rank 1 of the learner")
+
+
+def test_a_store_that_fails_for_all_is_left_to_the_first_checkpoint(out: Path) -> None:
+    assert met(out, "away") == ["", ""]
+
+
 def test_a_number_that_is_taken_ends_the_session_on_all_ranks(out: Path) -> None:
     path = out / "taken" / "checkpoints" / "7-3"
     for said in met(out, "taken"):

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from learner.checkpoints import checkpoint
 from paceline.errors import CheckpointFault, PacelineError
+from paceline.files.storage import Folder
 from paceline.host.process import end_process
 from paceline.spec import CheckpointingSection
 from protos.paceline.v1 import worker_pb2
@@ -32,6 +34,8 @@ def main(out: Path) -> None:
     met = {
         "shared": said(lambda: check_folder(out / "shared")),
         "own": said(lambda: check_folder(own)),
+        "failing": said(lambda: check_failing(out / "failing", rank)),
+        "away": said(lambda: check_failing(out / "away", 1)),
         "taken": said(lambda: check_folder(out / "taken")),
         "written": said(lambda: save(own)),
     }
@@ -54,6 +58,19 @@ def check_folder(directory: Path) -> None:
     session = SessionCheckpoints(assignment, CheckpointingSection(), lambda _: None, lambda _: None)
     session.check_folder(CPU, lambda _: None)
     session.close()
+
+
+def check_failing(directory: Path, failing: int) -> None:
+    """As `check_folder`, with a store that cannot be read or cleared any more where `failing` is 1."""
+    if failing:
+
+        def fail(*_: object) -> bool:
+            raise OSError("503 Slow Down")
+
+        with patch.multiple(Folder, exists=fail, delete=fail):
+            check_folder(directory)
+    else:
+        check_folder(directory)
 
 
 def save(directory: Path) -> None:
