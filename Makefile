@@ -29,7 +29,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips hosts fuzz soak churn lint lint-python lint-protos lint-deploy protos pages clean
+.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips hosts meshes fuzz soak churn lint lint-python lint-protos lint-deploy protos pages clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -62,6 +62,9 @@ bitflips: $(STAMP) ## Flip single bits of a ledger's SQLite file and count those
 
 hosts: $(STAMP) ## Train on hosts that share nothing but a network, through the loss of a learner's node (HOSTS="--steps 60"); needs root
 	$(BIN)/python tests/hosts/hosts_campaign.py $(HOSTS)
+
+meshes: $(STAMP) ## Compare what meshes of two and four learner ranks compute with one rank
+	PYTHONPATH=.:tests/support:tests/support/models $(BIN)/python tests/meshes/mesh_table.py
 
 fuzz: $(STAMP) ## Send strange messages to every port of a cluster that trains (FUZZ="--seconds 60 --json")
 	$(BIN)/python tests/fuzz/fuzz.py $(FUZZ)

@@ -54,6 +54,7 @@ def fill(
     The buffers go to `buffers_device` (None: `device`). `what` names the model in messages. A head of one score that the files lack is drawn from torch's generator. Raises
     InvalidInput when the files do not fit the model, and as `WeightFiles` does.
     """
+    _make_empty_parts(model, device)
     tied = _tied_places(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     info = _load(model, files, device)
@@ -163,6 +164,27 @@ def _check(info: Any, files: WeightFiles, what: str) -> None:
         )
 
 
+def _make_empty_parts(model: nn.Module, device: torch.device) -> None:
+    """Make the parameters of which this rank has no row, such as experts on more ranks than there are experts: the files have
+    nothing for them."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if isinstance(parameter, DTensor) and parameter.numel() and not parameter.to_local().numel():
+                if id(parameter) not in made:
+                    part = torch.empty_like(parameter.to_local(), device=device)
+                    value = _with_part(parameter, part)
+                    made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                setattr(module, name, made[id(parameter)])
+
+
+def _with_part(like: DTensor, part: Tensor) -> DTensor:
+    """Return a tensor that is divided as `like`, of which this rank has `part`."""
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def _draw_score(model: Any, device: torch.device) -> None:
     """Give the head of one score the weights that `from_pretrained` draws for one that is missing."""
     reference = model.score.weight
@@ -175,10 +197,7 @@ def _draw_score(model: Any, device: torch.device) -> None:
     if isinstance(reference, DTensor):
         local = DtensorShardOperation(reference).shard_tensor(value, device=device)
         assert local is not None
-        value = DTensor.from_local(
-            local, reference.device_mesh, reference.placements, run_check=False,
-            shape=reference.shape, stride=reference.stride(),
-        )  # fmt: skip
+        value = _with_part(reference, local)
     model.score.weight = nn.Parameter(value.to(device))
 
 

@@ -1,11 +1,12 @@
-"""The policy: a Hugging Face causal LM that turns packed rows into log-probabilities, sharded by FSDP2.
+"""The policy: a Hugging Face causal LM that turns packed rows into log-probabilities, sharded by FSDP2 over a mesh of the
+ranks (`learner/model/mesh.py`).
 
 Promise: parameters keep their Hugging Face names and float32 masters; the LM head runs inside the model's forward,
 where FSDP has gathered it, and never holds the full logits.
 
-FSDP2 wraps each decoder layer and the root (embedding, final norm, LM head; tied or not). One rank in float32 is left
-unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks cost about 3 ms an update and
-2 ms a further micro-batch (2 layers, CPU), a quarter of a step on 32 short sequences.
+FSDP2 wraps each decoder layer and the root (final norm, LM head and, where they are tied or on CPUs, the embedding). One
+rank in float32 is left unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks cost about
+3 ms an update and 2 ms a further micro-batch (2 layers, CPU), a quarter of a step on 32 short sequences.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -34,6 +33,7 @@ from learner.model.compiled_layers import compile_layers, padded_row
 from learner.model.cpu_linear import use_onednn_linear
 from learner.model.loading import fill, skeleton
 from learner.model.logprobs import chunked_logprobs
+from learner.model.mesh import mesh_of
 from learner.model.weight_files import WeightFiles, model_files
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
@@ -224,7 +224,7 @@ def _placed(
 
 def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: bool) -> None:
     options: dict[str, Any] = {
-        "mesh": _mesh(device),
+        "mesh": mesh_of(policy, device),
         "reshard_after_forward": resharded,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype(policy, device), reduce_dtype=torch.float32
@@ -233,6 +233,11 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
     }
     for layer in _decoder_layers(model):
         fully_shard(layer, **options)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if resharded and head is not None and embedding.weight is not head.weight:
+        fully_shard(
+            embedding, **options
+        )  # else it would stay gathered with the head, which the loss reads in the root
     fully_shard(model, **options)
 
 
@@ -248,12 +253,3 @@ def _needs_sharding(policy: PolicySection, device: torch.device) -> bool:
 def _offloads(policy: PolicySection, device: torch.device) -> bool:
     """Return whether to offload: on a CPU the parameters are in host memory anyway."""
     return policy.cpu_offload and device.type == "cuda"
-
-
-def _mesh(device: torch.device) -> DeviceMesh:
-    """Return all ranks of the default process group; a group of one is made where there is none."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return init_device_mesh(device.type, (dist.get_world_size(),))

@@ -37,10 +37,8 @@ class Critic:
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self._spec = spec
         self._device = device
-        starts_from = spec.value.model_name or spec.policy.model_name
-        self.model: PreTrainedModel = load_reward_model(
-            spec.policy.model_copy(update={"model_name": starts_from}), device
-        )
+        assert spec.value_policy is not None
+        self.model: PreTrainedModel = load_reward_model(spec.value_policy, device)
         self.optimizer = make_optimizer(self.model, spec.value.optimizer)
         self._sums: dict[str, float] = {}
         self._norms: list[float] = []

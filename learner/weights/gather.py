@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from learner.model.adapter import adapter_weights, has_adapter, merged_state
+from learner.model.mesh import in_first_replica, shard_group
 from paceline.weights.manifest import TensorPlan, WeightManifest
 from paceline.weights.packing import empty_flat, views
 
@@ -83,13 +84,12 @@ class _Gathering:
     """A bucket on its way to rank 0: every rank's shards of some tensors, one behind the other.
 
     Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; a rank
-    with fewer rows is padded, because a gather needs equal sizes.
+    with fewer rows is padded, because a gather needs equal sizes. Of several replicas the first one sends.
     """
 
     def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> None:
         self._bucket = bucket
-        mesh = bucket[0][1].device_mesh
-        self._size = mesh.size()
+        self._size, group = shard_group(bucket[0][1])
         shards = [_converted(tensor.to_local(), dtype).contiguous().view(-1) for _, tensor in bucket]
         num_bytes = [
             -(-tensor.shape[0] // self._size) * _row_bytes(tensor, shard.dtype)
@@ -101,14 +101,18 @@ class _Gathering:
             self._own[start : start + shard.nbytes].copy_(shard.view(torch.uint8))
             start += length
         self._all: list[torch.Tensor] | None = None
+        self._work: Any = None
+        if not in_first_replica(bucket[0][1]):
+            return
         if is_first_rank():
             self._all = [torch.empty_like(self._own) for _ in range(self._size)]
         # Two in flight: while this one travels, rank 0 unpacks the one before and every rank packs the next.
-        self._work: Any = dist.gather(self._own, self._all, dst=0, group=mesh.get_group(), async_op=True)
+        self._work = dist.gather(self._own, self._all, dst=0, group=group, async_op=True)
 
     def finish(self, gathered: dict[str, torch.Tensor]) -> None:
         """Wait for the bucket and, on rank 0, write its rows into their tensors."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         if self._all is None:
             return
         for rank, received in enumerate(self._all):
@@ -126,7 +130,7 @@ def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTe
     part: list[tuple[str, DTensor]] = []
     filled = 0
     for name, tensor in sharded:
-        size = -(-tensor.nbytes // tensor.device_mesh.size())
+        size = -(-tensor.nbytes // shard_group(tensor)[0])
         if part and (filled + size > BUCKET_BYTES or part[0][1].device_mesh != tensor.device_mesh):
             yield part
             part, filled = [], 0
@@ -137,9 +141,11 @@ def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTe
 
 
 def is_split_by_rows(tensor: DTensor) -> bool:
-    """Return whether the ranks hold consecutive rows, as FSDP2 does: then a shard is one run of the tensor's bytes."""
+    """Return whether the ranks of a replica hold consecutive rows, as with FSDP2: then a shard is one run of the tensor's
+    bytes."""
     (*others, last) = tensor.placements
-    return not others and isinstance(last, Shard) and last.dim == 0 and tensor.numel() > 0
+    by_rows = isinstance(last, Shard) and last.dim == 0 and tensor.numel() > 0
+    return by_rows and all(placement.is_replicate() for placement in others)
 
 
 def _row_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:

@@ -1,7 +1,7 @@
 """A rank's slices of the model's weights, as a copy that later optimizer steps do not touch.
 
-Nothing is gathered: each rank copies its rows of a tensor that FSDP2 has sharded, and rank 0 alone copies the other
-tensors. Together the slices of all ranks are every tensor, once. Names are those of `learner.weights.gather.named_weights`.
+Nothing is gathered: each rank of the first replica copies its rows of a tensor that FSDP2 has sharded, and rank 0 alone
+copies the other tensors. Together the slices of all ranks are every tensor, once. Names are those of `learner.weights.gather.named_weights`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from learner.model.mesh import in_first_replica
 from learner.weights.gather import is_first_rank, named_weights
 from paceline.errors import InvalidInput
 from paceline.weights.manifest import DTYPE_BYTES, TensorPlan
@@ -97,11 +98,14 @@ def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
         return (tensor, 0) if is_first_rank() else (None, 0)
     if all(placement.is_replicate() for placement in tensor.placements):
         return (tensor.to_local(), 0) if is_first_rank() else (None, 0)
-    if tensor.device_mesh.ndim != 1 or tensor.placements[0] != Shard(0):
+    (*others, last) = tensor.placements
+    if last != Shard(0) or not all(placement.is_replicate() for placement in others):
         raise InvalidInput(
             f"tensor {name!r} is placed as {tensor.placements}; the delta channel writes shards of whole rows only, "
             "set weights.channel to collective"
         )
+    if not in_first_replica(tensor):
+        return None, 0
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), offset[0] * math.prod(tensor.shape[1:])
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from learner.model.adapter import BASE, adapted_parts, has_adapter, is_part_of_adapter
+from learner.model.mesh import in_first_replica, shard_group
 from learner.weights.gather import is_first_rank, is_split_by_rows, unwrapped
 
 PIECE_BYTES = 64 << 20
@@ -94,8 +95,11 @@ def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[Pi
 def _gathered(
     name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None
 ) -> Iterator[Piece]:
-    """Yield the pieces of a tensor of which rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K)."""
-    ranks, group = tensor.device_mesh.size(), tensor.device_mesh.get_group()
+    """Yield the pieces of a tensor of which rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Of several replicas
+    the first one sends."""
+    if not in_first_replica(tensor):
+        return
+    ranks, group = shard_group(tensor)
     rows, row_numel = -(-tensor.shape[0] // ranks), math.prod(tensor.shape[1:])
     wire = weight.dtype(dtype)
     step = max(1, PIECE_BYTES // (ranks * row_numel * wire.itemsize))

@@ -16,6 +16,7 @@ from paceline.spec.sections.policy import (
     GenerationSection,
     LoraSection,
     OptimizerSection,
+    ParallelSection,
     PolicySection,
     SchedulerSection,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "LossSection",
     "OptimizerSection",
     "OrpoSection",
+    "ParallelSection",
     "PolicySection",
     "RewardFunctionSection",
     "RmSection",

@@ -23,6 +23,7 @@ from paceline.spec.explaining.faults import explain, unknown_key
 from paceline.spec.foreign.names import look_up
 from paceline.spec.sections.base import STORED
 from paceline.spec.sections.bundle import BundleSection
+from paceline.spec.sections.policy import ParallelSection
 
 MAX_PATH = 1024
 MODEL_FIELDS = (
@@ -46,6 +47,7 @@ NEWER_KEYS: dict[str, Any] = {
     "data.train_config": None,
     "data.validation_config": None,
     "bundle": BundleSection().model_dump(mode="json"),
+    "policy.parallel": ParallelSection().model_dump(mode="json"),
     "priority": 0,
     "max_hours": None,
 }
@@ -191,8 +193,10 @@ def portable_yaml(spec: RunSpec) -> str:
     """Return the resolved spec for services of other versions: without NEWER_KEYS that have their defaults."""
     tree = spec.model_dump(mode="json")
     for dotted, default in NEWER_KEYS.items():
-        section, _, key = dotted.rpartition(".")
-        node = tree[section] if section else tree
+        *sections, key = dotted.split(".")
+        node: Any = tree
+        for section in sections:
+            node = node[section]
         if isinstance(node, dict) and node.get(key) == default:
             del node[key]
     return _dumped(tree)

@@ -133,6 +133,12 @@ class RunSpec(Section):
         return self.algorithm_section.frozen_policy(self.policy, self.loss_fn)
 
     @property
+    def value_policy(self) -> PolicySection | None:
+        """The model that the value model starts from; None without one."""
+        name = self.value.model_name or self.policy.model_name
+        return self.policy.model_copy(update={"model_name": name}) if self.uses_value_model else None
+
+    @property
     def syncs_reference(self) -> bool:
         """Return whether the policy is mixed into its reference during the run."""
         return self.samples and not self.has_teacher and self.loss_fn.reference_policy_sync_steps is not None

@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from learner.model.mesh import mesh_groups
 from services.common.advertise import advertised_host
 from services.learner.launcher import MEETING_VARIABLE
 
@@ -58,7 +59,8 @@ def form_rank_group(host: str, *, cuda: bool) -> None:
 def set_collective_timeout(seconds: float) -> None:
     """Set how long further collectives of this rank wait for the others."""
     if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+        for group in (dist.group.WORLD, *mesh_groups()):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 @contextmanager

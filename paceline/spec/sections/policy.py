@@ -95,6 +95,45 @@ class SchedulerSection(Section):
         return self.warmup_steps or math.ceil(self.warmup_ratio * max_num_steps)
 
 
+Ranks = PositiveInt | Literal["auto"]
+"""A dimension of the mesh."""
+
+NOT_YET = {
+    "context": "a sequence is on one rank, and activation_checkpointing with a smaller train_mb_tokens makes room for long ones",
+    "tensor": "a layer is computed by one rank, and its weights are divided by `shard`",
+    "expert": "experts are divided by `shard` as all weights are",
+    "pipeline": "docs/decisions/2026-11-23-no-pipeline.md has the reasons",
+}
+"""What stands in for the ways of dividing a model that do not exist."""
+
+
+class ParallelSection(Section):
+    """How the learner's ranks divide the model: replicate × shard ranks; docs/hosts.md."""
+
+    replicate: Ranks = "auto"
+    """Copies of the model, among which the batch is divided and gradients are summed. auto: 1, or one for each host where its
+    GPUs hold the model's state."""
+    shard: Ranks = "auto"
+    """Neighbouring ranks that divide each copy's weights, gradients and optimizer state. auto: all ranks of a copy."""
+    context: PositiveInt = 1
+    """Not available, only 1."""
+    tensor: PositiveInt = 1
+    """Not available, only 1."""
+    expert: PositiveInt = 1
+    """Not available, only 1."""
+    pipeline: PositiveInt = 1
+    """Not available, only 1."""
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_there(self) -> ParallelSection:
+        for key, instead in NOT_YET.items():
+            if getattr(self, key) != 1:
+                raise ValueError(
+                    f"{key} {getattr(self, key)}: there is no {key} parallelism; {instead}. Leave it out"
+                )
+        return self
+
+
 class LoraSection(Section):
     """Train a LoRA adapter in place of the model's own weights; docs/lora.md."""
 
@@ -217,6 +256,8 @@ class PolicySection(Section):
     """Compute and keep the logits in float32, in the learner and in the engine, from the same weights; docs/models.md."""
     compile: bool = False
     """Compile the learner's decoder layers with torch.compile; needs a C++ compiler on CPUs, Triton on GPUs."""
+    parallel: ParallelSection = ParallelSection()
+    """Replicas and shards of the model over the learner's ranks."""
     lora_cfg: LoraSection = LoraSection()
     """An adapter in place of the model's own weights."""
     optimizer: OptimizerSection = OptimizerSection()

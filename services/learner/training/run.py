@@ -23,6 +23,7 @@ from learner.batch.samples import sequences_from_groups
 from learner.batch.validate_examples import check_rows
 from learner.checkpoints.checkpoint import Misfit
 from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
+from learner.model.mesh import mesh_of
 from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailable
@@ -183,6 +184,12 @@ class LearnerRun:
         spec, start = self._spec, self._assignment.start_step
         set_collective_timeout(LOADING_TIMEOUT_S)
         self._checkpoints.check_folder(self._rank.device, self._rank.stopping.wait)
+        if self._rank.world_size > 1:
+            for policy in (spec.policy, spec.frozen_policy, spec.value_policy):
+                if policy is not None:
+                    mesh_of(
+                        policy, self._rank.device
+                    )  # the ranks make its groups together, before one of them may fail
         succeed_on_all_ranks(self._read, self._rank.device)
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:

@@ -272,6 +272,12 @@ def test_settings_of_an_engine_that_does_not_run_are_refused(spec_path: Path) ->
     assert "vllm_cfg is set, but backend is 'native'" in message
 
 
+@pytest.mark.parametrize("key", ["context", "tensor", "expert", "pipeline"])
+def test_ways_of_dividing_a_model_that_do_not_exist_are_refused_by_name(spec_path: Path, key: str) -> None:
+    with pytest.raises(SpecError, match=rf"{key} 2: there is no {key} parallelism; .*Leave it out"):
+        load_spec(spec_path, [f"policy.parallel.{key}=2"])
+
+
 def test_nccl_links_are_refused_with_what_to_use_and_pass_where_they_were_accepted(spec_path: Path) -> None:
     message = refusal(spec_path, "weights.backend=nccl")
     assert message.startswith("weights.backend: 'nccl' cannot be chosen: ")

@@ -1,0 +1,77 @@
+"""One rank of a mesh: runs every case on its part of the batch, publishes, and goes on from another mesh's checkpoint.
+
+Arguments: the folder of the models, the folder for results, replicate, shard, and the checkpoint's folder with its hash, or
+two empty texts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loaded_models import differing
+from mesh_cases import CASES, ROW_TOKENS, batch_of, part_of
+from safetensors.torch import save_file
+from tiny_policy import CPU, make_spec, run_case
+
+from learner.checkpoints import checkpoint
+from learner.checkpoints.export import export_live
+from learner.model.policy import load_policy
+from learner.step.trainer import Trainer
+from learner.weights import stream
+from learner.weights.gather import gather_weights
+from learner.weights.shards import local_slices
+from paceline.host.process import end_process
+
+
+def main(models: Path, out: Path, replicate: int, shard: int, path: str, sha256: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parallel = {"parallel": {"replicate": replicate, "shard": shard}}
+    for name, (model, case) in CASES.items():
+        own = part_of(batch_of(name), rank, ranks)
+        metrics, tensors = run_case(models / model, case | parallel, own, budget=ROW_TOKENS)
+        if rank == 0:
+            (out / f"{name}.json").write_text(json.dumps(metrics))
+            save_file(tensors, out / f"{name}.safetensors")
+    stream.PIECE_BYTES = 500
+    for kind in ("dense", "moe"):
+        policy = make_spec(models / kind, **parallel).policy
+        model = load_policy(policy, CPU)
+        found: dict[str, Any] = {"loading": differing(model, models / kind, torch.float32)}
+        slices = [(part.name, part.start, part.bits.size) for part in local_slices(model, None)]
+        gathered = gather_weights(model, None)
+        if rank == 0:
+            save_file({name: value.clone() for name, value in gathered.items()}, out / f"{kind}.gathered")
+        failure = export_live(out / f"{kind} export", model, policy, dtype=torch.float32)
+        found |= {"slices": slices, "export": "" if failure is None else repr(failure)}
+        (out / f"{kind}.{rank}.json").write_text(json.dumps(found))
+    checkpoints(models / "dense", out, parallel, path, sha256)
+    end_process()
+
+
+def checkpoints(model: Path, out: Path, parallel: dict[str, Any], path: str, sha256: str) -> None:
+    """Write a checkpoint after a step, or after one that another mesh has trained, and train a step more."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    trainer = Trainer(make_spec(model, train_mb_tokens=ROW_TOKENS, **parallel), CPU)
+    own = part_of(batch_of("grpo"), rank, ranks)
+    state: dict[str, Any] = {"model": trainer.model, "optimizer": trainer.optimizer}
+    if path:
+        checkpoint.load(path, expected_sha256=sha256, **state)
+    else:
+        trainer.train_step(own, 0)
+    saved = checkpoint.save(out / "checkpoints", session=1, step=1, **state)
+    metrics = trainer.train_step(own, 1)
+    if saved is not None:
+        facts = {"path": str(saved.path), "sha256": saved.manifest_sha256, "metrics": metrics}
+        (out / "resumed.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6])
