@@ -102,9 +102,15 @@ def _add_code(found: _Found) -> list[str]:
     for index, reward in enumerate(spec.rewards):
         file, colon, _ = reward.function.rpartition(":")
         path = Path(file)
-        if not colon or not path.is_absolute() or not path.exists():
+        if not colon or not path.is_absolute():
             continue
         name = f"rewards.{index}.function"
+        if not path.exists():
+            warnings.append(
+                f"{name}: no file {file!r} is on this machine, so none travels with the run; correct the path, unless the "
+                "reward workers' hosts have it there"
+            )
+            continue
         found.add("code", name, place_of_file(spec.folder, file), path)
         imports = imports_of(path)
         base = place_of_folder(spec.folder, str(path.parent))

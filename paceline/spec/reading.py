@@ -21,6 +21,7 @@ from paceline.errors import SpecError
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.explaining.faults import explain, unknown_key
 from paceline.spec.foreign.names import look_up
+from paceline.spec.foreign.whole_files import hint_by_suffix, import_hint
 from paceline.spec.sections.base import STORED
 from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.policy import ParallelSection
@@ -63,7 +64,12 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     tree = read_tree(path)
     for override in overrides:
         apply_override(tree, override)
-    return parse_spec(tree, base=Path(path).parent)
+    try:
+        return parse_spec(tree, base=Path(path).parent)
+    except SpecError as error:
+        if hint := import_hint(Path(path), tree):
+            raise SpecError(f"{error}\n{hint}") from None
+        raise
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
@@ -76,9 +82,11 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SpecError(f"{path} is not valid YAML: {error}") from None
+        raise SpecError(f"{path} is not valid YAML: {error}{hint_by_suffix(path)}") from None
     if not isinstance(tree, dict):
-        raise SpecError(f"{path} holds {type(tree).__name__}, a spec is a mapping of sections")
+        raise SpecError(
+            f"{path} holds {type(tree).__name__}, a spec is a mapping of sections{hint_by_suffix(path)}"
+        )
     return tree
 
 

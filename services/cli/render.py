@@ -198,10 +198,11 @@ def outcome(
     facts: Facts,
     evaluations: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
-    rewards: Sequence[float] = (),
+    values: Sequence[float] = (),
+    measure: str = "reward",
 ) -> str:
-    """Return the last lines about a run; `evaluations` are the contents of those events, oldest first, and `rewards` those
-    of the steps."""
+    """Return the last lines about a run; `evaluations` are the contents of those events, oldest first, and `values` the
+    rewards or losses of the steps, as `measure` says."""
     tokens = facts["tokens"]
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
@@ -219,13 +220,13 @@ def outcome(
     }
     if dropped:
         lines.append(f"groups dropped: {', '.join(f'{n:,} {reason}' for reason, n in dropped.items())}")
-    if len(rewards) > 1:
-        curve = sparkline(scaled(list(rewards)), CURVE_COLUMNS)
-        lines.append(f"reward of the steps: {curve}  {rewards[0]:.3f} to {rewards[-1]:.3f}")
+    if len(values) > 1:
+        curve = sparkline(scaled(list(values)), CURVE_COLUMNS)
+        lines.append(f"{measure} of the steps: {curve}  {values[0]:.3f} to {values[-1]:.3f}")
     for name in ("reward", "accuracy", "loss"):
-        values = [content[name] for content in evaluations if content.get(name) is not None]
-        if len(values) > 1:
-            lines.append(f"evaluation {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
+        results = [content[name] for content in evaluations if content.get(name) is not None]
+        if len(results) > 1:
+            lines.append(f"evaluation {name}: {results[0]:.3f} at first, {results[-1]:.3f} at last")
     if summary.get("export_path"):
         lines.append(f"model: {summary['export_path']}")
     return "\n".join(lines)

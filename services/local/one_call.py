@@ -30,6 +30,7 @@ from paceline.token import VARIABLE
 from services.common.gpus import divide, visible_gpus
 from services.local.cluster import LocalCluster
 from services.local.function_source import named_function
+from services.local.missing_paths import check_paths_are_here
 
 MAX_DEATHS = 5
 """Deaths in a row after which a service is given up: a caller prefers an error to waiting."""
@@ -88,6 +89,7 @@ def train(
     """
     directory = Path(directory).resolve()
     spec = assembled(spec, overrides, sections, rewards, data, validation, directory)
+    check_paths_are_here(spec)
     gpus = visible_gpus()
     sizes, division = divide(_sizes(spec), len(gpus), rollout=spec.samples)
     say = show or (lambda line: None)

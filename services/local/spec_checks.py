@@ -1,4 +1,4 @@
-"""Checks of this machine against one spec: its GPUs and its memory. Imports torch."""
+"""Checks of this machine against one spec: its files, its GPUs and its memory. Imports torch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from paceline.models.memory_estimate import (
 from paceline.spec import RunSpec
 from services.common.gpus import divide, missing_gpus, named_in
 from services.local.machine_checks import Finding
+from services.local.missing_paths import missing_paths
 
 
 def examine_spec(
     spec: RunSpec, gpu_bytes: Sequence[int] | None = None, free_bytes: int | None = None
 ) -> list[Finding]:
-    """Return whether this machine has the GPUs and the memory that the spec asks for.
+    """Return whether this machine has the local files, the GPUs and the memory that the spec asks for.
 
     `gpu_bytes` are the sizes of the GPUs that torch can use, and `free_bytes` the host's free memory; by default both are
     detected.
     """
     sizes = _gpus_of_torch() if gpu_bytes is None else gpu_bytes
-    findings = []
+    findings = [Finding("its files", "fault", text) for text in missing_paths(spec)]
     if named_in(spec.cluster):
         missing = missing_gpus(spec.cluster, len(sizes))
         status, value = ("fault", missing) if missing else ("ok", "all that the spec names are here")
@@ -38,7 +39,7 @@ def examine_spec(
         cluster, _ = divide(spec.cluster, len(sizes), rollout=spec.samples)
         spec = spec.model_copy(update={"cluster": cluster})
     except SpecError as error:
-        if not findings:
+        if not any(each.name == "its GPUs" for each in findings):
             findings.append(Finding("its GPUs", "fault", str(error)))
     config = read_config(spec.policy.model_name)
     shape = None if config is None else shape_of(config)

@@ -73,8 +73,10 @@ class Course:
         self._live_from = live_from
         self.step = 0
         """Trained steps."""
-        self.rewards: list[float] = []
+        self.values: list[float] = []
         """Rewards (of a run on examples: losses) of the steps that had one."""
+        self.measure = "reward"
+        """What the values are: `reward` or `loss`."""
         self.evaluations: list[dict[str, Any]] = []
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=INTERVALS + 1)
@@ -92,9 +94,10 @@ class Course:
             return
         self.step = int(event.content["step"]) + 1
         samples = "reward" in event.content or "completion_length" in event.content
-        value = event.content.get("reward" if samples else "loss")
+        self.measure = "reward" if samples else "loss"
+        value = event.content.get(self.measure)
         if value is not None:
-            self.rewards.append(float(value))
+            self.values.append(float(value))
         if self.step > self._live_from:
             self._times_s.append(self._clock())
 
@@ -108,7 +111,7 @@ class Course:
 
     def curve(self, columns: int) -> str:
         """Return the values of the steps as one line of characters."""
-        return sparkline(scaled(self.rewards), columns)
+        return sparkline(scaled(self.values), columns)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from services.common.options import (
     token_file_option,
 )
 from services.local.cluster import GRACE_S, LocalCluster
+from services.local.missing_paths import check_paths_are_here
 
 USUAL_PORT = 7070
 MIN_FREE_MB = 512
@@ -137,6 +138,8 @@ def run_here(
     Runs that train on a data set's examples get no rollout and reward workers. Raises PacelineError.
     """
     say = functools.partial(click.echo, err=True)
+    if spec is not None:
+        check_paths_are_here(spec)
     left = left_runs(directory / LEDGER_NAME)
     for line in left.advice(resumed) if spec is None else left.unreadable.values():
         say(line)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from paceline.client import ENDED_STATES, Client
+from paceline.errors import PacelineError
 from services.cli import render
 from services.cli.running.progress import Course, Shown, screen
 from services.common.options import print_json
 
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
 """Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
+QUEUE_S = 2.0
+"""Seconds between two looks at the run in front of a queued one."""
 
 if TYPE_CHECKING:
     from services.cli.recorded.offline import RecordedRuns
@@ -37,23 +43,22 @@ def follow(
     facts = render.run_facts(source.get(run_id))
     is_live = isinstance(source, Client) and facts["state"] not in ENDED_STATES
     course = Course(facts["max_num_steps"], live_from=facts["step"] if is_live else math.inf)
-    told, is_queued = "", facts["state"] == "queued"
-    with screen(run_id, course, shown, earlier) as show:
+    told = ""
+    with contextlib.ExitStack() as waiting, screen(run_id, course, shown, earlier) as show:
+        if facts["state"] == "queued":
+            every_s = QUEUE_S if isinstance(source, Client) else None
+            waiting.enter_context(queue_told(source, run_id, every_s))
         for event in source.watch(run_id, after):
             show(event)
             if event.kind != "state" or event.sequence <= earlier:
                 continue
             told = str(event.content.get("message", ""))
-            if (
-                event.content.get("state") == "queued"
-                and is_queued
-                and (advice := queued_behind(source, run_id))
-            ):
-                click.echo(advice, err=True)
+            if event.content.get("state") != "queued":
+                waiting.close()
     facts = render.run_facts(source.get(run_id))
     if not shown.as_json:
         once = facts | ({"message": ""} if facts["message"] == told else {})
-        click.echo(render.outcome(once, course.evaluations, _summary(facts), course.rewards))
+        click.echo(render.outcome(once, course.evaluations, _summary(facts), course.values, course.measure))
     if facts["state"] != "succeeded":
         raise click.exceptions.Exit(1)
 
@@ -77,16 +82,55 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
         raise click.exceptions.Exit(status)
 
 
-def queued_behind(source: Client | RecordedRuns, run_id: str) -> str:
-    """Return which open run is in front of a queued one, and how to end it; empty if none is."""
+@contextlib.contextmanager
+def queue_told(source: Client | RecordedRuns, run_id: str, every_s: float | None) -> Iterator[None]:
+    """Say on stderr which run is in front of a queued one, and with `every_s` again when that is another, or in another
+    state."""
+    told = _tell(source, run_id, ())
+    if every_s is None:
+        yield
+        return
+    begun = threading.Event()
+
+    def tell() -> None:
+        before = told
+        while not begun.wait(every_s):
+            with contextlib.suppress(PacelineError):  # the run's events tell when its coordinator is away
+                before = _tell(source, run_id, before)
+
+    threading.Thread(target=tell, name="queue", daemon=True).start()
+    try:
+        yield
+    finally:
+        begun.set()
+
+
+def _tell(source: Client | RecordedRuns, run_id: str, told: tuple[str, ...]) -> tuple[str, ...]:
+    """Say which run is in front if that is news, and return what is known now."""
+    ahead = in_front_of(source, run_id)
+    if ahead is None:
+        return ()
+    state = (ahead["run_id"], ahead["state"], ahead["message"])
+    if state != told:
+        click.echo(_advice(run_id, ahead), err=True)
+    return state
+
+
+def in_front_of(source: Client | RecordedRuns, run_id: str) -> render.Facts | None:
+    """Return the open run that a queued one waits for; None if there is none."""
     for run in source.runs():
         facts = render.run_facts(run)
         if facts["run_id"] == run_id:
-            return ""
+            return None
         if facts["state"] not in ENDED_STATES:
-            steps = f"{facts['state']}, step {facts['step']} of {facts['max_num_steps']}"
-            return f"{run_id} waits for {facts['run_id']} ({steps}); `paceline cancel {facts['run_id']}` ends that run"
-    return ""
+            return facts
+    return None
+
+
+def _advice(run_id: str, ahead: render.Facts) -> str:
+    state = f"{ahead['state']}, step {ahead['step']} of {ahead['max_num_steps']}"
+    reason = f": {ahead['message']}" if ahead["message"] else ""
+    return f"{run_id} waits for {ahead['run_id']} ({state}{reason}); `paceline cancel {ahead['run_id']}` ends that run"
 
 
 def _summary(facts: render.Facts) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Failures of groups by their cause: equal ones are reported together, and groups that are dropped one after the other for
 one cause pause the run.
 
-A cause is what an error's text has in common with those of other groups: without numbers, quoted values and excerpts of
-the prompt, but with the function's file and line. All of it is in memory, so a restart of the coordinator counts anew.
+A cause is what an error's text has in common with those of other groups: without numbers, quoted values, excerpts of the
+prompt and the text of an exception whose place is known, but with its type, file and line. All of it is in memory, so a restart of the coordinator counts anew.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ MAX_CAUSES = 256
 """Causes that are counted at a time."""
 
 EXCERPT = re.compile(r",? for the (?:prompt|messages|completion) .*", re.DOTALL)
+RAISED = re.compile(r"(\braised [\w.]+): .* (\([^()]+:\d+ in [^()]+\))", re.DOTALL)
+"""An exception of a function: its type, and the file and line where it was raised, are the cause; its text may hold anything."""
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|(?<!\.py:)(?<![\w.])\d[\d,.]*")
 
 
 def cause_of(error: str) -> str:
     """Return what errors of one cause have in common."""
-    return VALUES.sub("…", EXCERPT.sub("", error))[:500]
+    return VALUES.sub("…", EXCERPT.sub("", RAISED.sub(r"\1 \2", error)))[:500]
 
 
 class FailureCounts:

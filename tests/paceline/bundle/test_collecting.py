@@ -154,3 +154,6 @@ def test_what_may_be_missing_is_a_warning(tmp_path: Path) -> None:
     assert "reward.py imports 'no_such_module'" in warnings[1]
     named = make(tmp_path, source, bundle={"include": ["*.json"], "requirements": ["no_such_module"]})
     assert collect(named).warnings == ()
+    (warning,) = collect(make(tmp_path, rewards=[{"function": "rewards.py:f"}])).warnings
+    assert warning.startswith("rewards.0.function: no file")
+    assert "correct the path" in warning

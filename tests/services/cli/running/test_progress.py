@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from paceline.client import Event
 from protos.paceline.v1 import run_pb2
 from services.cli.running.progress import Course, Shown, screen
-from services.cli.running.watching import follow, queued_behind
+from services.cli.running.watching import follow, in_front_of, queue_told
 
 
 def step(number: int, reward: float | None = 0.5, sequence: int | None = None) -> Event:
@@ -36,6 +37,10 @@ class Source:
     def get(self, run_id: str) -> run_pb2.Run:
         """A run."""
         return self._runs[run_id]
+
+    def replace(self, run: run_pb2.Run) -> None:
+        """Give a run another state."""
+        self._runs[run.run_id] = run
 
     def runs(self) -> list[run_pb2.Run]:
         """All runs, oldest first."""
@@ -104,7 +109,7 @@ def test_the_curve_leaves_out_steps_without_a_reward() -> None:
     course = Course(8)
     for number, reward in enumerate((0.0, None, 1.0)):
         course.note(step(number, reward))
-    assert (course.rewards, course.step, course.curve(8)) == ([0.0, 1.0], 3, " █")
+    assert (course.values, course.step, course.curve(8)) == ([0.0, 1.0], 3, " █")
 
 
 def test_the_reason_of_a_failure_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,11 +133,31 @@ def test_a_queued_run_names_the_one_in_front(capsys: pytest.CaptureFixture[str])
     runs = (a_run("old-1", "succeeded"), a_run("sums-1", "running"), a_run("sums-2", "queued", at=0))
     source: Any = Source([state(1, "queued"), state(2, "succeeded")], *runs)
     advice = "sums-2 waits for sums-1 (running, step 3 of 8); `paceline cancel sums-1` ends that run"
-    assert queued_behind(source, "sums-2") == advice
-    assert queued_behind(source, "sums-1") == ""
+    assert in_front_of(source, "sums-1") is None
     with pytest.raises(click.exceptions.Exit):
         follow(source, "sums-2", shown=Shown())
     assert capsys.readouterr().err.splitlines() == [advice]
+
+
+def test_a_pause_of_the_run_in_front_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    source: Any = Source([], a_run("sums-1", "running"), a_run("sums-2", "queued", at=0))
+    with queue_told(source, "sums-2", every_s=0.01):
+        for name, message in (("paused", "no file 'r.py'"), ("paused", "no file 'r.py'"), ("running", "")):
+            source.replace(a_run("sums-1", name, message))
+            time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (")[2].partition(")")[0] for line in lines] == [
+        "running, step 3 of 8",
+        "paused, step 3 of 8: no file 'r.py'",
+        "running, step 3 of 8",
+    ]
+
+
+def test_the_outcome_of_a_run_on_examples_has_the_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    events = [Event(number + 10, "step", {"step": number, "loss": 2.0 - number}) for number in range(2)]
+    source: Any = Source([*events, state(30, "succeeded")], a_run("sums-1", "succeeded"))
+    follow(source, "sums-1", shown=Shown())
+    assert "loss of the steps: █   2.000 to 1.000" in capsys.readouterr().out
 
 
 def test_the_outcome_counts_only_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,9 @@ def nothing(reason: str) -> None:
         ("raised KeyError: 'a' (r.py:3 in f)", "raised KeyError: 'b' (r.py:3 in f)", True),
         ("raised KeyError: 'a' (r.py:3 in f)", "raised KeyError: 'a' (r.py:9 in f)", False),
         ("raised KeyError: 'a' (r.py:3 in f)", "raised ValueError: 'a' (r.py:3 in f)", False),
+        ("raised ValueError: no it's (r.py:3 in f)", 'raised ValueError: say "x (r.py:3 in f)', True),
+        ("raised ValueError: no (r.py:3 in f)", "raised ValueError: no (r.py:4 in f)", False),
+        ("g raised ValueError: no (r.py:3 in f)", "f raised ValueError: no (r.py:3 in f)", False),
         (
             "the chat template raised TemplateError: no, for the messages [{'role': 'user', 'content': 'it",
             "the chat template raised TemplateError: no, for the messages [{'role': 'user', 'content': \"it's",
