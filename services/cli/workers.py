@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.client import Client
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
 from services.cli import render
 from services.cli.chat import changed, open_talk, spec_of_model
 from services.common.options import coordinator_option, directory_option, json_option, print_json
@@ -134,10 +134,15 @@ def generate(
             else:
                 click.echo(text)
         return
-    with Client(coordinator) as client:
-        completions = client.generate(
-            prompt, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
-        )
+    try:
+        with Client(coordinator) as client:
+            completions = client.generate(
+                prompt, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
+            )
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error}; without services --export RUN samples from a run's exported model"
+        ) from None
     for completion in completions:
         facts = render.completion_facts(completion)
         if as_json:

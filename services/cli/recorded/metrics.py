@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
-import fnmatch
 import sys
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.client import Event
+from paceline.errors import NotFound
+from paceline.spec.explaining.nearest import nearest
 from services.cli import render
 from services.cli.recorded.offline import RecordedRuns
 from services.cli.recorded.records import opened_ledger
@@ -23,13 +25,7 @@ Row = dict[str, Any]
 
 @click.command()
 @click.argument("run")
-@click.option(
-    "--name",
-    "names",
-    multiple=True,
-    metavar="PATTERN",
-    help="Only metrics of this name, such as loss or 'reward/*'; may be given several times.",
-)
+@click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option(
     "--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Steps or evaluations."
 )
@@ -39,13 +35,16 @@ Row = dict[str, Any]
 def metrics(
     run: str, names: tuple[str, ...], kind: str, as_csv: bool, directory: Path, as_json: bool
 ) -> None:
-    """Show the last value of every metric of RUN (its id or its folder), with its range over the run.
+    """Show the last value of every metric of RUN (its id or its folder), or of those of the NAMEs (reward, 'age/*'), with
+    its range over the run.
 
     With --csv or --json every step is a row; the column `step` is the number of the step, or the version evaluated.
     """
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
-        rows = metric_rows(RecordedRuns(opened).watch(run_id), kind, names)
+        rows = metric_rows(RecordedRuns(opened).watch(run_id), kind)
+    check_names(names, _columns(rows), run_id)
+    rows = selected(rows, names)
     if as_json:
         for row in rows:
             print_json(row)
@@ -59,19 +58,35 @@ def metrics(
         )
 
 
-def metric_rows(events: Iterable[Event], kind: str, names: Sequence[str] = ()) -> list[Row]:
-    """Return a row for each step (or evaluation): `step` and the metrics whose name fits one of the patterns."""
-    rows = []
-    for event in events:
-        if event.kind == kind:
-            kept = {
-                name: value
-                for name, value in event.content.items()
-                if isinstance(value, int | float | None)
-                and (not names or any(fnmatch.fnmatchcase(name, pattern) for pattern in names))
-            }
-            rows.append({"step": event.content.get("step")} | kept)
-    return rows
+def metric_rows(events: Iterable[Event], kind: str) -> list[Row]:
+    """Return a row for each step (or evaluation): `step` and the metrics."""
+    return [
+        {"step": event.content.get("step")}
+        | {name: value for name, value in event.content.items() if isinstance(value, int | float | None)}
+        for event in events
+        if event.kind == kind
+    ]
+
+
+def selected(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
+    """Return the rows with `step` and the metrics whose name fits one of the patterns; with all if there is no pattern."""
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if name == "step" or not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+        }
+        for row in rows
+    ]
+
+
+def check_names(patterns: Sequence[str], names: Sequence[str], run_id: str) -> None:
+    """Raises NotFound for a pattern that no metric fits, with the nearest name. A run without steps has none yet."""
+    for pattern in patterns if names else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = nearest(pattern, names)
+            guess = f"did you mean {close[0]!r}" if close else f"`paceline metrics {run_id}` lists them"
+            raise NotFound(f"{run_id} has no metric {pattern!r}; {guess}{'?' if close else ''}")
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

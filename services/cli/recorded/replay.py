@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 @click.argument("run")
 @click.argument("overrides", nargs=-1)
 @click.option(
-    "--from", "start", type=int, required=True, help="First step: 0, or a step that has a checkpoint."
+    "--from",
+    "start",
+    type=int,
+    default=0,
+    show_default=True,
+    help="First step: 0, or a step that has a checkpoint.",
 )
 @click.option("--to", "end", type=int, help="Step to stop before; default after the last that was trained.")
 @click.option("--output", type=click.Path(path_type=Path), help="New folder for the results.")

@@ -10,7 +10,7 @@ import pytest
 from command_line import paceline
 
 from paceline.client import Event
-from services.cli.recorded.metrics import metric_rows
+from services.cli.recorded.metrics import metric_rows, selected
 from services.coordinator.ledger.ledger import Ledger
 
 STEPS = (
@@ -38,7 +38,7 @@ def test_rows_have_the_numbers_of_the_wanted_kind_and_names() -> None:
         {"step": 0, "reward": 0.25, "loss": 0.5, "age/0": 2},
         {"step": 1, "reward": 0.75, "loss": None},
     ]
-    assert metric_rows(events, "step", ["age/*"]) == [{"step": 0, "age/0": 2}, {"step": 1}]
+    assert selected(metric_rows(events, "step"), ["age/*"]) == [{"step": 0, "age/0": 2}, {"step": 1}]
     assert metric_rows(events, "evaluation") == []
 
 
@@ -56,7 +56,7 @@ def test_csv_and_json_have_every_step(directory: Path) -> None:
     rows = list(csv.DictReader(text.splitlines()))
     assert [row["reward"] for row in rows] == ["0.25", "0.75"]
     assert rows[1]["loss"] == ""
-    lines = paceline("metrics", "sums-1", "--json", "--name", "reward", "--directory", directory).stdout
+    lines = paceline("metrics", "sums-1", "reward", "--json", "--directory", directory).stdout
     assert [json.loads(line) for line in lines.splitlines()] == [
         {"step": 0, "reward": 0.25},
         {"step": 1, "reward": 0.75},
@@ -67,3 +67,13 @@ def test_a_run_that_is_not_there_is_named(directory: Path) -> None:
     result = paceline("metrics", "sums-7", "--directory", directory)
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: no run 'sums-7'")
+
+
+def test_a_metric_that_is_not_there_is_answered_with_the_nearest(directory: Path) -> None:
+    result = paceline("metrics", "sums-1", "rewrd", "--directory", directory)
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "Error: sums-1 has no metric 'rewrd'; did you mean 'reward'?\n",
+    )
+    result = paceline("metrics", "sums-1", "x/*", "--directory", directory)
+    assert result.stderr == "Error: sums-1 has no metric 'x/*'; `paceline metrics sums-1` lists them\n"
