@@ -183,6 +183,16 @@ class Ledger(LedgerFile):
         )
         return str(json.loads(row["json"]).get("member_id", "")) if row is not None else ""
 
+    def newest_of_member(self, run_id: str, member_id: str) -> str:
+        """Return what a run's newest event about a member says (`joined`, `left: …`); empty when there is none."""
+        row = self._first_of(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'member' AND json_extract(json, '$.member_id') = ?"
+            " ORDER BY sequence DESC",
+            run_id,
+            member_id,
+        )
+        return str(json.loads(row["json"]).get("what", "")) if row is not None else ""
+
     # Counters and events
 
     def count(self, run_id: str, name: str, amount: int = 1) -> None:
@@ -410,6 +420,6 @@ class Ledger(LedgerFile):
         row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", values).fetchone()
         return row
 
-    def _first_of(self, query: str, run_id: str) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", (run_id,)).fetchone()
+    def _first_of(self, query: str, run_id: str, *others: str) -> sqlite3.Row | None:
+        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", (run_id, *others)).fetchone()
         return row

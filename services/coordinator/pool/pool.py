@@ -42,6 +42,8 @@ SILENT_TIMEOUTS = 1.5
 """Time-outs of a learner rank's silence after which its learner ends: 15 s with the default time-out."""
 
 IN_GOOD_ORDER = "in good order"
+LEFT = "left: "
+"""Beginning of the event of a member that has left."""
 """Reason of a member that leaves without one of its faults."""
 
 log = logging.getLogger(__name__)
@@ -64,13 +66,18 @@ class Pool:
 
     def expect_holders(self) -> None:
         """Keep the membership of those that hold leases or the newest session after a restart, once they can reach it:
-        they have the usual time to come back before their leases are revoked."""
+        they have the usual time to come back before their leases are revoked. A learner that had left before is not waited
+        for."""
         for member_id, role in self._ledger.holders():
             # Counted as connected: after a broken stream they would have half the time, less than a worker's longest
             # backoff.
             self._expect(member_id, role)
-        if (holder := self.assignments.restore_session()) is not None:
-            self._expect(holder, common_pb2.ROLE_LEARNER, self._exchange.active)
+        run, holder = self._exchange.active, self.assignments.restore_session()
+        if run is not None and holder is not None and not self._has_left(run.run_id, holder):
+            self._expect(holder, common_pb2.ROLE_LEARNER, run)
+
+    def _has_left(self, run_id: str, member_id: str) -> bool:
+        return self._ledger.newest_of_member(run_id, member_id).startswith(LEFT)
 
     def _expect(self, member_id: str, role: common_pb2.Role.ValueType, run: ActiveRun | None = None) -> None:
         if self.members.get(member_id) is None:
@@ -222,7 +229,7 @@ class Pool:
         )
         self.assignments.roster.update()
         self._runs.server.wake("lease", "task")
-        await self._add_member_event(member, f"left: {reason}")
+        await self._add_member_event(member, f"{LEFT}{reason}")
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
         await self._runs.act_on(notices)

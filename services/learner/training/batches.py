@@ -1,7 +1,7 @@
 """One rank's client of the exchange: it fetches the rank's part of each batch, and sends the receipts.
 
 No request is given up because the coordinator is away: the learner has nothing else to do. Only a rank that is stopping
-waits no longer than its grace.
+waits no longer than its grace for a receipt, and not at all for a batch that it will not train.
 """
 
 from __future__ import annotations
@@ -80,13 +80,19 @@ class BatchClient:
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:
-        """Return this rank's part of a step's batch; None while there is no batch yet. A damaged one is fetched again."""
+        """Return this rank's part of a step's batch; None while there is no batch yet, and where this rank stops. A damaged
+        one is fetched again."""
         rank = self._rank
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         for attempts_left in reversed(range(ATTEMPTS)):
-            reply, payloads = self._request(
-                pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=request)
-            )
+            try:
+                reply, payloads = self._request(
+                    pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=request), grace_s=0.0
+                )
+            except Unavailable:
+                if rank.stopping.is_set():
+                    return None
+                raise
             if reply.status == pb.REPLY_STATUS_STALE or self.superseded.is_set():
                 return RankBatch(pb.BatchReply(state=pb.BATCH_STATE_END), [])
             if reply.status != pb.REPLY_STATUS_OK:
@@ -115,7 +121,8 @@ class BatchClient:
             metrics=metrics if self._rank.rank == 0 else {},
         )
         reply, _ = self._request(
-            pb.ExchangeRequest(run_id=self._run_id, session=self._session, receipt=receipt)
+            pb.ExchangeRequest(run_id=self._run_id, session=self._session, receipt=receipt),
+            self._rank.grace_s,
         )
         if reply.status == pb.REPLY_STATUS_INVALID:
             raise PacelineError(f"the receipt of step {step} was refused: {reply.message}")
@@ -124,11 +131,12 @@ class BatchClient:
         else:
             self.receipted = step + 1
 
-    def _request(self, request: pb.ExchangeRequest) -> tuple[pb.ExchangeReply, list[bytes]]:
+    def _request(self, request: pb.ExchangeRequest, grace_s: float) -> tuple[pb.ExchangeReply, list[bytes]]:
+        """Return the reply. Raises Unavailable `grace_s` after this rank has been told to stop."""
         rank = self._rank
         try:
             return rank.background.wait(
-                rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, rank.grace_s
+                rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, grace_s
             )
         except TimeoutError:
             raise Unavailable("the coordinator did not answer before this rank had to go") from None

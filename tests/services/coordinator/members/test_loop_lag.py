@@ -143,6 +143,23 @@ async def test_after_a_restart_the_learner_that_had_the_session_keeps_it(tmp_pat
         await again.stop()
 
 
+async def test_a_learner_that_left_before_the_restart_is_not_waited_for(tmp_path: Path) -> None:
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
+    await learner(plane).hear("run")
+    member = plane.coordinator.members.get("learner-1")
+    assert member is not None
+    await plane.coordinator.pool.leave(member, "in good order")
+    await plane.stop()
+    again = await Plane.started(tmp_path)
+    try:
+        assert again.coordinator.members.get("learner-1") is None
+        assert (await learner(again, "learner-2").hear("run")).session == 2
+        assert again.ledger.run(run.run_id)["session"] == 2
+    finally:
+        await again.stop()
+
+
 async def test_a_learner_that_never_comes_back_after_a_restart_is_replaced(tmp_path: Path) -> None:
     plane = await Plane.started(tmp_path)
     await plane.run_one()

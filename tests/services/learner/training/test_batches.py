@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import Unavailable
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.learner.background_loop import BackgroundLoop
-from services.learner.training.batches import BatchClient
+from services.learner.training.batches import BatchClient, RankBatch
 
 
 class Away:
@@ -59,7 +59,9 @@ def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.
     assert now_s > 4 * 15_000.0 - 1
 
 
-def test_a_rank_that_was_told_to_stop_waits_no_longer_than_its_grace(rank: Any) -> None:
+def test_a_rank_that_was_told_to_stop_waits_for_no_batch_and_its_grace_for_a_receipt(rank: Any) -> None:
+    client = BatchClient("run-1", 1, rank)
     rank.stopping.set()
+    assert client.fetch(0) is None
     with pytest.raises(Unavailable, match="before this rank had to go"):
-        BatchClient("run-1", 1, rank).fetch(0)
+        client.send_receipt(RankBatch.end_of_run(), 0, 0, {})
