@@ -224,10 +224,7 @@ def test_a_batch_without_tokens_is_a_step_without_gradient(model: Path) -> None:
 def test_bfloat16_compute_stays_near_float32(model: Path) -> None:
     exact = Trainer(make_spec(model), CPU).train_step(make_batch(), 0)
     trainer = Trainer(make_spec(model, precision="bfloat16"), CPU)
-    try:
-        rough = trainer.train_step(make_batch(), 0)
-    finally:
-        torch.distributed.destroy_process_group()
+    rough = trainer.train_step(make_batch(), 0)
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
     assert rough["logprob"] != exact["logprob"]
     assert rough["logprob"] == pytest.approx(exact["logprob"], rel=0.02)

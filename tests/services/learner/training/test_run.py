@@ -86,12 +86,9 @@ def test_the_time_out_of_the_ranks_process_group_changes() -> None:
     with long_collectives():  # one rank has no group
         set_collective_timeout(1.0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        set_collective_timeout(7.0)
-        options: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options  # type: ignore[attr-defined]
-        assert options._timeout == timedelta(seconds=7)
-        with long_collectives():
-            assert options._timeout == timedelta(minutes=30)
-        assert options._timeout == timedelta(seconds=7)
-    finally:
-        dist.destroy_process_group()
+    set_collective_timeout(7.0)
+    options: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options  # type: ignore[attr-defined]
+    assert options._timeout == timedelta(seconds=7)
+    with long_collectives():
+        assert options._timeout == timedelta(minutes=30)
+    assert options._timeout == timedelta(seconds=7)
