@@ -39,10 +39,10 @@ import zmq
 from exchange_load import COMPLETIONS, REWARD_WORKERS, Load, Members
 
 from paceline.client import Client
+from paceline.host.freed_memory import keep_freed_memory
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
 from protos.paceline.v1 import common_pb2
-from services.coordinator.memory import keep_freed_memory
 from services.local.cluster import LocalCluster
 
 GROUPS_PER_STEP = 128

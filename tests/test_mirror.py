@@ -146,7 +146,6 @@ COVERED_BY = {
     "services/coordinator/lifecycle/run_data.py": "test_run_queue.py",
     "services/coordinator/lifecycle/watchers.py": "test_run_states.py",
     "services/coordinator/members/registry.py": "test_senders.py",
-    "services/coordinator/memory.py": "tests/services/coordinator/exchange/transport/test_connections.py",
     "services/coordinator/pool/assignments.py": "tests/services/coordinator/sessions/test_session_numbers.py",
     "services/coordinator/pool/reports.py": "test_authority.py",
     "services/coordinator/pool/run_events.py": "test_authority.py",

@@ -12,6 +12,7 @@ import click
 from paceline.errors import PacelineError
 from paceline.files.names import LEDGER_NAME
 from paceline.files.store_root import store_root
+from paceline.host.freed_memory import keep_freed_memory
 from paceline.tracing import set_up_metrics, set_up_tracing
 from services.common.directory import make_directory
 from services.common.grpc_server import run_service
@@ -20,7 +21,6 @@ from services.common.options import functions_from_option, store_option, token_f
 from services.common.processes.file_limit import Capacity, raise_file_limit
 from services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
 from services.coordinator.ledger.integrity.file_damage import damage_in, sentence
-from services.coordinator.memory import keep_freed_memory
 from services.coordinator.serving import CoordinatorService
 
 GC_THRESHOLDS = (20_000, 20, 20)

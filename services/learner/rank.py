@@ -23,6 +23,7 @@ import torch.distributed as dist
 from learner.collectives import broadcast_bytes
 from paceline.address import checked_address
 from paceline.errors import Busy, PacelineError, Unavailable
+from paceline.host.freed_memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
 from paceline.tracing import set_up_tracing, shut_down_tracing
@@ -284,6 +285,7 @@ def main(
     set_up_tracing("learner")
     raise_file_limit()
     bound_caches()
+    return_large_tensors()
     try:
         reachable = advertised_host(host, advertise_host, checked_address(coordinator))
         used = set_up_device(device, fabric or host)

@@ -25,6 +25,7 @@ from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
 from paceline.files.names import BLOBS_NAME
+from paceline.host.freed_memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
 from paceline.spec import RunSpec
@@ -104,6 +105,7 @@ def main(
     die_with_starter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     bound_caches()
+    return_large_tensors()
     status = 0
     try:
         ledger = Ledger(ledger_path, read_only=True)

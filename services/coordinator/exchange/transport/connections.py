@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.host.freed_memory import give_freed_memory_back
 from paceline.wire import MAX_MESSAGE_BYTES
-from services.coordinator.memory import give_freed_memory_back
 
 MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)
 """Bytes that may come on a connection without a message being whole: arrays, texts and header of a group."""
