@@ -24,6 +24,8 @@ from typing import Any, Self
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 2
+SEQUENCES = 4
+"""Of a step, two in a micro-batch."""
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "wide vocabulary": (
@@ -50,12 +52,20 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {},
         4_096,
     ),
+    "long rows, selective": (
+        {
+            "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2_048, "num_hidden_layers": 12,
+            "num_attention_heads": 8, "num_key_value_heads": 2,
+        },
+        {"activation_checkpointing": "selective"},
+        4_096,
+    ),
     "long rows, recomputed": (
         {
             "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2_048, "num_hidden_layers": 12,
             "num_attention_heads": 8, "num_key_value_heads": 2,
         },
-        {"activation_checkpointing": True},
+        {"activation_checkpointing": "full"},
         8_192,
     ),
     "adapter": (
@@ -71,7 +81,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
             "vocab_size": 64_000, "hidden_size": 1_024, "intermediate_size": 4_096, "num_hidden_layers": 16,
             "num_attention_heads": 16, "num_key_value_heads": 4,
         },
-        {"optimizer": {"state_dtype": "bfloat16"}, "activation_checkpointing": True},
+        {"optimizer": {"state_dtype": "bfloat16"}, "activation_checkpointing": "full"},
         1_024,
     ),
 }  # fmt: skip
@@ -116,7 +126,7 @@ def spec_tree(model: str, policy: dict[str, Any], tokens: int, device: str) -> d
             **policy,
         },
         "data": {"train": "none.jsonl"},
-        "sft": {"max_num_steps": STEPS},
+        "sft": {"max_num_steps": STEPS, "num_examples_per_step": SEQUENCES},
         "cluster": {"device": "cpu"} if device == "cpu" else {"learner_gpus": [0]},
     }
 
@@ -136,13 +146,12 @@ def measure(folder: Path, policy: dict[str, Any], tokens: int, device_name: str)
 
         from learner.batch.samples import TrainingSample
         from learner.step.trainer import Trainer
-        from paceline.models.memory_estimate import estimate, read_config, shape_of
+        from paceline.models.memory_estimate import estimate
+        from paceline.models.shape import read_shape
         from paceline.spec.reading import parse_spec
 
         spec = parse_spec(spec_tree(str(folder), policy, tokens, device_name))
-        config = read_config(str(folder))
-        assert config is not None
-        shape = shape_of(config)
+        shape = read_shape(str(folder))
         assert shape is not None
         needed = estimate(spec, shape)
         device = torch.device(device_name)
@@ -150,7 +159,9 @@ def measure(folder: Path, policy: dict[str, Any], tokens: int, device_name: str)
         dice = np.random.default_rng(0)
         length = tokens // 4
         for step in range(STEPS):
-            ids = [dice.integers(0, shape.vocabulary, 2 * length + 1, dtype=np.int32) for _ in range(4)]
+            ids = [
+                dice.integers(0, shape.vocabulary, 2 * length + 1, dtype=np.int32) for _ in range(SEQUENCES)
+            ]
             batch = [
                 TrainingSample(number, prompt_ids=row[: length + 1], completion_ids=row[length + 1 :])
                 for number, row in enumerate(ids)
@@ -176,7 +187,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     if options.one:
         name, folder = options.one
-        sizes, policy, tokens = SHAPES[name]
+        _, policy, tokens = SHAPES[name]
         print(json.dumps(measure(Path(folder), policy, tokens, options.device)))
         return
     rows = []

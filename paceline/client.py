@@ -148,6 +148,7 @@ class Client:
         InvalidInput (SpecError for faults that the client itself finds) for a misspelt or contradictory spec, or bad data.
         """
         from paceline.bundle.collecting import collect
+        from paceline.models.memory_plan import checked_plan
         from paceline.spec.reading import load_spec, portable_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
 
@@ -155,6 +156,7 @@ class Client:
             spec = load_spec(spec, tuple(overrides))
         elif overrides:
             raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
+        spec = checked_plan(spec)
         bundle = self._send_bundle(collect(spec), wait_s)
         request = SubmitRequest(spec_yaml=portable_yaml(spec), submission=uuid.uuid4().hex, bundle=bundle)
         return self._call(lambda: self._submit(request), wait_s=wait_s).run

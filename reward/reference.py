@@ -37,7 +37,7 @@ class ReferenceModel:
         import torch
 
         self._temperature = temperature
-        self._row_tokens = policy.train_mb_tokens
+        self._row_tokens = policy.row_tokens
         self._chunk_tokens = policy.logprob_chunk_tokens
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, resolved_dtype(policy.precision, self._device.type))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,46 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from learner.collectives import world_size
-from paceline.errors import InvalidInput
-from paceline.models.memory_estimate import gigabytes, read_config, shape_of
-from paceline.spec import ParallelSection, PolicySection
-
-STATE_BYTES = 16
-"""Bytes of a parameter with its gradient and its moments, all in float32."""
-HOST_SHARE = 0.7
-"""Part of a host's GPU memory that the state may take for `auto` to make replicas; the rest is for activations."""
+from paceline.models.memory_estimate import gigabytes
+from paceline.models.mesh_shape import STATE_BYTES, MeshShape, mesh_shape, state_room
+from paceline.models.shape import read_shape
+from paceline.spec import PolicySection
 
 log = logging.getLogger(__name__)
 _meshes: dict[tuple[Any, str, MeshShape], DeviceMesh] = {}
-
-
-class MeshShape(NamedTuple):
-    """Sizes of the mesh; their product is the number of ranks."""
-
-    replicate: int
-    shard: int
-
-
-def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Callable[[], bool]) -> MeshShape:
-    """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks, but on several hosts makes a
-    replica of each where `fits_host` says that the ranks of one hold it.
-
-    Raises InvalidInput when the sizes do not make the number of ranks.
-    """
-    replicate, shard = parallel.replicate, parallel.shard
-    if replicate == "auto" and shard == "auto":
-        replicate = hosts if hosts > 1 and ranks % hosts == 0 and fits_host() else 1
-    if replicate == "auto":
-        assert shard != "auto"
-        replicate = ranks // shard
-    if shard == "auto":
-        shard = ranks // replicate
-    if replicate * shard != ranks:
-        raise InvalidInput(
-            f"policy.parallel.replicate {parallel.replicate} and shard {parallel.shard} do not make {ranks}, the number of the "
-            "learner's ranks; set one of them to auto, or to a divisor"
-        )
-    return MeshShape(replicate, shard)
 
 
 def mesh_of(policy: PolicySection, device: torch.device) -> DeviceMesh:
@@ -108,12 +74,11 @@ def _fits_host(policy: PolicySection, device: torch.device, ranks: int) -> bool:
     """Return whether the GPUs of one host hold the state of the model. False on CPUs, whose memory the ranks share."""
     if device.type != "cuda":
         return False
-    config = read_config(policy.model_name)
-    shape = None if config is None else shape_of(config)
+    shape = read_shape(policy.model_name)
     if shape is None:
         return False
     needed = STATE_BYTES * shape.parameters
-    room = int(HOST_SHARE * ranks * torch.cuda.get_device_properties(device).total_memory)
+    room = state_room(ranks, torch.cuda.get_device_properties(device).total_memory)
     log.info(
         "policy.parallel: the state of the model takes %s, the GPUs of a host have room for %s",
         gigabytes(needed),

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +26,7 @@ from transformers import (
 
 from learner.batch.samples import PackedBatch
 from learner.collectives import world_size
+from learner.model.activation_checkpointing import recompute_activations
 from learner.model.adapter import add_adapter
 from learner.model.attention import IMPLEMENTATION
 from learner.model.compiled_layers import compile_layers, padded_row
@@ -83,10 +83,7 @@ def _prepared(
     """Return the model ready to train: compiled and with activation checkpointing where the spec wants it, on its device."""
     if policy.compile:
         compile_layers(_decoder_layers(model), device)
-    if policy.activation_checkpointing:
-        for layer in _decoder_layers(model):
-            # Around the layer's forward, so that FSDP's hooks stay outside and do not run again in the recomputation.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    recompute_activations(_decoder_layers(model), policy.activation_checkpointing)
     model.train()
     return _placed(model, files, policy, device, resharded=device.type == "cuda")
 

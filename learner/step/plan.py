@@ -38,7 +38,7 @@ def plan_updates(
     parts = [range(len(batch))] if num_updates == 1 else _update_indices(batch, num_updates, device)
     indices_UM: list[list[tuple[int, ...]]] = []
     for part in parts:
-        lengths, budget_tokens = [batch[i].num_row_tokens for i in part], spec.policy.train_mb_tokens
+        lengths, budget_tokens = [batch[i].num_row_tokens for i in part], spec.policy.row_tokens
         if objective.keeps_prompts_whole:
             packed = pack_whole(lengths, [batch[i].group_id for i in part], budget_tokens)
         else:
@@ -95,7 +95,7 @@ def batch_metrics(
         sum_over_ranks(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
     )
     # Packed tensors are dense: the rest of each micro-batch's budget is unfilled, all of it in a dummy.
-    room = len(micro_batches) * world_size() * spec.policy.train_mb_tokens
+    room = len(micro_batches) * world_size() * spec.policy.row_tokens
     metrics = {
         "tokens": float(sum(u.denominators.tokens for u in updates)),
         "sequences": float(sum(u.denominators.sequences for u in updates)),

@@ -109,7 +109,7 @@ class PrecomputedReference(Reference):
 
     def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
         """Return [S] the sum of each sequence; every rank makes as many passes as the rank with the most micro-batches."""
-        micro_batches = pack([s.num_row_tokens for s in sequences], self._policy.train_mb_tokens)
+        micro_batches = pack([s.num_row_tokens for s in sequences], self._policy.row_tokens)
         sums_S = np.zeros(len(sequences))
         passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=self._device)).item())
         for i in range(passes):

@@ -1,51 +1,44 @@
-"""Estimate of the memory that a run takes, from its spec and the model's config.json alone.
+"""Estimate of the memory that a run takes, from its spec and the model's sizes alone.
 
-The figures are those of `docs/performance.md`, which measures them: parameters, gradients, moments, published weights and
-key-value cache are exact to a few percent, activations to about a third. Nothing heavy is imported and nothing is loaded.
+The figures are those of `docs/performance.md`, "Memory plan", which compares them with measured ones. Nothing heavy is
+imported and nothing is loaded.
 
 Suffixes: bytes are whole numbers, a GB is 10⁹ bytes.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from paceline.models.loading import resolved_dtype
+from paceline.models.shape import ModelShape, read_shape
 from paceline.spec import PolicySection, RunSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-PROCESS_BYTES = 500_000_000
-"""A process with torch and transformers, before it loads a model."""
+PROCESS_BYTES = 300_000_000
+"""A process on CPUs with torch and transformers, before it loads a model."""
+CONTEXT_BYTES = 1_000_000_000
+"""What CUDA, NCCL and cuBLAS hold on a GPU for each process."""
+SAMPLER_BYTES = 500_000_000
+"""A rollout worker on CPUs, before it loads a model."""
 
-LOGITS_COPIES = 3
-"""Arrays of a chunk's logits, in float32, that exist at one time."""
+HEAD_COPIES = 3
+"""Tiles of logits, in float32, that exist at one time."""
+HEAD_TILE = 16_384
+"""Width of a tile (`learner.model.logprobs.VOCABULARY_TILE`)."""
+LARGE_TENSOR_BYTES = 8 << 20
+"""Tensors from this size on are returned to the host when they are freed (`paceline.host.freed_memory`)."""
+HEAP_WASTE = 1.3
+"""Holes in the heap of a process on CPUs, as a multiple of the smaller tensors of a pass: glibc before 2.38 does not use
+the place of an aligned block of the same size again (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
+GATHERED_LAYERS = 2
+"""Layers whose weights FSDP has gathered at one time: the one that computes and the next one."""
 
 REMEDIES = (
-    "policy.activation_checkpointing=true, policy.logprob_chunk_tokens=256, policy.optimizer.state_dtype=bfloat16, a smaller "
-    "policy.train_mb_tokens or policy.lora_cfg.enabled=true take less"
+    "policy.activation_checkpointing=full, policy.optimizer.state_dtype=bfloat16, a smaller policy.train_mb_tokens or "
+    "policy.lora_cfg.enabled=true take less"
 )
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder-only transformer."""
-
-    layers: int
-    hidden: int
-    mlp: int
-    """Width of the MLP, of all experts that a token passes through together."""
-    attention: int
-    """Width of the queries of all heads."""
-    key_value: int
-    """Width of the keys of all heads."""
-    vocabulary: int
-    parameters: int
-    adapted_rows: int
-    """Σ (inputs + outputs) of all linear layers of the model below its head; times the rank it is a LoRA adapter's size."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +47,16 @@ class Estimate:
 
     shape: ModelShape
     learner: Mapping[str, int]
-    """Of one rank, without activations."""
+    """Of one rank, without activations; on a GPU, of the GPU."""
     activations: int
-    """Of a rank's full micro-batch, with the logits of a chunk."""
+    """Of a rank's full micro-batch, with the logits of a tile, as far as they do not take the place of gradients."""
     micro_batch_tokens: int
     sampler: Mapping[str, int] = field(default_factory=dict)
     """Of one rollout worker with the native engine; empty for vLLM, which takes the share that it is given."""
     learner_on_gpu: bool = False
     sampler_on_gpu: bool = False
+    offloaded: int = 0
+    """Of the host's memory, for a rank on a GPU with `policy.cpu_offload`."""
 
     @property
     def learner_bytes(self) -> int:
@@ -74,131 +69,176 @@ class Estimate:
         return sum(self.sampler.values())
 
 
-def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the sizes in a model's config.json; None where it has other keys than the usual ones."""
-    text = config.get("text_config") or config
-    try:
-        layers, hidden, heads = (
-            int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-        )
-        vocabulary, dense = int(text["vocab_size"]), int(text["intermediate_size"])
-        head = int(text.get("head_dim") or hidden // heads)
-        attention, key_value = heads * head, int(text.get("num_key_value_heads") or heads) * head
-        experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
-        each = int(text.get("moe_intermediate_size") or dense)
-        mlp = each * int(text.get("num_experts_per_tok") or 1) if experts else dense
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return None
-    width = each * experts if experts else dense
-    layer = 2 * hidden * (attention + key_value) + 3 * hidden * width + hidden * experts + 2 * hidden
-    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    rows = 2 * (hidden + attention) + 2 * (hidden + key_value) + 3 * (hidden + width)
-    return ModelShape(
-        layers,
-        hidden,
-        mlp,
-        attention,
-        key_value,
-        vocabulary,
-        parameters=layers * layer + vocabulary * hidden * (1 if tied else 2) + hidden,
-        adapted_rows=layers * rows,
+def estimate(
+    spec: RunSpec,
+    shape: ModelShape,
+    *,
+    shards: int | None = None,
+    learner_on_gpu: bool | None = None,
+    sampler_on_gpu: bool | None = None,
+) -> Estimate:
+    """Return the memory of a learner's rank and of a rollout worker.
+
+    Of S shards each holds 1/S of weights, gradients and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T are
+    trained, with s of `optimizer.state_dtype`. On CPUs rank 0 holds the published version besides, as wide as the
+    sampler's weights. A sampler holds its weights, during a transfer the next ones too,
+    and keys and values of all its sequences.
+
+    Args:
+        spec: the run.
+        shape: the model.
+        shards: ranks that divide a copy of the model; None: as `policy.parallel` says, all ranks where it leaves it open.
+        learner_on_gpu: whether the learner computes on GPUs; None: if the spec names some for it.
+        sampler_on_gpu: the same of the rollout workers.
+    """
+    policy = spec.policy
+    shards = shards or shards_of(policy, spec.cluster.learner_ranks)
+    on_gpu = bool(spec.cluster.learner_gpus) if learner_on_gpu is None else learner_on_gpu
+    if sampler_on_gpu is None:
+        sampler_on_gpu = bool(spec.cluster.rollout_gpus)
+    compute = _bytes_of(policy.precision, on_gpu)
+    generation = _bytes_of(policy.generation_precision, sampler_on_gpu)
+    lora = policy.lora_cfg
+    trained = lora.dim * shape.adapted_rows if lora.enabled else shape.parameters
+    learner = _state(spec, shape, trained, shards)
+    offloaded = sum(learner.values()) if on_gpu and policy.cpu_offload else 0
+    if offloaded:
+        learner = {}
+    if spec.frozen_policy is not None and not spec.pool_serves_reference and not lora.enabled:
+        learner["reference"] = compute * shape.parameters // shards
+    is_sharded = shards > 1 or compute < DTYPE_BYTES["float32"]
+    if is_sharded:
+        learner["gathered"] = _gathered_bytes(shape, compute, on_gpu)
+    if spec.samples and not on_gpu and spec.weights.channel == "collective":
+        learner["published"] = generation * trained  # the next one is gathered when there are no gradients
+    whole = tokens_of_update(spec)
+    tokens = max(min(policy.row_tokens, whole), policy.max_total_sequence_length)
+    if not on_gpu:
+        learner["holes in the heap"] = _heap_waste(shape, tokens, compute)
+    learner = {"process": CONTEXT_BYTES if on_gpu else PROCESS_BYTES, **learner}
+    sampler = {}
+    if spec.samples and policy.generation.backend == "native":
+        sampler = {
+            "process": CONTEXT_BYTES if sampler_on_gpu else SAMPLER_BYTES,
+            "weights": generation * shape.parameters,
+            "incoming": 0 if sampler_on_gpu else generation * trained,
+            "key-value cache": policy.generation.max_batch_size
+            * policy.max_total_sequence_length
+            * key_value_bytes(shape, generation),
+        }
+    at_the_head = _activation_bytes(policy, shape, tokens, compute)
+    # Gradients of the embedding beside those of earlier micro-batches: the head's at first, the lookup's when all is done.
+    embedding = 0 if is_sharded or lora.enabled else compute * shape.embedding
+    if whole <= tokens:  # the gradients of the only micro-batch grow while its activations are freed
+        at_the_head -= min(at_the_head, learner.get("gradients", 0) - embedding)
+    activations = max(at_the_head + embedding, (2 if shape.tied else 1) * embedding)
+    return Estimate(shape, learner, activations, tokens, sampler, on_gpu, sampler_on_gpu, offloaded=offloaded)
+
+
+def shards_of(policy: PolicySection, ranks: int) -> int:
+    """Return the ranks that divide one copy of the model, as `policy.parallel` says; all where it leaves it open."""
+    replicate, shard = policy.parallel.replicate, policy.parallel.shard
+    if shard != "auto":
+        return shard
+    return max(ranks // (1 if replicate == "auto" else replicate), 1)
+
+
+def tokens_of_update(spec: RunSpec) -> int:
+    """Return the most tokens that a rank trains in one update."""
+    policy = spec.policy
+    sequences = (
+        spec.examples.num_examples_per_step
+        if spec.examples is not None
+        else spec.grpo.num_prompts_per_step * spec.grpo.num_generations_per_prompt
+    )
+    return (
+        -(-sequences // (spec.cluster.learner_ranks * policy.num_updates_per_step))
+        * policy.max_total_sequence_length
     )
 
 
-def read_config(model_name: str) -> dict[str, Any] | None:
-    """Return the config.json of a local folder, or of the hub's cache on this machine; None where there is none."""
-    path: Path | None = Path(model_name).expanduser() / "config.json"
-    if path is not None and not path.is_file():
-        path = _cached_config(model_name)
-    try:
-        config = None if path is None else json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
+def _activation_bytes(policy: PolicySection, shape: ModelShape, tokens: int, compute: int) -> int:
+    """Return the bytes that the backward pass needs of a micro-batch of `tokens`, with a tile of logits.
 
-
-def _cached_config(model_name: str) -> Path | None:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model_name, "config.json")
-    except Exception:  # a name that the hub would not accept, or no such package: there is no estimate then
-        return None
-    return Path(found) if isinstance(found, str) else None
-
-
-def estimate(spec: RunSpec, shape: ModelShape) -> Estimate:
-    """Return the memory of a learner's rank and of a rollout worker.
-
-    A rank of R holds 1/R of weights, gradients and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T are
-    trained, with s of `optimizer.state_dtype`. Rank 0 holds the published version besides, and the next while it is
-    gathered, both as wide as the sampler's weights. A sampler holds its weights, during a transfer the next ones too, and
-    keys and values of all its sequences.
+    `compute` are the bytes of a number in the forward pass.
     """
-    policy, ranks = spec.policy, max(spec.cluster.learner_ranks, 1)
-    lora = policy.lora_cfg
-    trained = lora.dim * shape.adapted_rows if lora.enabled else shape.parameters
-    sent = trained if lora.enabled else shape.parameters
-    on_gpu, sampler_on_gpu = bool(spec.cluster.learner_gpus), bool(spec.cluster.rollout_gpus)
-    compute = _bytes_of(policy.precision, on_gpu)
-    generation = _bytes_of(policy.generation_precision, sampler_on_gpu)
-    learner = {
-        "process": PROCESS_BYTES,
-        "weights": 4 * (shape.parameters + (trained if lora.enabled else 0)) // ranks,
-        "gradients": 4 * trained // ranks,
-        "moments": 2 * DTYPE_BYTES[policy.optimizer.state_dtype] * trained // ranks,
+    layer, hidden = _saved_bytes(policy, shape, compute), compute * shape.hidden
+    # The backward pass of a layer, in bytes of a token: arrays of the MLP's width beside what it has saved.
+    if policy.activation_checkpointing == "none":
+        kept, backward = shape.layers * layer, 6 * compute * shape.mlp
+    else:  # one layer is computed again, and its saved arrays are freed on the way
+        kept, backward = shape.layers * hidden, layer + 3 * compute * shape.mlp
+    if policy.activation_checkpointing == "selective":  # beside a layer's input the results of its products
+        products = 2 * shape.hidden + _heads_width(shape) + 2 * shape.mlp
+        kept += shape.layers * compute * (products + shape.experts_per_token * shape.hidden)
+    kept += 3 * 4 * shape.hidden  # the last hidden states, those that predict, and their gradient
+    tile = 4 * min(policy.logprob_chunk_tokens, tokens) * min(shape.vocabulary, HEAD_TILE)
+    return tokens * kept + max(HEAD_COPIES * tile, tokens * backward)
+
+
+def _heap_waste(shape: ModelShape, tokens: int, compute: int) -> int:
+    """Return the bytes of holes that the tensors below LARGE_TENSOR_BYTES leave in the heap."""
+    widths = [*[shape.hidden] * 8, *[shape.attention] * 2, *[shape.key_value] * 2, *[shape.mlp] * 4]
+    small = sum(width for width in widths if tokens * width * compute < LARGE_TENSOR_BYTES)
+    return int(HEAP_WASTE * shape.layers * tokens * small * compute)
+
+
+def _heads_width(shape: ModelShape) -> int:
+    """Return the width of queries, keys, values and the heads' results together."""
+    return 2 * (shape.attention + shape.key_value)
+
+
+def _saved_bytes(policy: PolicySection, shape: ModelShape, compute: int) -> int:
+    """Return the bytes of a token that one layer keeps for its backward pass; counted by hooks on what autograd saves."""
+    heads = _heads_width(shape)
+    experts = 2 * shape.experts_per_token * shape.hidden
+    if compute == DTYPE_BYTES["float32"]:
+        streams = 5 if policy.lora_cfg.enabled else 8
+        return 4 * (streams * shape.hidden + heads + experts + 4 * shape.mlp)
+    return 16 * shape.hidden + compute * (2 * shape.hidden + heads + experts + 4 * shape.mlp)
+
+
+def _state(spec: RunSpec, shape: ModelShape, trained: int, shards: int) -> dict[str, int]:
+    policy = spec.policy
+    state = {
+        "weights": 4 * (shape.parameters + (trained if policy.lora_cfg.enabled else 0)) // shards,
+        "gradients": 4 * trained // shards,
+        "moments": 2 * DTYPE_BYTES[policy.optimizer.state_dtype] * trained // shards,
     }
-    if spec.frozen_policy is not None and not spec.pool_serves_reference and not lora.enabled:
-        learner["reference"] = compute * shape.parameters // ranks
-    if spec.samples and not on_gpu and spec.weights.channel == "collective":
-        learner["published"] = 2 * generation * sent  # the last version stays until the next one is gathered
-    tokens = _micro_batch_tokens(spec, ranks)
-    sampler = {}
-    if spec.samples and policy.generation.backend == "native":
-        length = policy.max_total_sequence_length
-        sequences = policy.generation.max_batch_size
-        sampler = {
-            "process": PROCESS_BYTES,
-            "weights": generation * shape.parameters,
-            "incoming": 0 if sampler_on_gpu else generation * sent,
-            "key-value cache": sequences * length * 2 * shape.key_value * shape.layers * generation,
-        }
-    activations = _activation_bytes(policy, shape, tokens, compute)
-    return Estimate(shape, learner, activations, tokens, sampler, on_gpu, sampler_on_gpu)
+    if spec.value_policy is not None:
+        moments = 2 * DTYPE_BYTES[spec.value.optimizer.state_dtype]
+        size = _size_of_value_model(spec, shape)
+        state["value model"] = (8 + moments) * size // shards
+    return state
+
+
+def _size_of_value_model(spec: RunSpec, shape: ModelShape) -> int:
+    assert spec.value_policy is not None
+    name = spec.value_policy.model_name
+    other = None if name == spec.policy.model_name else read_shape(name)
+    return shape.parameters if other is None else other.parameters
+
+
+def _gathered_bytes(shape: ModelShape, compute: int, on_gpu: bool) -> int:
+    """Return the bytes of gathered weights and of gradients before they are divided; on CPUs all weights stay gathered."""
+    unit = max(shape.layer_parameters, shape.embedding)
+    weights = GATHERED_LAYERS * shape.layer_parameters + shape.embedding if on_gpu else shape.parameters
+    return compute * weights + (compute + 4) * unit
+
+
+def key_value_bytes(shape: ModelShape, generation: int) -> int:
+    """Return the bytes of a token's keys and values in all layers."""
+    return 2 * shape.key_value * shape.layers * generation
 
 
 def _bytes_of(precision: str, on_gpu: bool) -> int:
     return DTYPE_BYTES[resolved_dtype(precision, "cuda" if on_gpu else "cpu")]
 
 
-def _micro_batch_tokens(spec: RunSpec, ranks: int) -> int:
-    """Return the most tokens of a micro-batch: its budget, or all that a rank trains in an update if that is less."""
-    longest = spec.policy.max_total_sequence_length
-    if not spec.samples:
-        return max(spec.policy.train_mb_tokens, longest)
-    grpo = spec.grpo
-    sequences = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    of_update = -(-sequences // (ranks * spec.policy.num_updates_per_step)) * longest
-    return max(min(spec.policy.train_mb_tokens, of_update), longest)
-
-
-def _activation_bytes(policy: PolicySection, shape: ModelShape, tokens: int, compute: int) -> int:
-    """Return the bytes that the backward pass needs of a micro-batch of `tokens`, and a chunk's logits."""
-    layer = compute * (8 * shape.hidden + 2 * shape.attention + 2 * shape.key_value + 3 * shape.mlp)
-    per_token = (
-        compute * shape.hidden * shape.layers + layer
-        if policy.activation_checkpointing
-        else layer * shape.layers
-    )
-    logits = LOGITS_COPIES * 4 * min(policy.logprob_chunk_tokens, tokens) * shape.vocabulary
-    return tokens * per_token + logits
-
-
 def shortage(spec: RunSpec, free_bytes: int) -> str:
     """Return a warning with numbers when the processes of the run on CPUs take more than `free_bytes`; else, and for a model
     whose config.json is not on this machine, an empty text."""
-    config = read_config(spec.policy.model_name)
-    shape = None if config is None else shape_of(config)
+    shape = read_shape(spec.policy.model_name)
     if shape is None:
         return ""
     needed = estimate(spec, shape)

@@ -30,6 +30,7 @@ COMMANDS = {
         }.items()
     },
     "spec": ("services.cli.spec:spec", "Check a spec and print it resolved, or explain its keys."),
+    "plan": ("services.cli.plan:plan", "Estimate the memory that a spec takes, and say whether it fits."),
     "import": (
         "services.cli.imports:import_spec",
         "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",

@@ -46,6 +46,19 @@ def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -
         return len([path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
 
 
+def memory_of_gpus() -> tuple[int, ...]:
+    """Return the bytes of each GPU that the driver shows; empty where `nvidia-smi` does not tell."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    asked = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(asked, capture_output=True, text=True, timeout=LISTING_S, check=True)
+        return tuple(int(line) << 20 for line in listed.stdout.split())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()
+
+
 def visible_gpus(
     environment: Mapping[str, str] = os.environ, installed: Callable[[], int] = installed_gpus
 ) -> tuple[str, ...]:

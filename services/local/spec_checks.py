@@ -10,11 +10,10 @@ from paceline.models.memory_estimate import (
     Estimate,
     estimate,
     gigabytes,
-    read_config,
     sentence,
-    shape_of,
     shortage,
 )
+from paceline.models.shape import read_shape
 from paceline.spec import RunSpec
 from services.common.gpus import divide, missing_gpus, named_in
 from services.local.machine_checks import Finding
@@ -41,8 +40,7 @@ def examine_spec(
     except SpecError as error:
         if not any(each.name == "its GPUs" for each in findings):
             findings.append(Finding("its GPUs", "fault", str(error)))
-    config = read_config(spec.policy.model_name)
-    shape = None if config is None else shape_of(config)
+    shape = read_shape(spec.policy.model_name)
     if shape is None:
         value = f"not estimated: no config.json of {spec.policy.model_name!r} with the usual keys is on this machine"
         return [*findings, Finding("its memory", "absent", value)]

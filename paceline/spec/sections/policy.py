@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from paceline.spec.sections.vllm import VllmSection, check_vllm_kwargs
@@ -223,6 +223,25 @@ class GenerationSection(Section):
         return self
 
 
+DEFAULT_ROW_TOKENS = 8192
+
+
+def _checkpointing_of(value: Any) -> Any:
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+def _stored_checkpointing(value: str) -> str | bool:
+    """Return the value as versions up to 0.1 read it, where they have it."""
+    return {"full": True, "none": False}.get(value, value)
+
+
+Checkpointing = Annotated[
+    Literal["auto", "none", "selective", "full"],
+    BeforeValidator(_checkpointing_of),
+    PlainSerializer(_stored_checkpointing),
+]
+
+
 class PolicySection(Section):
     """The model, its training and its generation."""
 
@@ -237,8 +256,9 @@ class PolicySection(Section):
     """Type of the rollout engine's weights, and of the weights on the wire. auto: bfloat16 on CUDA."""
     max_total_sequence_length: PositiveInt = 2048
     """Prompt and completion together, in tokens; longer prompts are refused."""
-    train_mb_tokens: PositiveInt = 8192
-    """Token budget of one micro-batch; sequences are packed up to it."""
+    train_mb_tokens: PositiveInt | Literal["auto"] = DEFAULT_ROW_TOKENS
+    """Token budget of one micro-batch; sequences are packed up to it. auto: what the memory plan has room for, chosen when
+    the run is submitted (`paceline plan`)."""
     num_updates_per_step: PositiveInt = 1
     """Optimizer updates that one batch gets; the batch's groups are split among them."""
     max_grad_norm: PositiveFloat = 1.0
@@ -246,8 +266,10 @@ class PolicySection(Section):
     skip_non_finite_updates: bool = False
     """Leave out an optimizer update whose loss or gradient is not finite, with a warning that names its groups, and go on;
     false pauses the run there."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    activation_checkpointing: Checkpointing = "none"
+    """What the backward pass computes again to save memory. full (or true): every layer. selective: all but matrix products and
+    attention, which are kept. none (or false): nothing. auto: the first of none, selective, full that the memory plan has room
+    for, chosen when the run is submitted (`paceline plan`)."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""
     logprob_chunk_tokens: PositiveInt = 1024
@@ -267,14 +289,30 @@ class PolicySection(Section):
     generation: GenerationSection = GenerationSection()
     """Sampling and engine."""
 
+    @property
+    def row_tokens(self) -> int:
+        """The budget of one micro-batch as a number, also where nobody has planned `auto`."""
+        if self.train_mb_tokens == "auto":
+            return max(DEFAULT_ROW_TOKENS, self.max_total_sequence_length)
+        return self.train_mb_tokens
+
+    @model_validator(mode="after")
+    def _check_checkpointing(self) -> PolicySection:
+        if self.compile and self.activation_checkpointing == "selective":
+            raise ValueError(
+                "activation_checkpointing 'selective' with compile true: what a compiled layer keeps is the compiler's choice; "
+                "set full or none"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_lora(self) -> PolicySection:
         lora = self.lora_cfg
         if not lora.enabled:
             return self
-        if lora.dropout and self.activation_checkpointing:
+        if lora.dropout and self.activation_checkpointing in ("selective", "full"):
             raise ValueError(
-                f"lora_cfg.dropout {lora.dropout} with activation_checkpointing true: the recomputation would draw "
-                "another mask than the forward pass; set one of them to 0 or false"
+                f"lora_cfg.dropout {lora.dropout} with activation_checkpointing {self.activation_checkpointing}: the "
+                "recomputation would draw another mask than the forward pass; set one of them to 0 or none"
             )
         return self

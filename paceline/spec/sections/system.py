@@ -122,6 +122,9 @@ class ClusterSection(Section):
     """GPUs for the learner, one per rank."""
     reward_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the reward workers, split evenly over them; empty means CPU."""
+    gpu_gb: PositiveFloat | None = None
+    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of a run that computes elsewhere on GPUs; unset: the GPUs of
+    the host that plans."""
     threads_per_process: PositiveInt = 1
     """Compute threads of each process on a CPU."""
 
@@ -129,4 +132,6 @@ class ClusterSection(Section):
     def _check(self) -> ClusterSection:
         if self.device == "cpu" and (self.rollout_gpus or self.learner_gpus or self.reward_gpus):
             raise ValueError("device is 'cpu', and GPUs are named in *_gpus; remove one of the two")
+        if self.device == "cpu" and self.gpu_gb is not None:
+            raise ValueError(f"device is 'cpu', and gpu_gb is {self.gpu_gb:g}; remove one of the two")
         return self

@@ -31,6 +31,7 @@ from services.common.options import (
 )
 from services.local.cluster import GRACE_S, LocalCluster
 from services.local.missing_paths import check_paths_are_here
+from services.local.room import planned_here
 
 USUAL_PORT = 7070
 MIN_FREE_MB = 512
@@ -167,6 +168,10 @@ def run_here(
         )
     if spec is not None and sizes is not named:
         spec = _with_division(spec, sizes)
+    if spec is not None:
+        spec, chosen = planned_here(spec)
+        for line in chosen:
+            say(line)
     if spec is not None and (warning := shortage(spec, available_bytes())):
         say(f"warning: {warning}")
     allowed = _function_folders(functions_from, specs)

@@ -14,6 +14,8 @@ from typing import Any
 from paceline.errors import Busy, InvalidInput
 from paceline.files.storage import Folder
 from paceline.files.store_root import refusal as refusal_of_store
+from paceline.models.memory_plan import Room, is_open, planned
+from paceline.models.shape import read_shape
 from paceline.spec import RunSpec
 from paceline.spec.reading import portable_yaml, submitted_spec
 from services.coordinator.exchange.uploads.group_checks import refuse_large_groups
@@ -71,14 +73,20 @@ class RunQueue:
             spec = await asyncio.to_thread(with_locations, spec, found)
             text = await asyncio.to_thread(portable_yaml, spec)
         await asyncio.to_thread(self._bundles.check, spec, bundle)
+        said: list[str] = []
+        if is_open(spec):
+            shape = await asyncio.to_thread(read_shape, spec.policy.model_name)
+            spec, said = planned(spec, shape, Room())
+            text = await asyncio.to_thread(portable_yaml, spec)
         data, warnings = await self._openings.open(
             submission or uuid.uuid4().hex, partial(self._checked_data, spec, bundle)
         )
-        resolved = ""
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(portable_yaml, spec)
-            resolved = f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
+            said.append(
+                f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
+            )
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
         await self._check_store()
@@ -86,7 +94,9 @@ class RunQueue:
             run_id = self._ledger.run_of_submission(submission) if submission else None
             if run_id is not None:
                 return run_id
-            run_id = self._add_run(spec, text, submission, warnings, {"message": resolved, "bundle": bundle})
+            run_id = self._add_run(
+                spec, text, submission, warnings, {"message": "; ".join(said), "bundle": bundle}
+            )
         log.info("run %s is queued", run_id)
         await self._watchers.notify()
         return run_id

@@ -32,14 +32,14 @@ def describe(error: Exception, spec: RunSpec, device: torch.device, longest: int
     if not is_lack_of_memory(error):
         return StepFault(worker_pb2.FAULT_STEP, text)
     facts = [f"the peak was {_peak_bytes(device) / 2**30:.1f} GiB"]
-    facts.append(f"a micro-batch holds up to policy.train_mb_tokens = {spec.policy.train_mb_tokens} tokens")
+    facts.append(f"a micro-batch holds up to policy.train_mb_tokens = {spec.policy.row_tokens} tokens")
     if longest:
         facts.append(f"the longest sequence has {longest}")
     remedies = []
-    if spec.policy.train_mb_tokens > max(longest, 1):
+    if spec.policy.row_tokens > max(longest, 1):
         remedies.append("lower policy.train_mb_tokens")
-    if not spec.policy.activation_checkpointing:
-        remedies.append("set policy.activation_checkpointing to true")
+    if spec.policy.activation_checkpointing in ("none", "selective"):
+        remedies.append("set policy.activation_checkpointing to full")
     if not spec.policy.cpu_offload:
         remedies.append("set policy.cpu_offload to true")
     remedies.append("generate shorter completions (policy.generation.max_new_tokens)")

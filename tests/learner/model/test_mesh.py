@@ -11,9 +11,9 @@ from mesh_runs import MeshRun, OneRank, one_rank, run_mesh
 from tiny_policy import CPU, make_spec
 
 from learner.checkpoints import checkpoint
-from learner.model.mesh import MeshShape, mesh_shape
 from learner.step.trainer import Trainer
 from paceline.errors import InvalidInput
+from paceline.models.mesh_shape import MeshShape, mesh_shape
 from paceline.spec import ParallelSection
 
 

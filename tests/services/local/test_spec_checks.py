@@ -41,7 +41,7 @@ def test_a_host_that_is_too_small_is_named_with_both_figures(model: str) -> None
     status, value, _ = found(model, [], 8 * GB)["its memory"]
     assert status == "absent"
     assert "8.0 GB are free here" in value
-    assert "policy.activation_checkpointing=true" in value
+    assert "policy.activation_checkpointing=full" in value
     assert found(model, [])["its memory"][0] == "ok"
 
 

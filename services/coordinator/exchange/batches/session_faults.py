@@ -148,5 +148,7 @@ def _explain(faults: list[SessionFault], group_ids: list[int]) -> str:
         order = " (the longest first)" if last.kind in (MEMORY, SILENT) else ""
         text += f". The cause may be in groups {shown}{more}{order}: `paceline drop RUN GROUP...` drops groups from the batch"
     if last.kind in (MEMORY, SILENT):
-        text += ". Lower policy.train_mb_tokens or turn policy.activation_checkpointing on if memory is short"
+        text += (
+            ". Lower policy.train_mb_tokens or set policy.activation_checkpointing to full if memory is short"
+        )
     return text + ". `paceline resume` tries the step again"

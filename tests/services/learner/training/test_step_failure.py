@@ -35,7 +35,7 @@ def test_lack_of_memory_names_what_was_used_and_what_to_lower(tmp_path: Path, er
     assert fault.message.startswith(f"{type(error).__name__}: ")
     assert "the peak was" in fault.message
     assert "policy.train_mb_tokens = 8192 tokens, the longest sequence has 700" in fault.message
-    assert "lower policy.train_mb_tokens, or set policy.activation_checkpointing to true" in fault.message
+    assert "lower policy.train_mb_tokens, or set policy.activation_checkpointing to full" in fault.message
 
 
 def test_a_micro_batch_that_is_one_sequence_cannot_be_made_smaller(tmp_path: Path) -> None:

@@ -247,8 +247,9 @@ async def test_of_many_parked_requests_a_few_are_looked_at_when_nothing_has_happ
         peers: list[Peer] = [service.rollout(f"rollout-{index}", step=None) for index in range(workers)]
         for peer in peers:
             await peer.send(lease(FOREVER_S))
+        other: Peer = service.rollout("other", step=None)
         while len(service.server._parked) < workers:
-            await service.rollout("other", step=None).ask(lease())
+            await other.ask(lease())
         monkeypatch.setattr(exchange_server, "handle_leases", counted)
         server = service.server
         for tick in range(1, 4):

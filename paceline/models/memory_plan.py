@@ -1,0 +1,383 @@
+"""The memory plan of a run: what each of its devices has to hold, what makes it fit, and what `auto` stands for.
+
+All of it follows from the spec, the model's sizes and the room on the devices, without looking at this machine. The estimate
+is `paceline/models/memory_estimate.py`; measured ones are in docs/performance.md, "Memory plan".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import InvalidInput, SpecError
+from paceline.models.loading import resolved_dtype
+from paceline.models.memory_estimate import (
+    CONTEXT_BYTES,
+    DTYPE_BYTES,
+    Estimate,
+    estimate,
+    gigabytes,
+    key_value_bytes,
+)
+from paceline.models.mesh_shape import STATE_BYTES, MeshShape, mesh_shape, state_room
+from paceline.models.shape import ModelShape, read_shape
+from paceline.spec import RunSpec
+from paceline.spec.sections.base import STORED
+
+GPUS_PER_HOST = 8
+"""GPUs of a host, where a learner has more ranks than that."""
+VLLM_SHARE = 0.92
+"""Part of a GPU that vLLM 0.32 and 0.33 take by default."""
+VLLM_WORKSPACE_BYTES = 3_000_000_000
+"""What vLLM takes beside weights and KV cache: CUDA graphs, activations of a step, its processes' contexts."""
+MOST_AUTO_TOKENS = 32_768
+"""Largest micro-batch that `auto` chooses; larger ones make a GPU no faster."""
+USUAL_TOKENS = 8_192
+"""Micro-batch that `auto` makes room for before it keeps more activations."""
+LEAST_MB_TOKENS = 1_024
+HOST = "the host"
+LARGEST_TENSOR_PARALLEL = 8
+MOST_RANKS = 1_024
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that a run may take."""
+
+    gpu_bytes: int | None = None
+    """Of one GPU; None: not known."""
+    host_bytes: int | None = None
+    """Free on the host of a run on CPUs; None: not known."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one device has to hold."""
+
+    device: str
+    parts: Mapping[str, int]
+    """Bytes by purpose."""
+    room_bytes: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the parts have room, also where the room is not known."""
+        return self.room_bytes is None or self.bytes <= self.room_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Loads of all kinds of devices of a run."""
+
+    estimate: Estimate
+    mesh: MeshShape
+    loads: tuple[Load, ...]
+    cached_tokens: int | None = None
+    """Tokens whose keys and values one vLLM engine has room for; None for the native engine, or without a known room."""
+
+    @property
+    def learner_fits(self) -> bool:
+        """Return whether the devices of the learner hold their load."""
+        return all(load.fits for load in self.loads if "learner" in load.device or load.device == HOST)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every device holds its load."""
+        return all(load.fits for load in self.loads)
+
+
+def on_gpus(spec: RunSpec) -> tuple[bool, bool]:
+    """Return whether the learner and the rollout workers compute on GPUs: where the spec names some, or gives the size of
+    those elsewhere."""
+    cluster = spec.cluster
+    elsewhere = cluster.gpu_gb is not None and not (cluster.learner_gpus or cluster.rollout_gpus)
+    return bool(cluster.learner_gpus) or elsewhere, bool(cluster.rollout_gpus) or elsewhere
+
+
+def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
+    """Return what each kind of device holds. `auto` settings count as they are without a plan (`planned` replaces them).
+
+    Raises InvalidInput when policy.parallel does not make the number of ranks.
+    """
+    room = _room(spec, room)
+    learner_on_gpu, sampler_on_gpu = on_gpus(spec)
+    ranks = spec.cluster.learner_ranks
+    hosts = max(ranks // GPUS_PER_HOST, 1) if learner_on_gpu else 1
+
+    def fits_host() -> bool:
+        state = STATE_BYTES * shape.parameters
+        return room.gpu_bytes is not None and state <= state_room(ranks // hosts, room.gpu_bytes)
+
+    mesh = mesh_shape(spec.policy.parallel, ranks, hosts, fits_host)
+    needed = estimate(
+        spec, shape, shards=mesh.shard, learner_on_gpu=learner_on_gpu, sampler_on_gpu=sampler_on_gpu
+    )
+    learner = {**needed.learner, "activations": needed.activations}
+    loads: list[Load] = []
+    host: dict[str, int] = {}
+    engine, cached, engine_room = _engine(spec, needed, room) if spec.samples else ({}, None, None)
+    together = learner_on_gpu and bool(set(spec.cluster.learner_gpus) & set(spec.cluster.rollout_gpus))
+    if together and engine:
+        on_it = engine if engine_room is None else {"all": engine_room}
+        loads.append(
+            _load("each GPU of learner and rollout", room.gpu_bytes, learner, _named("engine", on_it))
+        )
+    elif learner_on_gpu:
+        loads.append(_load("each GPU of the learner", room.gpu_bytes, learner))
+    else:
+        host |= _named("learner", {name: ranks * size for name, size in learner.items()})
+    if needed.offloaded:
+        host[f"offloaded state of {ranks} ranks"] = ranks * needed.offloaded
+    if engine and sampler_on_gpu and engine_room is not None:
+        loads.append(_load("vLLM's share of each GPU", engine_room, engine))
+    elif engine and sampler_on_gpu and not together:
+        loads.append(_load("each GPU of the rollout", room.gpu_bytes, engine))
+    elif engine and not sampler_on_gpu:
+        workers = spec.cluster.rollout_workers
+        host |= _named("engine", {name: workers * size for name, size in engine.items()})
+    if host:
+        loads.append(Load(HOST, host, room.host_bytes))
+    return Plan(needed, mesh, tuple(loads), cached)
+
+
+def is_open(spec: RunSpec) -> bool:
+    """Return whether the spec leaves a choice to the plan."""
+    return "auto" in (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens)
+
+
+def planned(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[RunSpec, list[str]]:
+    """Return the spec without `auto` in policy.activation_checkpointing and policy.train_mb_tokens, and a sentence for each
+    that was replaced.
+
+    Chosen is the first of none, selective and full with which the usual 8,192 tokens fit (as many as the longest sequence
+    has, if that is more), then the largest power of two of tokens that still fits. Where the model's sizes or the room are
+    not known, they become full and 8,192.
+    """
+    if not is_open(spec):
+        return spec, []
+    policy = spec.policy
+    is_auto = policy.activation_checkpointing == "auto", policy.train_mb_tokens == "auto"
+    longest = policy.max_total_sequence_length
+    room = _room(spec, room)
+    known = room.gpu_bytes if on_gpus(spec)[0] else room.host_bytes
+    kinds = ["none", *(() if policy.compile else ("selective",)), "full"]
+    if policy.lora_cfg.enabled and policy.lora_cfg.dropout:
+        kinds = ["none"]
+    usual = max(USUAL_TOKENS, longest)
+    if shape is None or known is None:
+        why = "the model's config.json is not here" if shape is None else "cluster.gpu_gb is not set"
+        chosen, tokens = kinds[-1], usual
+    else:
+        why = f"{gigabytes(known)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"
+
+        def fits(kind: str, tokens: int) -> bool:
+            tried = {
+                "policy.activation_checkpointing": kind if is_auto[0] else policy.activation_checkpointing,
+                "policy.train_mb_tokens": tokens if is_auto[1] else policy.train_mb_tokens,
+            }
+            return plan(with_keys(spec, tried), shape, room).learner_fits
+
+        chosen = next((kind for kind in kinds if fits(kind, usual)), kinds[-1])
+        sizes = [size for size in _powers_of_two(MOST_AUTO_TOKENS) if size >= longest] or [longest]
+        tokens = next((size for size in sizes if fits(chosen, size)), sizes[-1])
+    changed: dict[str, Any] = {}
+    if is_auto[0]:
+        changed["policy.activation_checkpointing"] = chosen
+    if is_auto[1]:
+        changed["policy.train_mb_tokens"] = tokens
+    said = [f"{key} is {value}: auto, for {why}" for key, value in changed.items()]
+    return with_keys(spec, changed), said
+
+
+def checked_plan(spec: RunSpec) -> RunSpec:
+    """Return the spec to submit: where this machine has the model's config.json, without `auto`.
+
+    Raises SpecError when a GPU of cluster.gpu_gb cannot hold its load.
+    """
+    shape = read_shape(spec.policy.model_name)
+    if shape is None:
+        return spec  # the coordinator, which may have it, decides
+    spec, chosen = planned(spec, shape, Room())
+    for line in chosen:
+        log.info("%s", line)
+    if why_not := refusal(spec, shape, Room()):
+        raise SpecError(why_not)
+    return spec
+
+
+def remedies(spec: RunSpec, shape: ModelShape, room: Room) -> dict[str, Any]:
+    """Return keys, with their values, that make the run fit: one alone where one is enough, else several together; empty
+    where nothing tried is enough."""
+
+    def fits(changed: Mapping[str, Any]) -> bool:
+        try:
+            return plan(with_keys(spec, changed), shape, room).fits
+        except InvalidInput:  # such as a number of ranks that policy.parallel does not divide
+            return False
+
+    tried: dict[str, Any] = {}
+    offered = list(_offers(spec))
+    for key, value in offered:
+        if fits({key: value}):
+            return {key: value}
+    for key, value in offered:
+        try:
+            with_keys(spec, {**tried, key: value})
+        except InvalidInput:
+            continue
+        tried[key] = value
+        if fits(tried):
+            return _needed_of(tried, fits)
+    return {}
+
+
+def refusal(spec: RunSpec, shape: ModelShape, room: Room) -> str:
+    """Return a sentence on the first device that cannot hold its load, with what makes it fit; empty when all do."""
+    made = plan(spec, shape, room)
+    full = next((load for load in made.loads if not load.fits), None)
+    if full is None:
+        return ""
+    assert full.room_bytes is not None
+    largest = max(full.parts, key=lambda name: full.parts[name])
+    text = (
+        f"{full.device} has {gigabytes(full.room_bytes)} for an estimated {gigabytes(full.bytes)}, of which "
+        f"{gigabytes(full.parts[largest])} {largest}"
+    )
+    found = remedies(spec, shape, room)
+    if not found:
+        return f"{text}; no setting alone makes it fit: take more or larger GPUs, or a smaller model"
+    return f"{text}; set {' and '.join(f'{key}={_text(value)}' for key, value in found.items())}"
+
+
+def with_keys(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
+    """Return the spec with other values at dotted keys. Raises InvalidInput for values that contradict the spec."""
+    changed = spec
+    for dotted, value in values.items():
+        changed = _with_key(changed, dotted.split("."), value)
+    try:
+        RunSpec.model_validate(changed.model_dump(), context=STORED)
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+    return changed
+
+
+def _with_key(section: Any, path: list[str], value: Any) -> Any:
+    name, *below = path
+    return section.model_copy(
+        update={name: _with_key(getattr(section, name), below, value) if below else value}
+    )
+
+
+def _engine(spec: RunSpec, needed: Estimate, room: Room) -> tuple[dict[str, int], int | None, int | None]:
+    """Return the parts of one engine on its device, the tokens that vLLM's cache has room for, and the bytes of a GPU that it
+    takes as its own."""
+    if spec.policy.generation.backend != "vllm":
+        return dict(needed.sampler), None, None
+    generation = spec.policy.generation
+    config, shape = generation.vllm_cfg, needed.shape
+    width = DTYPE_BYTES[
+        resolved_dtype(spec.policy.generation_precision, "cuda" if needed.sampler_on_gpu else "cpu")
+    ]
+    divided = config.tensor_parallel_size * config.pipeline_parallel_size
+    heads = min(config.tensor_parallel_size, shape.key_value_heads) * config.pipeline_parallel_size
+    token = key_value_bytes(shape, width) // heads
+    fixed = {
+        "process": CONTEXT_BYTES if needed.sampler_on_gpu else 0,
+        "weights": width * shape.parameters // divided,
+        "workspace": VLLM_WORKSPACE_BYTES if needed.sampler_on_gpu else CONTEXT_BYTES,
+    }
+    one = token * spec.policy.max_total_sequence_length
+    share = None
+    if config.kv_cache_memory_bytes is not None or not needed.sampler_on_gpu:
+        cache = config.kv_cache_memory_bytes or 1 << 30
+    elif room.gpu_bytes is None:
+        cache = one
+    else:
+        share = int((config.gpu_memory_utilization or VLLM_SHARE) * room.gpu_bytes)
+        cache = max(share - sum(fixed.values()), one)  # it does not start with less than the longest sequence
+    return {**fixed, "keys and values": cache}, cache // token, share
+
+
+def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
+    """Yield settings that take less memory than those of the spec, the cheapest first."""
+    policy, cluster = spec.policy, spec.cluster
+    generation = policy.generation
+    if generation.backend == "vllm" and spec.samples:
+        size = 2 * generation.vllm_cfg.tensor_parallel_size
+        while size <= LARGEST_TENSOR_PARALLEL:
+            yield "policy.generation.vllm_cfg.tensor_parallel_size", size
+            size *= 2
+        if set(cluster.learner_gpus) & set(cluster.rollout_gpus):
+            for share in (0.6, 0.5, 0.4, 0.3, 0.2):
+                if share < (generation.vllm_cfg.gpu_memory_utilization or VLLM_SHARE):
+                    yield "policy.generation.vllm_cfg.gpu_memory_utilization", share
+    elif spec.samples:
+        size = generation.max_batch_size // 2
+        while size >= 1:
+            yield "policy.generation.max_batch_size", size
+            size //= 2
+    kinds = ("none", "selective", "full")
+    at = kinds.index(policy.activation_checkpointing) if policy.activation_checkpointing in kinds else 2
+    for kind in kinds[at + 1 :]:
+        if not (kind == "selective" and policy.compile):
+            yield "policy.activation_checkpointing", kind
+    tokens = policy.row_tokens // 2
+    while tokens >= max(policy.max_total_sequence_length, LEAST_MB_TOKENS):
+        yield "policy.train_mb_tokens", tokens
+        tokens //= 2
+    if policy.optimizer.state_dtype == "float32":
+        yield "policy.optimizer.state_dtype", "bfloat16"
+    if on_gpus(spec)[0]:
+        ranks = 2 * cluster.learner_ranks
+        while ranks <= MOST_RANKS and not cluster.learner_gpus:
+            yield "cluster.learner_ranks", ranks
+            ranks *= 2
+        if not policy.cpu_offload:
+            yield "policy.cpu_offload", True
+    if not policy.lora_cfg.enabled:
+        yield "policy.lora_cfg.enabled", True
+
+
+def _needed_of(changed: dict[str, Any], fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    """Return the changes without those that are not needed."""
+    for key in list(changed):
+        without = {name: value for name, value in changed.items() if name != key}
+        if without and fits(without):
+            changed = without
+    return changed
+
+
+def _room(spec: RunSpec, room: Room) -> Room:
+    """Return the room with the size of GPUs that the spec gives."""
+    if spec.cluster.gpu_gb is None:
+        return room
+    return Room(int(spec.cluster.gpu_gb * 1e9), room.host_bytes)
+
+
+def _load(device: str, room_bytes: int | None, *parts: Mapping[str, int]) -> Load:
+    return Load(device, {name: size for each in parts for name, size in each.items() if size}, room_bytes)
+
+
+def _named(role: str, parts: Mapping[str, int]) -> dict[str, int]:
+    return {f"{role} {name}": size for name, size in parts.items() if size}
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    """Yield powers of two from `most` down to LEAST_MB_TOKENS."""
+    size = most
+    while size >= LEAST_MB_TOKENS:
+        yield size
+        size //= 2
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

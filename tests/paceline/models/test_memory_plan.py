@@ -1,0 +1,240 @@
+"""The plan: what fits, what makes it fit, and what `auto` becomes. The shape is that of Llama 3.1 8B."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_shapes import HALF_BILLION, spec_of
+
+from paceline.errors import InvalidInput, SpecError
+from paceline.models.memory_plan import (
+    Room,
+    checked_plan,
+    is_open,
+    on_gpus,
+    plan,
+    planned,
+    refusal,
+    remedies,
+    with_keys,
+)
+from paceline.models.shape import ModelShape, shape_of
+from paceline.spec import RunSpec
+from paceline.spec.reading import parse_spec, portable_yaml, submitted_spec
+
+EIGHT_BILLION: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "hidden_size": 4_096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+GB = 10**9
+AUTO = {"activation_checkpointing": "auto", "train_mb_tokens": "auto"}
+
+
+def shape() -> ModelShape:
+    found = shape_of(EIGHT_BILLION)
+    assert found is not None
+    return found
+
+
+def spec_on_gpus(ranks: int = 8, gpu_gb: float | None = 80, model: str = "m", **policy: Any) -> RunSpec:
+    generation = {"backend": "vllm", "max_new_tokens": 4096, **policy.pop("generation", {})}
+    return parse_spec(
+        {
+            "policy": {
+                "model_name": model,
+                "max_total_sequence_length": 8192,
+                "train_mb_tokens": 8192,
+                "generation": generation,
+                **policy,
+            },
+            "data": {"train": "d"},
+            "rewards": [{"function": "length"}],
+            "cluster": {"learner_ranks": ranks, "rollout_workers": 8}
+            | ({} if gpu_gb is None else {"gpu_gb": gpu_gb}),
+        }
+    )
+
+
+def test_a_run_on_gpus_elsewhere_has_a_load_for_each_role() -> None:
+    made = plan(spec_on_gpus(), shape(), Room())
+    learner, rollout = made.loads
+    assert made.mesh == (1, 8)
+    assert learner.device == "each GPU of the learner"
+    assert learner.room_bytes == 80 * GB
+    assert learner.parts["weights"] == 4 * shape().parameters // 8
+    assert rollout.device == "vLLM's share of each GPU"
+    assert rollout.bytes == rollout.room_bytes == int(0.92 * 80 * GB)
+    assert rollout.parts["weights"] == 2 * shape().parameters
+    assert made.cached_tokens == rollout.parts["keys and values"] // (2 * 8 * 128 * 32 * 2)
+
+
+def test_a_run_on_cpus_loads_the_host() -> None:
+    spec = spec_of()
+    half = shape_of(HALF_BILLION)
+    assert half is not None
+    made = plan(spec, half, Room(host_bytes=100 * GB))
+    (host,) = made.loads
+    assert (host.device, host.room_bytes, made.fits) == ("the host", 100 * GB, True)
+    assert host.bytes == made.estimate.learner_bytes + made.estimate.sampler_bytes
+    assert on_gpus(spec) == (False, False)
+    assert not plan(spec, half, Room(host_bytes=10 * GB)).fits
+    text = refusal(spec, half, Room(host_bytes=20 * GB))
+    assert text.startswith("the host has 20.0 GB for an estimated 22.0 GB, of which ")
+    assert text.endswith("; set policy.activation_checkpointing=selective")
+
+
+def test_roles_that_share_a_gpu_are_added_up() -> None:
+    cluster = {"learner_gpus": [0], "rollout_gpus": [0], "rollout_workers": 1}
+    spec = spec_of(policy={"generation": {"backend": "vllm", "max_new_tokens": 32}}, cluster=cluster)
+    half = shape_of(HALF_BILLION)
+    assert half is not None
+    made = plan(spec, half, Room(gpu_bytes=80 * GB))
+    both, engine = made.loads
+    assert both.device == "each GPU of learner and rollout"
+    assert both.parts["engine all"] == engine.bytes == int(0.92 * 80 * GB)
+    assert not made.fits
+    found = remedies(spec, half, Room(gpu_bytes=80 * GB))
+    assert found == {"policy.generation.vllm_cfg.gpu_memory_utilization": 0.6}
+    native = plan(spec_of(cluster=cluster), half, Room(gpu_bytes=80 * GB))
+    (both,) = native.loads
+    assert {"moments", "engine weights"} < set(both.parts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "ranks", "gpu_gb", "expected"),
+    [
+        ({"activation_checkpointing": "none"}, 8, 80, {"policy.activation_checkpointing": "selective"}),
+        ({"activation_checkpointing": "none"}, 8, 36, {"policy.activation_checkpointing": "full"}),
+        ({"activation_checkpointing": "full"}, 1, 80, {"cluster.learner_ranks": 2}),
+        (
+            {"activation_checkpointing": "full", "train_mb_tokens": 65_536},
+            8,
+            40,
+            {"policy.train_mb_tokens": 16_384},
+        ),
+    ],
+)
+def test_what_does_not_fit_names_the_key_that_makes_it_fit(
+    changed: dict[str, Any], ranks: int, gpu_gb: float, expected: dict[str, Any]
+) -> None:
+    spec = spec_on_gpus(ranks, gpu_gb, **changed)
+    found = remedies(spec, shape(), Room())
+    assert list(found) == list(expected)
+    assert plan(with_keys(spec, found), shape(), Room()).fits
+    assert found == expected
+    (key, value) = next(iter(expected.items()))
+    text = refusal(spec, shape(), Room())
+    assert text.startswith(f"each GPU of the learner has {gpu_gb:.1f} GB for an estimated ")
+    assert text.endswith(f"; set {key}={value}")
+
+
+def test_an_engine_that_does_not_fit_is_divided() -> None:
+    large = shape_of(
+        {**EIGHT_BILLION, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
+    )
+    assert large is not None
+    spec = spec_on_gpus(64, activation_checkpointing="full")
+    text = refusal(spec, large, Room())
+    assert text.startswith("vLLM's share of each GPU has 73.6 GB for an estimated 1")
+    assert text.endswith("set policy.generation.vllm_cfg.tensor_parallel_size=4")
+
+
+def test_nothing_that_helps_is_said_plainly() -> None:
+    spec = spec_on_gpus(1, 4, activation_checkpointing="full")
+    assert "no setting alone makes it fit" in refusal(spec, shape(), Room())
+
+
+def test_several_keys_are_named_where_one_is_not_enough() -> None:
+    spec = spec_on_gpus(8, 24, activation_checkpointing="none", parallel={"shard": 8})
+    found = remedies(spec, shape(), Room())
+    assert len(found) == 2
+    assert plan(with_keys(spec, found), shape(), Room()).fits
+    assert " and " in refusal(spec, shape(), Room())
+    for key in found:
+        alone = {name: value for name, value in found.items() if name != key}
+        assert not plan(with_keys(spec, alone), shape(), Room()).fits
+
+
+@pytest.mark.parametrize(
+    ("gpu_gb", "kind", "tokens"),
+    [
+        (192, "none", 16_384),
+        (120, "none", 8192),
+        (80, "selective", 8192),
+        (40, "full", 16_384),
+        (28, "full", 8192),
+    ],
+)
+def test_auto_keeps_what_fits(gpu_gb: float, kind: str, tokens: int) -> None:
+    spec, said = planned(spec_on_gpus(8, gpu_gb, **AUTO), shape(), Room())
+    assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == (kind, tokens)
+    assert plan(spec, shape(), Room()).learner_fits
+    assert said == [
+        f"policy.activation_checkpointing is {kind}: auto, for {gpu_gb:.1f} GB of a GPU",
+        f"policy.train_mb_tokens is {tokens}: auto, for {gpu_gb:.1f} GB of a GPU",
+    ]
+
+
+def test_auto_without_sizes_is_the_safe_choice() -> None:
+    for found, why in ((None, "the model's config.json is not here"), (shape(), "cluster.gpu_gb is not set")):
+        spec, said = planned(spec_on_gpus(gpu_gb=None, **AUTO), found, Room())
+        assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 8192)
+        assert all(text.endswith(f"auto, for {why}") for text in said)
+    fixed = spec_on_gpus()
+    assert planned(fixed, None, Room()) == (fixed, [])
+    assert not is_open(fixed)
+
+
+def test_one_auto_leaves_the_other_as_it_is() -> None:
+    spec, _ = planned(spec_on_gpus(8, 40, activation_checkpointing="auto"), shape(), Room())
+    assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 8192)
+    spec, _ = planned(
+        spec_on_gpus(8, 200, train_mb_tokens="auto", activation_checkpointing="full"), shape(), Room()
+    )
+    assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 32_768)
+
+
+def test_an_adapter_with_dropout_recomputes_nothing() -> None:
+    lora = {"enabled": True, "dropout": 0.1}
+    spec = parse_spec(
+        {
+            "algorithm": "sft",
+            "policy": {"model_name": "m", "lora_cfg": lora, **AUTO},
+            "data": {"train": "d"},
+            "cluster": {"gpu_gb": 24},
+        }
+    )
+    resolved, _ = planned(spec, shape(), Room())
+    assert resolved.policy.activation_checkpointing == "none"
+
+
+def test_a_spec_is_checked_where_the_models_sizes_are_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT_BILLION))
+    with pytest.raises(SpecError, match=r"set cluster.learner_ranks=2$"):
+        checked_plan(spec_on_gpus(1, model=str(tmp_path), activation_checkpointing="full"))
+    assert not is_open(checked_plan(spec_on_gpus(model=str(tmp_path), **AUTO)))
+    unknown = spec_on_gpus(1, model="nowhere", **AUTO)
+    assert checked_plan(unknown) is unknown
+
+
+def test_a_mesh_that_the_ranks_do_not_make_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="do not make 8"):
+        plan(spec_on_gpus(parallel={"shard": 3}), shape(), Room())
+
+
+def test_stored_specs_have_the_values_of_earlier_versions() -> None:
+    for kind, stored in (("full", "true"), ("none", "false"), ("selective", "selective")):
+        text = portable_yaml(spec_on_gpus(activation_checkpointing=kind))
+        assert f"activation_checkpointing: {stored}\n" in text
+        assert submitted_spec(text).policy.activation_checkpointing == kind
+    assert spec_on_gpus(activation_checkpointing=True).policy.activation_checkpointing == "full"
+    with pytest.raises(SpecError, match=r"selective.*compile"):
+        spec_on_gpus(activation_checkpointing="selective", compile=True)

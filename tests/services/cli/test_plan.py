@@ -1,0 +1,123 @@
+"""`paceline plan` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from paceline.errors import SpecError
+from paceline.spec.reading import load_spec
+from services.cli.main import main
+from services.local import room
+
+CONFIG = {
+    "vocab_size": 128_256,
+    "hidden_size": 4_096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+GB = 10**9
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    tree = {
+        "policy": {
+            "model_name": str(tmp_path),
+            "train_mb_tokens": "auto",
+            "activation_checkpointing": "auto",
+            "generation": {"backend": "vllm"},
+        },
+        "data": {"train": "d.jsonl"},
+        "rewards": [{"function": "length"}],
+        "cluster": {"learner_ranks": 8},
+    }
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    _gpus(monkeypatch, ())
+    return path
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    monkeypatch.setattr(room, "usable_gpus", lambda: tuple(str(index) for index in range(len(sizes))))
+    monkeypatch.setattr(room, "memory_of_gpus", lambda: sizes)
+
+
+def test_a_run_that_fits_is_shown_by_device(spec: Path) -> None:
+    result = CliRunner().invoke(main, ["plan", str(spec), "cluster.gpu_gb=80"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "policy.activation_checkpointing is selective: auto, for 80.0 GB of a GPU"
+    assert "model of 8,030 M parameters, 32 layers" in lines
+    assert any(
+        line.startswith("learner of 8 ranks: 1 × 8 (replicate × shard), micro-batches of ") for line in lines
+    )
+    assert any(
+        line.startswith("each GPU of the learner: ") and line.endswith(" of 80.0 GB") for line in lines
+    )
+    assert any(line.startswith("each engine's cache holds ") for line in lines)
+    assert lines[-1].startswith("fits, by an estimate")
+
+
+def test_a_run_that_does_not_fit_names_the_keys_and_exits_with_1(spec: Path) -> None:
+    words = [
+        str(spec),
+        "cluster.gpu_gb=24",
+        "cluster.learner_ranks=2",
+        "policy.generation.vllm_cfg.tensor_parallel_size=2",
+    ]
+    result = CliRunner().invoke(main, ["plan", *words])
+    assert result.exit_code == 1
+    last = result.output.splitlines()[-1]
+    assert last.startswith("does not fit: each GPU of the learner has 24.0 GB for an estimated ")
+    assert last.endswith("; set cluster.learner_ranks=8")
+    again = CliRunner().invoke(main, ["plan", *words, "cluster.learner_ranks=8", "--json"])
+    assert again.exit_code == 0, again.output
+    told = json.loads(again.output)
+    assert told["fits"]
+    assert [each["device"] for each in told["devices"]] == [
+        "each GPU of the learner",
+        "vLLM's share of each GPU",
+    ]
+
+
+def test_the_gpus_of_this_host_are_divided_as_by_up(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, (80 * GB,) * 4)
+    words = ["plan", str(spec), "cluster.learner_ranks=2", "policy.cpu_offload=true"]
+    result = CliRunner().invoke(main, words)
+    assert result.output.startswith(
+        "4 GPUs here: learner GPU 0 to 1 (one for each rank), rollout GPU 2 to 3 (2 workers)"
+    )
+    assert "offloaded state of 2 ranks" in result.output
+
+
+def test_a_model_that_is_not_here_is_said(spec: Path) -> None:
+    result = CliRunner().invoke(main, ["plan", str(spec), "policy.model_name=nowhere"])
+    assert result.exit_code == 1
+    assert (
+        "policy.model_name 'nowhere': no config.json with the usual keys is on this machine" in result.output
+    )
+
+
+def test_up_refuses_what_the_gpus_here_cannot_hold(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, (80 * GB,) * 2)
+    wanted, _ = room.cluster_here(
+        load_spec(str(spec), ["cluster.learner_ranks=1", "cluster.rollout_workers=1"])
+    )
+    assert wanted.cluster.learner_gpus == (0,)
+    with pytest.raises(
+        SpecError, match=r"^each GPU of the learner has 80.0 GB for an estimated 1\d\d.\d GB, .*; set policy"
+    ):
+        room.planned_here(wanted)
+    _gpus(monkeypatch, (192 * GB,) * 2)
+    planned, chosen = room.planned_here(wanted)
+    assert planned.policy.activation_checkpointing != "auto"
+    assert len(chosen) == 2
