@@ -100,7 +100,7 @@ def estimate(
     generation = _bytes_of(policy.generation_precision, sampler_on_gpu)
     lora = policy.lora_cfg
     trained = lora.dim * shape.adapted_rows if lora.enabled else shape.parameters
-    learner = _state(spec, shape, trained, shards)
+    learner = _state(spec, shape, trained, shards, compute)
     offloaded = sum(learner.values()) if on_gpu and policy.cpu_offload else 0
     if offloaded:
         learner = {}
@@ -198,10 +198,11 @@ def _saved_bytes(policy: PolicySection, shape: ModelShape, compute: int) -> int:
     return 16 * shape.hidden + compute * (2 * shape.hidden + heads + experts + 4 * shape.mlp)
 
 
-def _state(spec: RunSpec, shape: ModelShape, trained: int, shards: int) -> dict[str, int]:
+def _state(spec: RunSpec, shape: ModelShape, trained: int, shards: int, compute: int) -> dict[str, int]:
     policy = spec.policy
+    weights = 4 * trained + compute * shape.parameters if policy.lora_cfg.enabled else 4 * shape.parameters
     state = {
-        "weights": 4 * (shape.parameters + (trained if policy.lora_cfg.enabled else 0)) // shards,
+        "weights": weights // shards,
         "gradients": 4 * trained // shards,
         "moments": 2 * DTYPE_BYTES[policy.optimizer.state_dtype] * trained // shards,
     }
