@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from learner.batch.samples import PackedBatch, TrainingSample
 from learner.collectives import sum_over_ranks, union_over_ranks, world_size
+from learner.model.determinism import use_deterministic_operations
 from learner.model.policy import packed_logprobs
 from learner.objectives import objective_of
 from learner.objectives.base import LossResult, TokenArrays
@@ -52,6 +53,7 @@ class Trainer:
         self.device = device
         self.world_size = world_size()
         self.objective = objective_of(spec)
+        use_deterministic_operations(spec.policy.deterministic)
         self.model: PreTrainedModel = self.objective.load_model(spec.policy, device, spec.seed)
         self.reference = reference_of(spec, self.model, device, self.objective.temperature)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from learner.model.determinism import reserve_workspace
 from paceline.errors import Unavailable
 from services.common.gpus import unused_gpus
 from services.learner.rank_group import form_rank_group
@@ -38,6 +39,7 @@ def set_up_device(device: str, host: str) -> torch.device:
     if device == "auto" and not cuda and (idle := unused_gpus("learner")):
         log.warning("%s", idle)
     if cuda:
+        reserve_workspace()
         torch.cuda.set_device(rank)
     form_rank_group(host, cuda=cuda)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -278,6 +278,9 @@ class PolicySection(Section):
     """Compute and keep the logits in float32, in the learner and in the engine, from the same weights; docs/models.md."""
     compile: bool = False
     """Compile the learner's decoder layers with torch.compile; needs a C++ compiler on CPUs, Triton on GPUs."""
+    deterministic: bool = False
+    """Choose the learner's operations so that a GPU repeats a step bit for bit as far as torch can; slower. CPUs do so in any
+    case; docs/reliability.md."""
     parallel: ParallelSection = ParallelSection()
     """Replicas and shards of the model over the learner's ranks."""
     lora_cfg: LoraSection = LoraSection()

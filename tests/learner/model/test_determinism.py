@@ -1,0 +1,65 @@
+"""`policy.deterministic` reaches torch, run by run; what it gives on a GPU is measured there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_policy import CPU, make_batch, make_spec
+
+from learner.model.determinism import reserve_workspace, use_deterministic_operations
+from learner.step.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    use_deterministic_operations(False)
+
+
+def test_a_run_chooses_for_itself(model: Path) -> None:
+    Trainer(make_spec(model, deterministic=True), CPU)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cudnn.deterministic
+    Trainer(make_spec(model), CPU)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.deterministic
+
+
+def test_the_results_on_cpus_are_the_same_with_and_without_it(model: Path) -> None:
+    def weights(deterministic: bool) -> list[torch.Tensor]:
+        trainer = Trainer(make_spec(model, deterministic=deterministic), CPU)
+        for step in range(2):
+            trainer.train_step(make_batch(), step)
+        return [p.detach() for p in trainer.model.parameters()]
+
+    assert all(map(torch.equal, weights(True), weights(False)))
+
+
+def test_a_workspace_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    reserve_workspace()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    reserve_workspace()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.gpu
+def test_two_runs_on_a_gpu_are_equal(model: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    reserve_workspace()
+
+    def weights() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        trainer = Trainer(make_spec(model, deterministic=True, precision="bfloat16"), torch.device("cuda", 0))
+        for step in range(2):
+            trainer.train_step(make_batch(), step)
+        return [p.detach().full_tensor() for p in trainer.model.parameters()]  # type: ignore[attr-defined]
+
+    assert all(map(torch.equal, weights(), weights()))
