@@ -19,6 +19,8 @@ from learner.batch.samples import TrainingSample, pack_samples
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from learner.objectives.base import Denominators, Objective
 from learner.step.update import MicroBatch, Update
+from paceline.models.shape import ModelShape
+from paceline.models.work import training_flops
 from paceline.spec import RunSpec
 
 NO_ADVANTAGE = 1e-8
@@ -74,10 +76,15 @@ def plan_updates(
 
 
 def batch_metrics(
-    batch: Sequence[TrainingSample], updates: Sequence[Update], step: int, spec: RunSpec, device: torch.device
+    batch: Sequence[TrainingSample],
+    updates: Sequence[Update],
+    step: int,
+    spec: RunSpec,
+    shape: ModelShape | None,
+    device: torch.device,
 ) -> dict[str, float]:
-    """Return metrics of the batch: its size, the fill of its micro-batches, the age of its tokens, and the share of the
-    tokens whose advantage is 0 (1 where nothing trains)."""
+    """Return metrics of the batch: its size, the fill of its micro-batches, the operations that training it takes, the age of
+    its tokens, and the share of the tokens whose advantage is 0 (1 where nothing trains)."""
     micro_batches = [micro for update in updates for micro in update.micro_batches]
     versions = [s.versions_T for s in batch if s.versions_T is not None]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
@@ -90,8 +97,9 @@ def batch_metrics(
         sum(float((values_N.abs() <= NO_ADVANTAGE).sum()) for values_N in advantages),
         sum(len(values_N) for values_N in advantages),
         any(m.advantages_N is not None for m in micro_batches),
+        sum(_flops(m, spec, shape) for m in micro_batches if not m.is_dummy),
     ]
-    packed_tokens, num_micro_batches, age_sum, aged_tokens, zeros, with_advantage, has_advantages = (
+    packed_tokens, num_micro_batches, age_sum, aged_tokens, zeros, with_advantage, has_advantages, flops = (
         sum_over_ranks(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
     )
     # Packed tensors are dense: the rest of each micro-batch's budget is unfilled, all of it in a dummy.
@@ -103,10 +111,18 @@ def batch_metrics(
         "micro_batches": num_micro_batches,
         "unfilled_fraction": max(1.0 - packed_tokens / room, 0.0),
     }
+    metrics |= {"teraflop": flops / 1e12} if flops else {}
     metrics |= {"age": age_sum / aged_tokens} if aged_tokens else {}
     if has_advantages:
         metrics["zero_advantage_fraction"] = zeros / with_advantage if with_advantage else 1.0
     return metrics
+
+
+def _flops(micro: MicroBatch, spec: RunSpec, shape: ModelShape | None) -> float:
+    if shape is None:
+        return 0.0
+    packed, frozen = micro.packed, spec.policy.lora_cfg.enabled
+    return training_flops(shape, packed.layout.runs, len(packed.predictors_N), frozen_base=frozen)
 
 
 def _update_indices(

@@ -37,6 +37,7 @@ from learner.step.reference import LocalReference, reference_of
 from learner.step.stopwatch import Stopwatch
 from learner.step.update import MicroBatch, Update
 from paceline.errors import NonFiniteLoss
+from paceline.models.shape import shape_of
 from paceline.spec import RunSpec
 
 
@@ -55,6 +56,7 @@ class Trainer:
         self.objective = objective_of(spec)
         use_deterministic_operations(spec.policy.deterministic)
         self.model: PreTrainedModel = self.objective.load_model(spec.policy, device, spec.seed)
+        self._shape = shape_of(self.model.config.to_dict())
         self.reference = reference_of(spec, self.model, device, self.objective.temperature)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
         self.critic = Critic(spec, device) if spec.uses_value_model else None
@@ -112,7 +114,7 @@ class Trainer:
             "lr": lr,
             **learnt,
             **({"skipped_updates": float(len(self.skipped))} if self.skipped else {}),
-            **batch_metrics(trained, updates, step, self.spec, self.device),
+            **batch_metrics(trained, updates, step, self.spec, self._shape, self.device),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
 

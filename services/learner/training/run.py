@@ -45,6 +45,7 @@ from services.learner.training.agreement import StepAgreement
 from services.learner.training.batches import BatchClient, RankBatch
 from services.learner.training.checkpoints import NotShared, SessionCheckpoints
 from services.learner.training.exports import Rank0RunExports, RunExports
+from services.learner.training.pace import pace
 from services.learner.training.publishing import Publishing
 from services.learner.training.run_reports import Rank0RunReports, RunReports
 from services.learner.training.step_failure import describe
@@ -298,7 +299,7 @@ class LearnerRun:
                 metrics |= completion_metrics(batch.groups, self._rank.device)
         for skipped in self._trainer.skipped:
             self._reports.warn(f"step {self.step}: an update was left out, {skipped}")
-        metrics["learner/tokens_per_s"] = metrics["tokens"] / metrics["step_s"]
+        metrics |= pace(metrics, self._rank.world_size, self._rank.device)
         self._chain = batch.reply.chain
         self.step += 1
         metrics |= {f"validation_before/{name}": value for name, value in before.items()}
