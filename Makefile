@@ -29,7 +29,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips hosts meshes fuzz soak churn lint lint-python lint-protos lint-deploy protos pages clean
+.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips hosts meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos pages clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,12 @@ hosts: $(STAMP) ## Train on hosts that share nothing but a network, through the 
 
 meshes: $(STAMP) ## Compare what meshes of two and four learner ranks compute with one rank
 	PYTHONPATH=.:tests/support:tests/support/models $(BIN)/python tests/meshes/mesh_table.py
+
+gpu: $(STAMP) ## Run the tests that need a GPU, then benchmarks/gpu.py (GPU="--only train"); goes on where it was cut short
+	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	    echo "no GPU that torch can use is here; paceline doctor says why"; exit 1; fi
+	$(BIN)/python -m pytest -m gpu tests/gpu tests/learner tests/rollout
+	$(BIN)/python benchmarks/gpu.py $(GPU)
 
 fuzz: $(STAMP) ## Send strange messages to every port of a cluster that trains (FUZZ="--seconds 60 --json")
 	$(BIN)/python tests/fuzz/fuzz.py $(FUZZ)

@@ -262,7 +262,7 @@ def test_each_test_of_the_list_reaches_its_module() -> None:
 
 def test_every_test_file_stands_where_what_it_tests_does() -> None:
     """A folder of tests exists in the packages, but for those of whole systems."""
-    systems = {"e2e", "chaos", "fuzz", "hosts", "weights", "benchmarks", "support", "data"}
+    systems = {"e2e", "chaos", "fuzz", "gpu", "hosts", "weights", "benchmarks", "support", "data"}
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
     wrong = [str(each) for each in folders if each.parts and each.parts[0] not in systems]
     assert sorted(each for each in wrong if not (ROOT / each).is_dir()) == []

@@ -85,12 +85,20 @@ class MeshRun:
         return faults
 
 
-def run_mesh(models: Path, out: Path, replicate: int, shard: int, after: MeshRun | None = None) -> MeshRun:
-    """Run a mesh; its checkpoint follows that of `after`, or its own first step."""
+def run_mesh(
+    models: Path,
+    out: Path,
+    replicate: int,
+    shard: int,
+    after: MeshRun | None = None,
+    device: str = "cpu",
+) -> MeshRun:
+    """Run a mesh on CPUs or GPUs (cuda); its checkpoint follows that of `after`, or its own first step."""
     out.mkdir(parents=True)
     resumed = {"path": "", "sha256": ""} if after is None else after.resumed
     ranks = replicate * shard
-    run_ranks("mesh_rank.py", ranks, models, out, replicate, shard, resumed["path"], resumed["sha256"])
+    before = (resumed["path"], resumed["sha256"])
+    run_ranks("mesh_rank.py", ranks, models, out, replicate, shard, *before, device)
     return MeshRun(models, out, ranks)
 
 

@@ -164,14 +164,19 @@ def rank_part(batch: list[TrainingSample], rank: int) -> list[TrainingSample]:
 
 
 def run_case(
-    model: Path, case: dict[str, Any], batch: list[TrainingSample], budget: int
+    model: Path,
+    case: dict[str, Any],
+    batch: list[TrainingSample],
+    budget: int | None,
+    device: torch.device = CPU,
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Two steps; metrics of the second, gradients of the first update and weights after the last.
 
-    Two, so that a mistake in what is left over after a step shows.
+    `budget` is policy.train_mb_tokens; None: that of the case. Two, so that a mistake in what is left over after a step shows.
     """
     torch.manual_seed(11)  # for heads that are new
-    trainer = Trainer(make_spec(model, train_mb_tokens=budget, **case), CPU)
+    tokens = {} if budget is None else {"train_mb_tokens": budget}
+    trainer = Trainer(make_spec(model, **tokens, **case), device)
     trained = [("", trainer.model, trainer.optimizer)]
     if trainer.critic is not None:
         trained.append(("value.", trainer.critic.model, trainer.critic.optimizer))
